@@ -1,0 +1,53 @@
+# The verbs: train, check, test, bench. Each does all the set-up it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Constraints hold everywhere, also for what packages need while they are built.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+SEEDS  ?= 0:10000
+JOBS   ?= 1
+RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: help setup train check test bench sweep simulate clean
+
+help:
+	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
+	@echo "make test    set up and run every test"
+	@echo "make check   set up, then ruff and mypy"
+	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
+	@echo "make bench   the benchmarks: ratios measured side by side (see README)"
+	@echo "make sweep   the small staleness sweep, with plot and report"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about a minute)"
+	@$(PIP) torch
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/async-rlhf train configs/quick.toml --set name=$(RUN)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
+
+bench: $(STAMP)
+	$(BIN)/python -m experiments.throughput
+
+sweep: $(STAMP)
+	$(BIN)/async-rlhf sweep experiments/staleness/quick.toml
+
+clean:
+	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis build
