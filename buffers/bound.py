@@ -1,0 +1,86 @@
+"""The staleness bound: which versions may make group n, and why no token trained on is older than S steps.
+
+Symbols
+    B   groups in one batch (one learner step takes B groups)
+    S   max_staleness, in steps
+    p   publish_every: version v is published when v steps are done and v is a multiple of p
+    W   window: a batch takes the oldest ready groups among W live numbers, counted from the lowest unconsumed one
+        (the head) and counting consumed ones too, so that the head can never starve; W = 1 is strict order
+    q   quarantined numbers below n (they are never consumed, so everything behind them moves up); the rest are live
+
+Rule
+    A credit for group n is given to an actor only when the weights that actor serves have version at least
+        low(n) = max(0, last(n) - S),    last(n) = (n - q + W - 1) div B.
+
+Claim: every token of group n has staleness at most S at the moment it is trained on.
+    1. Order. While n is unconsumed the head is at most n, so every number consumed before n is among the n - q live
+       ones below n or the W - 1 live ones above it: n is trained at step at most last(n).
+    2. Sampling. Versions an actor serves only rise while a group is in flight (going back to an older version, after
+       the learner was restored, cancels the groups in flight). The first token has version >= low(n), so all have.
+    3. Therefore step - version <= last(n) - low(n) <= S.  A later quarantine only lowers the step.        QED
+    Strict order is W = 1, where last(n) = (n - q) div B is the step of n itself and, without quarantine, the bound is
+    reached by equality.
+
+Claim: it never deadlocks when S >= p - 1 + ceil((W - 1) / B).
+    At step v the newest version is at least v - p + 1. Batch v needs the numbers up to position (v + 1) B - 1; the last
+    of them has last(n) = v + (B + W - 2) div B = v + ceil((W - 1) / B), so low(n) <= v + ceil((W - 1) / B) - S <= v - p + 1:
+    its credit is available. A smaller S is refused at construction, by `check`.
+
+Three spellings of one inequality. Reverb's rate limiter bounds `inserts * samples_per_insert - samples` at insertion;
+AReaL admits while `accepted + running < (S + version + 1) B`; TitanRL holds `(S + 1) B` slots that a published version
+frees. With W = 1 and p = 1 the rule above says n < (S + version + 1) B: AReaL's capacity, counted by number instead of
+by sum, so that it also bounds each group and not only their total. The window costs TitanRL's `ceil((W - 1) / B)` steps.
+
+Exact mode: group n is made by version max(0, step(n) - S) and no other; needs W = 1 and p = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from buffers.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The arithmetic of one run; `num_groups` is how many group numbers there are in all."""
+
+    groups_per_batch: int
+    max_staleness: int
+    num_groups: int
+    publish_every: int = 1
+    window: int = 1
+    exact: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for settings under which the run would wait forever, naming the nearest that would not."""
+        needed = self.publish_every - 1 + -(-(self.window - 1) // self.groups_per_batch)
+        if self.max_staleness < needed:
+            raise ConfigError(
+                f"queue.max_staleness = {self.max_staleness} would hang: with publish_every = {self.publish_every}, "
+                f"window = {self.window} and {self.groups_per_batch} groups per batch the learner would wait for groups "
+                f"that no published version may begin. Lowest that can run: queue.max_staleness = {needed}."
+            )
+        if self.exact and (self.window != 1 or self.publish_every != 1):
+            raise ConfigError(
+                f"queue.exact = true needs window = 1 and publish_every = 1 (every version exists and the step of every "
+                f"group is known), got window = {self.window}, publish_every = {self.publish_every}."
+            )
+
+    def last_step(self, number: int, quarantined_below: int = 0) -> int:
+        """Latest learner step at which group `number` can be trained on."""
+        return (number - quarantined_below + self.window - 1) // self.groups_per_batch
+
+    def lowest_version(self, number: int, quarantined_below: int = 0) -> int:
+        """Lowest version that may sample a token of group `number`."""
+        return max(0, self.last_step(number, quarantined_below) - self.max_staleness)
+
+    def allows(self, version: int, number: int, quarantined_below: int = 0) -> bool:
+        """Whether weights of `version` may begin group `number` (in exact mode: must be exactly the one)."""
+        low = self.lowest_version(number, quarantined_below)
+        return version == low if self.exact else version >= low
+
+    @property
+    def max_ahead(self) -> int:
+        """Most groups that can be begun and not yet trained on, whatever actors do: (S + 1) B."""
+        return (self.max_staleness + 1) * self.groups_per_batch

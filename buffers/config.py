@@ -1,0 +1,60 @@
+"""The dials of the ground floor, and the base every configuration section shares. No torch, no sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen group of settings: unknown keys are refused, every field has a meaning, a unit and a range."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, values: Any) -> Any:
+        """TOML has no null: the word "none" stands for it where a setting may be left open."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if key in optional and value == "none" else value for key, value in values.items()}
+
+
+class QueueConfig(Section):
+    """The replay queue: how old data may be, in which order it is consumed, how it survives."""
+
+    max_staleness: int = Field(default=1, ge=0, le=1024)
+    """Largest staleness, in learner steps, of any loss-bearing token at the moment it is trained on; 0 is synchronous."""
+    exact: bool = False
+    """Generate every group by exactly version max(0, step - max_staleness): deterministic, for ablations."""
+    window: int = Field(default=1, ge=1, le=65536)
+    """Look-ahead in groups: a batch takes the oldest ready groups among the next `window`; 1 is strict order."""
+    lease_s: float = Field(default=15.0, gt=0)
+    """Seconds an actor may be silent before its groups are given to others."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts at one group before it is quarantined."""
+    fsync: bool = True
+    """Acknowledge a group only after it is on disk (one fsync for all groups that arrived together)."""
+    segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
+    """Size at which the journal begins a new segment, in bytes."""
+    keep_rollouts: bool = False
+    """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
+    max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
+
+
+class SecurityConfig(Section):
+    """Who may speak to the hub. The configuration names files; what is in them never enters it."""
+
+    keys: str | None = None
+    """Directory made by `async-rlhf keys new`: connections are encrypted and only allowed keys are let in. Without keys the
+    hub listens on this machine only."""
+
+    @property
+    def directory(self) -> Path | None:
+        return None if self.keys is None else Path(self.keys)

@@ -1,0 +1,82 @@
+"""The tree of everything that can go wrong.
+
+    AsyncRLHFError
+    ├── ConfigError          a setting that is wrong, impossible or would hang; raised before any process starts
+    ├── RecordError          a rollout or group that breaks its own invariants; raised where it is made
+    ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
+    ├── DeadlineError        a named wait that ran out of time
+    ├── RefusedError         the hub said no, with a reason a caller can branch on
+    ├── StalenessError       a token older than the bound was about to be trained on
+    ├── WeightsError         a weight set that is not the one its manifest names
+    ├── JournalError         the durable queue cannot be read or written
+    ├── EngineError          a request an engine cannot serve
+    ├── RewardError          a reward function that cannot be loaded, or fails too often
+    └── NonFiniteError       a loss or gradient that is not a number
+
+Messages say what was asked, the value, the limit and what to do, in that order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AsyncRLHFError(Exception):
+    """Root of all errors this project raises on purpose."""
+
+
+class ConfigError(AsyncRLHFError, ValueError):
+    """A setting that is wrong, impossible, or would make the run hang."""
+
+
+class RecordError(AsyncRLHFError, ValueError):
+    """A rollout or group that breaks its own invariants."""
+
+
+class WireError(AsyncRLHFError, ValueError):
+    """A frame that cannot be what it claims to be."""
+
+
+class DeadlineError(AsyncRLHFError, TimeoutError):
+    """A named wait that ran out of time."""
+
+
+class RefusedError(AsyncRLHFError):
+    """The hub refused a request; `reason` is a short machine-readable word."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class StalenessError(AsyncRLHFError):
+    """A token older than the bound was about to be trained on."""
+
+
+class WeightsError(AsyncRLHFError):
+    """A weight set that is not the one its manifest names."""
+
+
+class JournalError(AsyncRLHFError):
+    """The durable queue cannot be read or written."""
+
+
+class EngineError(AsyncRLHFError, ValueError):
+    """A request an engine cannot serve."""
+
+
+class RewardError(AsyncRLHFError):
+    """A reward function that cannot be loaded, or fails too often."""
+
+
+class NonFiniteError(AsyncRLHFError):
+    """A loss or gradient that is not a number."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The tail of an error message that names the nearest valid choice, or lists them all when none is near."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(known)}"

@@ -1,0 +1,102 @@
+"""The disk as the journal and the weight store see it. The seam that a simulator replaces with one that tears and fills up.
+
+Nothing here decides what is written or when it must be durable. Every method raises OSError as the operating system does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class File(Protocol):
+    """An open file; what was written is durable after `Files.sync`."""
+
+    @property
+    def closed(self) -> bool: ...
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+    def tell(self) -> int: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Files(Protocol):
+    """A name that was made, replaced or removed is durable after `sync_path` of its directory."""
+
+    def make(self, directory: Path) -> None: ...
+    def names(self, directory: Path) -> list[str]: ...
+    def lock(self, path: Path) -> File: ...
+    def create(self, path: Path) -> File: ...
+    def append(self, path: Path) -> File: ...
+    def reader(self, path: Path) -> File: ...
+    def read_at(self, file: File, length: int, offset: int) -> bytes: ...
+    def read(self, path: Path) -> bytes: ...
+    def size(self, path: Path) -> int: ...
+    def sync(self, file: File) -> None: ...
+    def sync_path(self, path: Path) -> None: ...
+    def truncate(self, path: Path, size: int) -> None: ...
+    def replace(self, path: Path, new: Path) -> None: ...
+    def unlink(self, path: Path) -> None: ...
+
+
+class Disk:
+    """The operating system's files."""
+
+    def make(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def names(self, directory: Path) -> list[str]:
+        return os.listdir(directory)
+
+    def lock(self, path: Path) -> File:
+        """Held until the file is closed; raises OSError when another process holds it."""
+        file = path.open("wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise
+        return file
+
+    def create(self, path: Path) -> File:
+        return path.open("wb")
+
+    def append(self, path: Path) -> File:
+        return path.open("ab")
+
+    def reader(self, path: Path) -> File:
+        return path.open("rb")
+
+    def read_at(self, file: File, length: int, offset: int) -> bytes:
+        return os.pread(file.fileno(), length, offset)
+
+    def read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
+
+    def sync(self, file: File) -> None:
+        os.fsync(file.fileno())
+
+    def sync_path(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def truncate(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
+    def replace(self, path: Path, new: Path) -> None:
+        path.replace(new)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+
+DISK = Disk()

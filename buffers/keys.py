@@ -1,0 +1,143 @@
+"""Key files of a run and the decision whom to let in: no sockets here, and no secret is ever shown in a text.
+
+A key directory belongs to one machine. The machine of the hub has all of these, every other one the first two:
+
+    hub.public           the hub's public key: a peer that holds it cannot be fooled by another hub
+    peer.secret          this machine's own key, mode 0600
+    hub.secret           the hub's own key, mode 0600
+    allowed/NAME.public  whom the hub lets in: the public key of the machine NAME
+    for-NAME/            the directory of the machine NAME, to be moved there
+
+Keys are CURVE keys (Curve25519, 32 bytes) written in Z85 (ZeroMQ RFC 32, 40 characters). Read by `link` and `hub` when a
+process starts, checked by the configuration before any process does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from buffers.errors import ConfigError
+
+LOCAL = "local"
+"""The name of the hub's own machine in the list of those allowed."""
+ZAP_DOMAIN = b"async-rlhf"
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_MAKE = "make a directory with: async-rlhf keys new DIR"
+
+
+@dataclass(frozen=True)
+class PeerKeys:
+    """What a peer needs: both keys in Z85."""
+
+    hub_public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class HubKeys:
+    """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with a name."""
+
+    secret: bytes = field(repr=False)
+    allowed: Mapping[bytes, str]
+
+
+def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
+    """Make the directory of the hub's machine, and within it one for every other machine.
+
+    new_pair: makes a (public, secret) key pair in Z85. Raises ConfigError when there is something already.
+    """
+    for i, name in enumerate(peers):
+        if not _NAME.fullmatch(name) or name == LOCAL or name in peers[:i]:
+            raise ConfigError(f"name {name!r}: every machine needs another name of letters, digits, '.', '_', '-', not 'local'")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise ConfigError(f"{str(directory)!r} is not empty: keys are never written over. Name a new directory")
+        directory.chmod(0o700)
+        (directory / "allowed").mkdir(mode=0o700)
+        hub_public, hub_secret = new_pair()
+        _write(directory / "hub.secret", hub_secret)
+        for name in (LOCAL, *peers):
+            own = directory if name == LOCAL else directory / f"for-{name}"
+            own.mkdir(mode=0o700, exist_ok=True)
+            public, secret = new_pair()
+            _write(own / "hub.public", hub_public)
+            _write(own / "peer.secret", secret)
+            _write(directory / "allowed" / f"{name}.public", public)
+    except OSError as error:
+        raise ConfigError(f"keys cannot be written to {str(directory)!r}: {error}") from error
+
+
+def load_peer(directory: Path) -> PeerKeys:
+    """Raises ConfigError for a directory that is incomplete, or that others could read or change."""
+    _check_directory(directory)
+    return PeerKeys(hub_public=_read(directory / "hub.public"), secret=_read(directory / "peer.secret"))
+
+
+def load_hub(directory: Path) -> HubKeys:
+    """Raises ConfigError for a directory that is incomplete, or that others could read or change."""
+    _check_directory(directory)
+    _check_directory(directory / "allowed")
+    files = sorted((directory / "allowed").glob("*.public"))
+    if not files:
+        raise ConfigError(f"{str(directory / 'allowed')!r} holds no *.public: the hub would let nobody in; {_MAKE}")
+    return HubKeys(secret=_read(directory / "hub.secret"), allowed={_bytes(_read(file)): file.stem for file in files})
+
+
+def admit(request: Sequence[bytes], allowed: Mapping[bytes, str]) -> tuple[list[bytes], str]:
+    """The answer to a question of ZeroMQ's authentication protocol (ZAP, RFC 27), and whom it refuses ("" when let in).
+
+    Only CURVE with an allowed public key is let in; whatever else comes, and what cannot be understood, is not.
+    """
+    version, number, domain, address, _, mechanism, *credentials = [*request, *[b""] * (7 - len(request))]
+    key = credentials[0] if len(credentials) == 1 else b""
+    if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in allowed:
+        return [b"1.0", number, b"200", b"OK", allowed[key].encode(), b""], ""
+    return [b"1.0", number, b"400", b"not allowed", b"", b""], address.decode("ascii", "replace")[:100] or "unknown"
+
+
+def _write(path: Path, key: bytes) -> None:
+    mode = 0o600 if path.suffix == ".secret" else 0o644
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(key + b"\n")
+
+
+def _read(path: Path) -> bytes:
+    """The key in this file, in Z85. Errors name the file and never what is in it."""
+    try:
+        mode, text = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"key {str(path)!r} cannot be read: {error.strerror}; {_MAKE}") from error
+    if path.suffix == ".secret" and mode & 0o077:
+        raise ConfigError(f"key {str(path)!r} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
+    if mode & 0o022:
+        raise ConfigError(f"key {str(path)!r} can be changed by others (mode {mode & 0o777:o}): chmod 644 {path}")
+    try:
+        _bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"key {str(path)!r} is damaged: it is not 40 characters of Z85; {_MAKE}") from error
+    return text
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"security.keys: {str(directory)!r} is no directory; {_MAKE}")
+    if (mode := directory.stat().st_mode) & 0o022:
+        raise ConfigError(f"{str(directory)!r} can be changed by others (mode {mode & 0o777:o}): chmod 700 {directory}")
+
+
+def _bytes(key: bytes) -> bytes:
+    """The 32 bytes of a key in Z85; raises ValueError for what is none."""
+    if len(key) != 40:
+        raise ValueError("length")
+    text = key.decode("ascii")
+    blocks = [text[i : i + 5] for i in range(0, 40, 5)]
+    numbers = [sum(_Z85.index(character) * 85 ** (4 - i) for i, character in enumerate(block)) for block in blocks]
+    if max(numbers) >= 1 << 32:
+        raise ValueError("range")
+    return b"".join(number.to_bytes(4, "big") for number in numbers)

@@ -1,0 +1,72 @@
+"""The ledger: what is known of every group, where every credit ended, what a journal remembers of it. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What admission knows of a group that was put."""
+
+    attempt: int
+    oldest_version: int
+    newest_version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a journal remembers: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
+
+    fence: int = 0
+    committed_step: int = 0
+    committed_groups: int = 0
+    committed_tokens: int = 0
+    head: int = 0
+    consumed: tuple[int, ...] = ()
+    quarantined: tuple[int, ...] = ()
+    stale: int = 0
+    stale_tokens: int = 0
+    failed: int = 0
+
+
+@dataclass
+class Ledger:
+    """Counts of attempts (one credit = one attempt). It closes at every moment:
+
+    credited = trained + queued + in_flight + leased + stale + filtered + failed + quarantined
+
+    trained: in a step the learner has done; in_flight: taken and not yet trained; leased: being generated or scored;
+    stale: given up because the bound could not be kept; filtered: refused by a filter; failed: the actor was lost;
+    quarantined: failed as often as allowed. Token counts are of completion tokens that reached the queue.
+    """
+
+    credited: int = 0
+    trained: int = 0
+    queued: int = 0
+    in_flight: int = 0
+    leased: int = 0
+    stale: int = 0
+    filtered: int = 0
+    failed: int = 0
+    quarantined: int = 0
+    committed: int = 0
+    duplicates_refused: int = 0
+    tokens_put: int = 0
+    tokens_trained: int = 0
+    tokens_queued: int = 0
+    tokens_in_flight: int = 0
+    tokens_stale: int = 0
+
+    @property
+    def closes(self) -> bool:
+        groups = (
+            self.trained + self.queued + self.in_flight + self.leased + self.stale
+            + self.filtered + self.failed + self.quarantined
+        )  # fmt: skip
+        tokens = self.tokens_trained + self.tokens_queued + self.tokens_in_flight + self.tokens_stale
+        return self.credited == groups and self.tokens_put == tokens and self.committed <= self.trained
+
+    def as_dict(self) -> dict[str, int | bool]:
+        return {**asdict(self), "closes": self.closes}

@@ -1,0 +1,75 @@
+"""Who is connected to the hub: names, identities on the socket, what each was told last and what it reports.
+
+Decides nothing (`admission` knows who is alive) and sends nothing. Holds nothing of an actor that has left but its share
+of the counters, so it does not grow with the number of actors that ever joined. Called by `exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Peer:
+    """One actor's end of the wire."""
+
+    identity: bytes
+    announced: tuple[int, int] | None = None
+    """The weights (fence, version) it was told to adopt last."""
+    telemetry: dict[str, float] = field(default_factory=dict)
+
+
+class Peers:
+    """The actors by name and by identity."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, Peer] = {}
+        self._names: dict[bytes, str] = {}
+        self._left: dict[str, float] = {}
+
+    def join(self, name: str, identity: bytes) -> None:
+        """An actor (re)joins; whoever had its name is no longer known."""
+        before = self._peers.get(name)
+        telemetry = before.telemetry if before is not None and before.identity == identity else {}
+        if before is not None:
+            self._names.pop(before.identity, None)
+            if before.identity != identity:
+                self._keep_counters(before)
+        self._peers[name], self._names[identity] = Peer(identity, telemetry=telemetry), name
+
+    def forget(self, name: str) -> None:
+        """An actor has left; what it counted stays in the sums."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._names.pop(peer.identity, None)
+            self._keep_counters(peer)
+
+    def name(self, identity: bytes) -> str | None:
+        """Name of the actor behind an identity, or None when nobody said hello there."""
+        return self._names.get(identity)
+
+    def __getitem__(self, name: str) -> Peer:
+        return self._peers[name]
+
+    @property
+    def identities(self) -> list[bytes]:
+        return list(self._names)
+
+    def telemetry(self) -> dict[str, float]:
+        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left.
+
+        A sum that is no number any more is left out.
+        """
+        total = dict(self._left)
+        for peer in self._peers.values():
+            _add(total, peer.telemetry)
+        return {name: value for name, value in total.items() if math.isfinite(value)}
+
+    def _keep_counters(self, peer: Peer) -> None:
+        _add(self._left, {name: value for name, value in peer.telemetry.items() if name.endswith(("_total", "_s"))})
+
+
+def _add(total: dict[str, float], values: dict[str, float]) -> None:
+    for name, value in values.items():
+        total[name] = total.get(name, 0.0) + value

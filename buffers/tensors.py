@@ -1,0 +1,26 @@
+"""A tensor as bytes: what travels in a weight set, without torch on this floor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from buffers.errors import WeightsError
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """Row-major little-endian bytes with a torch dtype name; `len(data)` is checked against dtype and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise WeightsError(f"dtype {self.dtype!r} cannot travel; known: {', '.join(ITEM_BYTES)}")
+        wanted = math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        if wanted != len(self.data):
+            raise WeightsError(f"{self.dtype} {self.shape} needs {wanted} bytes, got {len(self.data)}")
