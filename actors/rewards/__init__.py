@@ -1,0 +1,27 @@
+"""What a reward is, how it is named, and how another process gets hold of it. The door of the room; imports little.
+
+A reward is an ordinary function. The canonical form asks for what it needs by name:
+
+    @reward
+    def exact(completion: str, answer: str) -> float | None: ...
+
+and gets the fields of the completion (`FIELDS`) and the columns of its prompt's row. TRL's form
+`f(prompts, completions, **columns) -> list[float | None]` works unchanged; `async def` works for both. A number is a
+value, None is not applicable, anything raised is failed. Never here: processes and time-outs (`actors.scoring`).
+"""
+
+from actors.rewards.loading import BUILTINS, RewardSpec, load, resolve, spec_of
+from actors.rewards.signature import FIELDS, Answer, Signature, failed, reward
+
+__all__ = [
+    "BUILTINS",
+    "FIELDS",
+    "Answer",
+    "RewardSpec",
+    "Signature",
+    "failed",
+    "load",
+    "resolve",
+    "reward",
+    "spec_of",
+]

@@ -1,0 +1,27 @@
+"""Mathematical equality, by math-verify."""
+
+from __future__ import annotations
+
+import logging
+
+from math_verify import parse, verify
+
+from actors.rewards.signature import reward
+
+# What tells math-verify that a text holds LaTeX; without one it sees plain numbers only.
+_MARKS = ("$", "\\boxed", "\\(", "\\[")
+
+
+@reward
+def math_verify(completion: str, answer: str) -> float:
+    """1.0 when the completion's final expression equals the answer, else 0.0. Raises ValueError for an unreadable answer.
+
+    math-verify's own time-outs are off: they need SIGALRM in the main thread, and the scoring pool has its own.
+    """
+    # It warns that somebody else must then limit the time; somebody does.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    marked = answer if any(mark in answer for mark in _MARKS) else f"${answer}$"
+    gold = parse(marked, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"column 'answer' holds no mathematical expression: {answer!r:.80}")
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))

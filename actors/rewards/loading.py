@@ -1,0 +1,182 @@
+"""From a name to a function and back: `resolve` in the supervisor, `load` in the process that calls the reward.
+
+A reward travels between processes as a name, never as an object. The supervisor proves each name good before any
+process starts, so a misspelt one costs seconds, not an hour.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from actors.rewards.signature import RewardFunction, Signature, name_of
+from buffers.errors import ConfigError, RewardError, did_you_mean
+
+# Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
+BUILTINS = {
+    "exact": "actors.rewards.builtins.exact:exact",
+    "math_verify": "actors.rewards.builtins.mathematics:math_verify",
+    "reasoning_gym": "actors.rewards.builtins.gym:reasoning_gym",
+}
+
+_PRIVATE = "_async_rlhf_reward_file_"
+_LOADED = "__async_rlhf_loaded__"
+_FIX = "another process cannot import it; define it with 'def' at the top level of a module or a .py file"
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward by name. Plain data.
+
+    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in.
+    fields: the fields and columns its calls can use, None for all.
+    """
+
+    name: str
+    target: str
+    kind: Literal["sync", "async"]
+    fields: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
+        if self.fields is not None:
+            object.__setattr__(self, "fields", tuple(self.fields))
+
+
+def resolve(targets: Iterable[str], base_dir: Path, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+    """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
+
+    base_dir: folder that relative file targets start from. columns: those of the data; without them parameters are
+    not checked. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that is no column,
+    for two rewards of one name and for none at all.
+    """
+    specs: dict[str, RewardSpec] = {}
+    for target in map(functools.partial(_absolute, base_dir=base_dir), targets):
+        function = _function(target)
+        signature = Signature.of(function)
+        name = name_of(function, default=target.rpartition(":")[2].rpartition(".")[2])
+        if name in specs:
+            raise ConfigError(
+                f"two rewards are called {name!r}: {specs[name].target} and {target}; "
+                f'rename one with @reward(name="...") or remove it'
+            )
+        if columns is not None:
+            signature.check(name, columns)
+        specs[name] = RewardSpec(name, target, "async" if signature.is_async else "sync", signature.fields)
+    if not specs:
+        raise ConfigError("no reward is configured, so there is nothing to learn; name one in rewards.functions")
+    return tuple(specs.values())
+
+
+def load(spec: RewardSpec) -> RewardFunction:
+    """The function itself, in the process that will call it. Raises RewardError when it cannot be had."""
+    return _function(spec.target)
+
+
+def spec_of(function: Callable[..., Any]) -> str:
+    """The target that names this function object: `module:qualname`, or `file.py:name` for one of a script.
+
+    Raises RewardError for what has no name another process could import: a lambda, a closure, a nested function, a
+    `functools.partial`, a bound method, a function typed into an interactive session.
+    """
+    if isinstance(function, functools.partial):
+        raise RewardError(f"{function!r} is a functools.partial: {_FIX}")
+    name = getattr(function, "__qualname__", None)
+    if name is None or getattr(function, "__self__", None) is not None:
+        raise RewardError(f"{function!r} is not a plain function but a {type(function).__name__}: {_FIX}")
+    if "<lambda>" in name:
+        raise RewardError(f"{name!r} is a lambda: {_FIX}")
+    if "<locals>" in name:
+        raise RewardError(f"{name!r} is defined inside another function: {_FIX}")
+    module = sys.modules.get(function.__module__)
+    # A script's module is called __main__ (or __mp_main__ in its children), one loaded from a file has a private name.
+    if function.__module__ in ("__main__", "__mp_main__") or function.__module__.startswith(_PRIVATE):
+        file = getattr(module, "__file__", None)
+        if file is None:
+            raise RewardError(f"{name!r} was typed into an interactive session, which has no file: {_FIX}")
+        return f"{Path(file).resolve()}:{name}"
+    if module is None or _attribute(module, name) is not function:
+        raise RewardError(f"{function.__module__}:{name} is not the function that was given: {_FIX}")
+    return f"{function.__module__}:{name}"
+
+
+def _absolute(target: str, base_dir: Path) -> str:
+    place, _, name = target.rpartition(":")
+    return f"{(base_dir / place).resolve()}:{name}" if place.endswith(".py") else target
+
+
+def _function(target: str) -> RewardFunction:
+    place, _, name = BUILTINS.get(target, target).rpartition(":")
+    if not place:
+        raise RewardError(
+            f"reward {target!r} is no built-in: {did_you_mean(target, BUILTINS)}; "
+            f"name your own as 'package.module:name' or 'path.py:name'"
+        )
+    module = _file_module(Path(place)) if place.endswith(".py") else _module(place, target)
+    function = _attribute(module, name)
+    if function is None:
+        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        hint = did_you_mean(name, public) if public else "it defines no function"
+        raise RewardError(f"reward {target!r}: no {name!r} at the top level of {place}; {hint}")
+    if not callable(function) or isinstance(function, type):
+        raise RewardError(f"reward {target!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _module(name: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise RewardError(f"reward {target!r}: importing {name} failed: {error}; install what it needs") from error
+        raise RewardError(
+            f"reward {target!r}: there is no module {error.name!r} on Python's path; "
+            f"name its file instead ('path/{name.rpartition('.')[2]}.py:{target.rpartition(':')[2]}') or install it"
+        ) from error
+    except (Exception, SystemExit) as error:  # the module is the user's own code and may raise anything
+        raise RewardError(f"reward {target!r}: importing {name} raised {type(error).__name__}: {error}") from error
+
+
+def _file_module(path: Path) -> ModuleType:
+    """Import a file once, under a private name: `if __name__ == "__main__"` does not run."""
+    name = _PRIVATE + hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    if (module := sys.modules.get(name)) is not None:
+        if not hasattr(module, _LOADED):
+            raise RewardError(
+                f"{path} starts a run while it is being imported for its rewards; "
+                f"put what starts the run under: if __name__ == '__main__':"
+            )
+        return module
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward file {path} does not exist; paths are relative to the configuration's folder")
+    module = importlib.util.module_from_spec(spec)
+    # The file may import its neighbours, as it can when it is run as a script.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        setattr(module, _LOADED, True)
+    except (Exception, SystemExit) as error:  # the file is the user's own code and may raise anything
+        raise RewardError(f"importing reward file {path} raised {type(error).__name__}: {error}") from error
+    finally:
+        if not hasattr(module, _LOADED):
+            del sys.modules[name]
+    return module

@@ -1,0 +1,21 @@
+"""What a reward is told of a completion, in training and in evaluation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.engine import Completion
+from actors.prompts import Row
+
+
+def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion, text: str) -> dict[str, Any]:
+    """The row's columns, and over them the fields every reward may ask for (`actors.rewards.FIELDS`); plain data."""
+    return {
+        **row.columns,
+        "prompt": row.prompt,
+        "completion": text,
+        "prompt_ids": list(prompt_ids),
+        "completion_ids": completion.token_ids.tolist(),
+        "finish_reason": completion.finish_reason,
+    }

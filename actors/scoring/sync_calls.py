@@ -1,0 +1,142 @@
+"""Synchronous rewards: one call at a time in each of a few worker processes that can be killed.
+
+Never here: what a score is, or who waits for it (`pool`). The process pool is pebble's, because it kills and replaces
+the one worker whose call ran out of time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from actors.rewards import Answer, RewardSpec, failed
+from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call, ready, timed_out
+from actors.scoring.processes import WorkerContext, obey_parent
+from buffers.errors import DeadlineError, RewardError
+
+logger = logging.getLogger(__name__)
+
+
+class SyncCalls:
+    """Runs calls of synchronous rewards.
+
+    Owns: a pebble pool with its worker processes and three threads. Waits for: nothing; answers come from pebble's
+    threads. Woken by: `submit`, and by `check`, which the pool's `poll` calls. On close: the workers are killed.
+    A pool that breaks (a worker killed between two calls) or falls silent is replaced; its calls are answered as failed.
+    """
+
+    def __init__(self, specs: tuple[RewardSpec, ...], timeout_s: float, workers: int, answered: Answered) -> None:
+        self._specs = specs
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._answered = answered
+        self._waiting: dict[int, None] = {}
+        self._failed_starts = 0
+        self._pool = self._start()
+
+    def submit(self, call: Call) -> None:
+        if not self._waiting:
+            self._progress_s = time.monotonic()
+        self._waiting[call.id] = None
+        try:
+            future = self._pool.schedule(run_call, args=(call.spec, call.fields), timeout=self._timeout_s)
+        except RuntimeError:
+            return  # The pool has just broken; `check` answers this call with the others.
+        future.add_done_callback(functools.partial(self._done, call.id))
+
+    def check(self) -> None:
+        """Replace a pool that can answer no more. Raises RewardError when workers keep ending before they are ready."""
+        silent_s = time.monotonic() - self._progress_s if self._waiting else 0.0
+        if self._pool.active and silent_s < self._timeout_s + START_LIMIT_S:
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            names = ", ".join(f"{spec.name} ({spec.target})" for spec in self._specs)
+            raise RewardError(
+                f"the worker processes of {names} ended {self._failed_starts} times in a row before they answered; "
+                f"see what they wrote to stderr, and try the import in a fresh interpreter"
+            )
+        reason = f"the reward workers fell silent for {silent_s:.0f} s" if self._pool.active else "a reward worker died"
+        logger.warning("%s; all workers are replaced, %d calls failed", reason, len(self._waiting))
+        threading.Thread(target=_stop, args=(self._pool,), name="stop-reward-workers", daemon=True).start()
+        lost, self._waiting = self._waiting, {}
+        self._pool = self._start()
+        for call_id in tuple(lost):
+            self._answered(call_id, Answer(None, reason))
+
+    def close(self, deadline_s: float) -> None:
+        """Kill the workers; calls without an answer get none. Raises DeadlineError if some are left after `deadline_s`."""
+        stopper = threading.Thread(target=_stop, args=(self._pool,), name="stop-reward-workers", daemon=True)
+        stopper.start()
+        stopper.join(deadline_s)
+        if stopper.is_alive():
+            raise DeadlineError(f"reward workers did not end within {deadline_s:g} s")
+
+    def _start(self) -> ProcessPool:
+        pool = ProcessPool(
+            max_workers=self._workers, initializer=start_worker, initargs=(self._specs,), context=WorkerContext()
+        )
+        self._progress_s = time.monotonic()
+        # An empty call starts the workers now, so that imports overlap with the engine's start.
+        pool.schedule(_nothing).add_done_callback(self._started)
+        return pool
+
+    def _started(self, future: Future[None]) -> None:
+        if future.exception() is None:
+            self._failed_starts = 0
+
+    def _done(self, call_id: int, future: Future[Answer]) -> None:
+        """Runs in a thread of pebble's."""
+        error = future.exception()
+        if isinstance(error, BrokenProcessPool):
+            return  # `check` answers for the whole pool.
+        self._progress_s = time.monotonic()
+        self._waiting.pop(call_id, None)
+        if error is None:
+            answer = future.result()
+        elif isinstance(error, TimeoutError):
+            answer = timed_out(self._timeout_s)
+        elif isinstance(error, ProcessExpired):
+            answer = Answer(None, f"its worker process ended with exit code {error.exitcode}")
+        else:
+            answer = failed(error)  # What was to be sent cannot be pickled.
+        self._answered(call_id, answer)
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+# What runs in the worker process.
+
+
+def start_worker(specs: tuple[RewardSpec, ...]) -> None:
+    """Load the rewards before the first call, so that imports do not count against its time-out."""
+    obey_parent()
+    for spec in specs:
+        ready(spec)
+
+
+def run_call(spec: RewardSpec, fields: dict[str, Any]) -> Answer:
+    """Call the reward; whatever it does short of ending the process becomes an answer."""
+    reward = ready(spec)
+    if isinstance(reward, Answer):
+        return reward
+    began = time.perf_counter()
+    try:
+        answer = reward.signature.verdict(reward.function(**reward.signature.arguments(fields)))
+    except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+        answer = failed(error)
+    return answer._replace(seconds=time.perf_counter() - began)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,127 @@
+"""Keys and values of all running rows in preallocated buffers, each row at its own position.
+
+A transformers `Cache` that any model's attention layers call through `update`. Before a pass the forward says what the
+pass brings: *prompts* (each written to one or more rows, attention among its own tokens) or *tokens* (one per row,
+written at that row's own position, attention over the prefix that holds the longest running row). The columns of a row
+beyond its position hold leftovers of earlier occupants; the mask hides them and later tokens overwrite them. The
+buffers grow by need, so memory and cost follow the longest sequence, not the model's limit.
+
+Axes: `R` rows, `N` running rows, `K` prompts, `P` prompt columns, `M` rows being filled, `H` key heads, `T` columns,
+`D` head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+# Columns are added in multiples of this, and at least half of what is there, so that copying stays a small share;
+# small, because columns that are never used stand between those that are and cost bandwidth.
+COLUMNS_STEP = 16
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
+    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen."""
+
+    def __init__(self, slots: int, max_length: int | None = None) -> None:
+        super().__init__(layers=[])
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._slots = slots
+        self._max_length = max_length
+        self._num_columns = 0
+        self._takes_prompts = False
+        self._length = 0
+        self._targets = self._origins = self._positions = torch.empty(0, dtype=torch.int64)
+        # Where the tokens of this pass go in a flattened buffer, by number of heads.
+        self._places: dict[int, torch.Tensor] = {}
+
+    def begin_prompts(self, targets: torch.Tensor, origins: torch.Tensor, length: int) -> None:
+        """The next pass computes prompts of up to `length` tokens; int64 [M] rows, and which prompt each of them gets."""
+        self.reserve(length)
+        self._takes_prompts, self._length = True, length
+        self._targets, self._origins = targets, origins
+
+    def begin_tokens(self, positions: torch.Tensor, length: int) -> None:
+        """The next pass computes one token in rows 0 .. N - 1, at int64 [N] positions below `length`."""
+        self.reserve(length)
+        self._takes_prompts, self._length = False, length
+        self._positions = positions
+        self._places.clear()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new keys and values [K or N, H, P or 1, D]; returns those that attention shall see."""
+        if self._takes_prompts:
+            self.write_prompts(layer_idx, key_states, value_states)
+            return key_states, value_states
+        return self.write_tokens(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
+
+    def write_prompts(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+        """Store [K, H, P, D] in the first P columns of the rows that get each prompt."""
+        for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
+            buffer = self._buffer(buffers, layer, new)
+            buffer[self._targets, :, : new.shape[2]] = new[self._origins]
+
+    def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [N, H, D] at each row's position; returns views [N, H, length, D] of keys and values."""
+        num_rows, num_heads, _ = new_keys.shape
+        keys = self._buffer(self.keys, layer, new_keys)
+        values = self._buffer(self.values, layer, new_values)
+        place = self._place(num_heads)
+        for buffer, new in ((keys, new_keys), (values, new_values)):
+            # One flat index over [R H T] is half the price of a joint index over rows and columns.
+            width = new.shape[-1]
+            buffer.view(-1, width).index_copy_(0, place, new.reshape(-1, width))
+        return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
+
+    def _place(self, num_heads: int) -> torch.Tensor:
+        """int64 [N H]: index of (row, head, position) in a buffer of [R, H, T] places."""
+        if num_heads not in self._places:
+            positions = self._positions[:, None]
+            lines = torch.arange(positions.numel() * num_heads, device=positions.device).view(-1, num_heads)
+            self._places[num_heads] = (lines * self._num_columns + positions).flatten()
+        return self._places[num_heads]
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Rows `targets` get the first `length` columns of rows `sources`; no row may be both."""
+        if length == 0 or not self.keys:
+            return
+        device = self.keys[0].device
+        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for buffer in (*self.keys, *self.values):
+            buffer[target, :, :length] = buffer[source, :, :length]
+
+    def reserve(self, length: int) -> None:
+        """Make sure every buffer has at least `length` columns, keeping what they hold."""
+        if length <= self._num_columns:
+            return
+        wanted = -(-max(length, self._num_columns * 3 // 2) // COLUMNS_STEP) * COLUMNS_STEP
+        self._num_columns = min(wanted, self._max_length) if self._max_length else wanted
+        for buffers in (self.keys, self.values):
+            for index, old in enumerate(buffers):
+                buffers[index] = self._new_buffer(old.shape[1], old)
+                buffers[index][:, :, : old.shape[2]] = old
+
+    def _buffer(self, buffers: list[torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
+        """The buffer of a layer, made when the layer is first seen; layers come in order."""
+        if layer == len(buffers):
+            buffers.append(self._new_buffer(new.shape[1], new))
+        return buffers[layer]
+
+    def _new_buffer(self, num_heads: int, like: torch.Tensor) -> torch.Tensor:
+        """Zeros, because a hidden column takes part in attention with weight 0 and must be finite."""
+        return like.new_zeros((self._slots, num_heads, self._num_columns, like.shape[-1]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self._max_length or -1

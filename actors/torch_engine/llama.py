@@ -1,0 +1,179 @@
+"""`Forward` for Llama on a CPU, written for decoding: fewer, larger operations and no second pass for new prompts.
+
+Why it exists: with small models a decode pass is mostly the cost of starting operations. Here q, k, v are one product,
+as are gate and up; both rotations are one; attention over the cache is two batched products, which on a CPU beat the
+fused kernel for single queries; and the tokens of new prompts travel through the same products as the running rows'
+tokens. The results equal the model's own up to rounding (a test holds them to 1e-5). Used only for a model that
+`can_serve` accepts; everything else goes through `ModelForward`.
+
+The parameters of the model become views of the joined tensors, so nothing is stored twice and weights adopted by name
+are in effect at once.
+
+Axes: `S` tokens of the pass (N rows' tokens, then K prompts of P tokens each), `C` model width, `H` query heads,
+`J` key heads, `G` = H / J, `D` head width, `T` visible columns, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from actors.torch_engine.cache import RowCache
+from actors.torch_engine.forward import PaddedPrompts, decode_mask
+from actors.torch_engine.scheduler import Prefill
+
+# Rotations whose angles depend on the position alone.
+_STATIC_ROTATIONS = ("default", "linear", "llama3")
+
+
+def can_serve(model: PreTrainedModel) -> bool:
+    """Whether this file computes exactly what the model computes: plain Llama in float32 on a CPU."""
+    if type(model) is not LlamaForCausalLM:
+        return False
+    config = model.config
+    return (
+        model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and not config.attention_bias
+        and not config.mlp_bias
+        and config.hidden_act == "silu"
+        and config.rope_parameters["rope_type"] in _STATIC_ROTATIONS
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """qkv [(H + 2 J) D, C], out [C, H D], gate_up [2 F, C], down [C, F], norms [C]."""
+
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    out: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class LlamaForward:
+    """Owns the joined tensors and the table of rotations. The model must not be moved or cast afterwards."""
+
+    def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
+        config = model.config
+        self._cache = cache
+        self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._width = model.model.layers[0].self_attn.head_dim
+        self._epsilon = config.rms_norm_eps
+        self._embedding = model.model.embed_tokens.weight
+        self._layers = [_join(layer) for layer in model.model.layers]
+        self._norm, self._head = model.model.norm.weight, model.lm_head.weight
+        self._rotary = model.model.rotary_emb
+        self._cos = self._sin = torch.empty(0, 1, self._width)
+
+    def __call__(self, prefills: Sequence[Prefill], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """As in `Forward`, in one pass."""
+        num_rows = len(tokens)
+        ids, at = tokens, positions
+        prompts = PaddedPrompts.of(prefills, tokens.device)
+        if prompts is not None:
+            num_prompts, prompt_length = prompts.ids.shape
+            ids = torch.cat((tokens, prompts.ids.flatten()))
+            at = torch.cat((positions, torch.arange(prompt_length).repeat(num_prompts)))
+            self._cache.begin_prompts(prompts.targets, prompts.origins, prompt_length)
+        self._cache.begin_tokens(positions, length)
+        mask = self._mask(positions, length)
+        if len(self._cos) < length:
+            self._extend_rotations(length)
+        cos, sin = self._cos[at], self._sin[at]
+        x = F.embedding(ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv = F.linear(self._normed(x, layer.norm), layer.qkv)
+            attended = self._attend(index, qkv, cos, sin, mask, prompts)
+            if index == len(self._layers) - 1:
+                # Of the prompts only the keys and values are wanted, and the last of them are stored.
+                x, attended = x[:num_rows], attended[:num_rows]
+            # In place wherever possible: fresh memory costs more than arithmetic on tensors of this size.
+            x.addmm_(attended, layer.out.t())
+            gate, up = F.linear(self._normed(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+            x.addmm_(F.silu(gate, inplace=True).mul_(up), layer.down.t())
+        return F.linear(self._normed(x, self._norm), self._head)
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """[N J, G, T]: what is added to the scores of every layer."""
+        heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
+        mask = decode_mask(positions, length, torch.float32)
+        return mask.expand(-1, heads, per_key, -1).reshape(-1, per_key, length)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._epsilon)
+
+    def _attend(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor,
+        prompts: PaddedPrompts | None,
+    ) -> torch.Tensor:
+        """Rotate, store, attend: [S, (H + 2 J) D] -> [S, H D]."""
+        num_rows, heads = len(mask) // self._num_key_heads, self._num_heads
+        qkv = qkv.view(len(qkv), heads + 2 * self._num_key_heads, self._width)
+        qk, v = qkv[:, : -self._num_key_heads], qkv[:, -self._num_key_heads :]
+        rolled = qk.roll(self._width // 2, -1)
+        qk.mul_(cos).addcmul_(rolled, sin)
+        q, k = qk[:, :heads], qk[:, heads:]
+        if prompts is None:
+            return self._attend_rows(index, q, k, v, mask)
+        # Prompts first: their padding may cover the column that the row's own token is then written to.
+        of_prompts = self._attend_prompts(index, q[num_rows:], k[num_rows:], v[num_rows:], prompts)
+        of_rows = self._attend_rows(index, q[:num_rows], k[:num_rows], v[:num_rows], mask)
+        return torch.cat((of_rows, of_prompts))
+
+    def _attend_rows(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Each row's new token over its cache: [N, H, D] -> [N, H D]."""
+        num_rows = len(q)
+        keys, values = (part.flatten(0, 1) for part in self._cache.write_tokens(index, k, v))
+        q = q.reshape(len(keys), -1, self._width)
+        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self._width**-0.5)
+        return torch.bmm(scores.softmax(dim=-1), values).view(num_rows, -1)
+
+    def _attend_prompts(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: PaddedPrompts
+    ) -> torch.Tensor:
+        """New prompts among their own tokens: [K P, H, D] -> [K P, H D]. Padding is on the right, so causal suffices."""
+        q, k, v = (part.view(*prompts.ids.shape, -1, self._width).transpose(1, 2) for part in (q, k, v))
+        self._cache.write_prompts(index, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).reshape(-1, self._num_heads * self._width)
+
+    def _extend_rotations(self, length: int) -> None:
+        """cos and sin [length, 1, D] of every position; sin is signed so that a roll stands for `rotate_half`."""
+        positions = torch.arange(max(length, 2 * len(self._cos)))[None]
+        cos, sin = self._rotary(self._embedding, positions)
+        sign = torch.ones(self._width).index_fill_(0, torch.arange(self._width // 2), -1.0)
+        self._cos, self._sin = cos[0][:, None], (sin[0] * sign)[:, None]
+
+
+def _join(layer: LlamaDecoderLayer) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        norm=layer.input_layernorm.weight,
+        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(*linears: torch.nn.Linear) -> torch.Tensor:
+    """The weights one below the other; each layer's own parameter becomes a view of its part."""
+    joined = torch.cat([linear.weight.detach() for linear in linears])
+    parts = torch.split(joined, [len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight.data = part
+    return joined

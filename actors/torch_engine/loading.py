@@ -1,0 +1,87 @@
+"""From a model directory to a running engine. The only place of the engine that opens files; nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from actors.config import EngineConfig
+from actors.torch_engine.engine import TorchEngine
+from buffers.errors import ConfigError, EngineError
+
+
+def load_engine(model_dir: str, config: EngineConfig, *, version: int = -1) -> TorchEngine:
+    """An engine that serves the weights of `model_dir`, stamped `version`.
+
+    Sets the CPU threads of the whole process to `config.threads`.
+    Raises ConfigError when the directory holds no causal language model or the device is not there, EngineError when
+    the architecture keeps something else than keys and values between tokens.
+    """
+    torch.set_num_threads(config.threads)
+    model = _load_model(model_dir, config)
+    return TorchEngine(
+        model,
+        slots=config.slots,
+        stop_ids=find_stop_ids(model_dir, model),
+        version=version,
+        max_length=find_max_length(model.config),
+    )
+
+
+def find_stop_ids(model_dir: str, model: PreTrainedModel) -> set[int]:
+    """End tokens named by the generation config, the model config or the tokenizer; any of them ends a completion."""
+    named = [model.config.get_text_config().eos_token_id]
+    if model.generation_config is not None:
+        named.append(model.generation_config.eos_token_id)
+    if (Path(model_dir) / "tokenizer_config.json").is_file():
+        named.append(AutoTokenizer.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
+    return {int(token) for ids in lists for token in ids if token is not None}
+
+
+def find_max_length(config: PretrainedConfig) -> int | None:
+    """Longest sequence the engine may run: the model's positions, or its attention window where that is shorter.
+
+    The engine attends to everything before a token, which is what a sliding window does until it is full.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    windows = [
+        layer.sliding_window for layer in DynamicCache(config=text).layers if isinstance(layer, DynamicSlidingWindowLayer)
+    ]
+    return min((int(limit) for limit in (positions, *windows) if limit), default=None)
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Raises EngineError for a model whose memory of earlier tokens is more than keys and values per position."""
+    text = config.get_text_config()
+    foreign = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - {
+        DynamicLayer.__name__,
+        DynamicSlidingWindowLayer.__name__,
+    }
+    if foreign or getattr(text, "alibi", False) or getattr(text, "num_kv_shared_layers", 0):
+        raise EngineError(
+            f"model type {config.model_type!r} keeps {', '.join(sorted(foreign)) or 'position biases or shared layers'} "
+            "besides keys and values per position; the torch engine serves models with ordinary attention only"
+        )
+
+
+def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
+    try:
+        device = torch.device(config.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"engine.device = {config.device!r} cannot be used: {error}; use 'cpu'") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=getattr(torch, config.dtype), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
+    check_architecture(model.config)
+    return model.to(device).eval()

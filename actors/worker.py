@@ -1,0 +1,235 @@
+"""The actor's loop, on one screen: credit, prompt, generate, score, put; and adopt weights between two decode steps.
+
+    owns        an engine, a scoring pool, the groups it has begun; no state that anybody would miss
+    waits for   nothing while a sequence is being decoded; else for a credit, a score or new weights
+    woken by    the hub's messages, and the scoring pool's threads
+    on close    what is unfinished is dropped: the hub credits it again, to anybody
+
+Generation never stops for scoring (each completion is scored while its siblings decode), for the queue (puts are not
+awaited) or for weights (they are adopted whole, at a token border, and the caches are kept).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actors.engine import Completion, Engine, Request, RolloutKey
+from actors.prompts import Row, prompt_number, rollout_seed
+from actors.scoring.fields import fields_of
+from actors.scoring.pool import Scored, ScoringPool
+from buffers.client import ActorClient, ActorState
+from buffers.errors import WeightsError
+from buffers.record import Group, Rollout
+from buffers.weights import WeightSet
+from buffers.wire import CreditItem
+
+_log = logging.getLogger(__name__)
+# The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
+_IDLE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a group number means: the same for every actor."""
+
+    seed: int
+    rows: Sequence[Row]
+    encode: Callable[[Row], tuple[str, list[int]]]
+    decode: Callable[[Sequence[int]], str]
+    group_size: int
+    max_completion_length: int
+    temperature: float
+
+    def requests(self, number: int, attempt: int) -> tuple[Row, str, list[Request]]:
+        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing."""
+        row = self.rows[prompt_number(self.seed, number, len(self.rows))]
+        text, ids = self.encode(row)
+        prompt_ids = tuple(ids)
+        requests = [
+            Request(
+                RolloutKey(number, attempt, member),
+                prompt_ids,
+                self.max_completion_length,
+                self.temperature,
+                rollout_seed(self.seed, number, member),
+            )
+            for member in range(self.group_size)
+        ]
+        return row, text, requests
+
+
+@dataclass
+class _Open:
+    """A group that was begun here and not put yet."""
+
+    attempt: int
+    row: Row
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    begun_s: float
+    completions: dict[int, tuple[Completion, str, float]] = field(default_factory=dict)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+
+class Worker:
+    """See the module docstring. `run` returns the reason why it ended; raises DeadlineError when the hub is silent."""
+
+    def __init__(
+        self,
+        name: str,
+        client: ActorClient,
+        engine: Engine,
+        scoring: ScoringPool[RolloutKey],
+        work: Work,
+        capacity: int,
+        canary_tolerance: float,
+    ) -> None:
+        self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
+        self._capacity, self._canary_tolerance = capacity, canary_tolerance
+        self._canary_drift = 0.0
+        self._fence = 0
+        self._open: dict[int, _Open] = {}
+        self._told: ActorState | None = None
+        self._count = dict.fromkeys(
+            ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
+        )
+
+    def run(self) -> str:
+        """Work until the hub says stop."""
+        while self._client.stop_reason is None:
+            self.turn()
+        return self._client.stop_reason
+
+    def turn(self) -> None:
+        """Hear the hub, decode one token of everything, pass on what ended."""
+        began = time.monotonic()
+        idle = not self._engine.num_unfinished
+        self._client.poll(self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
+        if (weights := self._client.weights()) is not None:
+            self._adopt(weights)
+        self._begin(self._client.credits())
+        for completion in self._engine.step():
+            self._score(completion)
+        for scored in self._scoring.poll():
+            self._collect(scored)
+        if self._state() != self._told:
+            self._tell()
+        self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
+
+    def _adopt(self, weights: WeightSet) -> None:
+        """Serve a new set from the next token on. Going back (the learner was restored) cancels what was begun."""
+        if weights.version < self._engine.version:
+            numbers = list(self._open)
+            self._drop(numbers)
+            self._client.release(numbers)
+            _log.info("back to version %d: %d groups are begun again", weights.version, len(numbers))
+        self._engine.load_weights(weights.version, weights.tensors())
+        self._sing(weights)
+        self._fence = weights.fence
+
+    def _sing(self, weights: WeightSet) -> None:
+        """The canary: engine and learner must say the same of the same probe under the same weights.
+
+        Digests prove that the bytes arrived; this proves that the engine computes with them.
+        """
+        if weights.canary is None:
+            return
+        differences = np.abs(self._engine.probe(weights.canary.ids) - np.array(weights.canary.logprobs, np.float32))
+        self._canary_drift = float(differences.max())
+        if not self._canary_drift <= self._canary_tolerance:  # not a number is no agreement
+            raise WeightsError(
+                f"version {weights.version}: engine and learner differ by {self._canary_drift:.3g} nats on the same probe "
+                f"under the same weights, the limit is {self._canary_tolerance:.3g} (engine.canary_limit). "
+                "Nothing was generated with it. Are both of the same model, and is the engine's dtype what you meant?"
+            )
+
+    def _begin(self, credits: Sequence[CreditItem]) -> None:
+        # Credited although it is being made here: the hub had given it up meanwhile. Only the new attempt counts.
+        self._drop([credit.number for credit in credits if credit.number in self._open])
+        requests: list[Request] = []
+        for credit in credits:
+            row, prompt, group = self._work.requests(credit.number, credit.attempt)
+            self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.monotonic())
+            requests += group
+        if requests:
+            self._engine.submit(requests)
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        """Forget these groups: what runs of them stops, what is being scored is not waited for."""
+        groups = [(number, self._open.pop(number)) for number in numbers]
+        keys = [RolloutKey(n, group.attempt, m) for n, group in groups for m in range(self._work.group_size)]
+        self._count["dropped_tokens_total"] += self._engine.abort(keys)
+        self._scoring.discard(keys)
+
+    def _score(self, completion: Completion) -> None:
+        """The completion ended: its judges start now."""
+        group = self._open[completion.key.group]
+        text = self._work.decode(completion.token_ids.tolist())
+        seconds = time.monotonic() - group.begun_s
+        group.completions[completion.key.member] = (completion, text, seconds)
+        self._count["tokens_total"] += len(completion.token_ids)
+        self._count["completions_total"] += 1
+        self._scoring.submit(completion.key, fields_of(group.row, group.prompt_ids, completion, text))
+
+    def _collect(self, scored: Scored[RolloutKey]) -> None:
+        """A completion has all its scores; the last one of its group sends the group off."""
+        number = scored.key.group
+        group = self._open[number]
+        completion, text, seconds = group.completions[scored.key.member]
+        group.rollouts[scored.key.member] = Rollout(
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            scores=scored.scores,
+            text=text,
+            timings={"generate_s": round(seconds, 6), "score_s": round(scored.seconds, 6)},
+        )
+        if len(group.rollouts) == self._work.group_size:
+            del self._open[number]
+            self._count["groups_total"] += 1
+            self._client.put(
+                Group(
+                    number=number,
+                    attempt=group.attempt,
+                    prompt_ids=np.array(group.prompt_ids, np.int32),
+                    rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
+                    temperature=self._work.temperature,
+                    actor=self._name,
+                    prompt=group.prompt,
+                    columns=group.row.columns,
+                )
+            )
+
+    def _state(self) -> ActorState:
+        """Groups that only wait for scores take no room in the engine, so they make room for others."""
+        being_scored = sum(len(group.completions) == self._work.group_size for group in self._open.values())
+        waiting = len(self._client.unacknowledged)
+        return ActorState(
+            capacity=self._capacity + being_scored + waiting,
+            fence=self._fence,
+            version=self._engine.version,
+            holding=tuple((number, group.attempt) for number, group in self._open.items()),
+        )
+
+    def _tell(self) -> None:
+        """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
+        state = self._state()
+        before, self._told = self._told, state
+        news = (state.fence, state.version, state.capacity)
+        if before is None or news != (before.fence, before.version, before.capacity):
+            self._client.beat(state, self._telemetry())
+
+    def _telemetry(self) -> dict[str, float]:
+        failed = sum(counter.failed for counter in self._scoring.counters.values())
+        return {
+            **self._count,
+            "canary_drift": self._canary_drift,
+            "scoring": float(self._scoring.num_pending),
+            "scores_failed_total": float(failed),
+        }
