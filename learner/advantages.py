@@ -1,0 +1,31 @@
+"""What a completion is worth compared with its siblings. Pure functions over rewards; no torch.
+
+The baseline is computed here, when a group is consumed, from the members that count: a failed score never becomes a
+number and never moves a mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Keeps the division finite; a group this close to constant is treated as constant.
+_EPSILON = 1e-6
+
+
+def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
+    """A_i = r_i - mean(r), divided by std(r) when asked; mean and (population) std over the members that count.
+
+    Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
+    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). None stays None. A group that is constant,
+    or in which fewer than two members count, has advantage 0: it says nothing about which completion is better.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    if len(counting) < 2:
+        return [None if reward is None else 0.0 for reward in rewards]
+    mean = math.fsum(counting) / len(counting)
+    std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))  # squares could overflow
+    if std < _EPSILON:
+        return [None if reward is None else 0.0 for reward in rewards]
+    scale = std if scale_by_std else 1.0
+    return [None if reward is None else (reward - mean) / scale for reward in rewards]

@@ -1,0 +1,68 @@
+"""The seam between the learner's loop and whatever holds the model and takes the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from buffers.tensors import RawTensor
+from buffers.wire import Canary
+from learner.batch import Row
+
+# What every backend reports of every step; a loss adds its own.
+STEP_METRICS = (
+    "loss",
+    "entropy",
+    "grad_norm",
+    "is/ratio_max",
+    "is/ratio_mean",
+    "is/ess",
+    "kl/behaviour",
+    "clip_ratio/region_mean",
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one learner step did: metrics by name, and the mean ratio proximal / behaviour of each completion."""
+
+    metrics: Mapping[str, float | None]
+    weight_of_member: Mapping[int, float]
+    applied: bool
+    """False when an update was refused because its loss or gradient is not finite. Weights and optimizer are then as
+    that update found them, and the updates after it were not tried."""
+
+    @classmethod
+    def of_nothing(cls) -> StepReport:
+        """Of a step without a token to learn from: what would be measured is None, so that its names are always there."""
+        return cls(dict.fromkeys(STEP_METRICS), {}, applied=False)
+
+
+class Backend(Protocol):
+    """Owns model, optimizer and schedule. Waits for nothing."""
+
+    def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
+        """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
+        ...
+
+    def tensors(self) -> Mapping[str, RawTensor]:
+        """All parameters by name, each once, ready to publish.
+
+        On a CPU these are views of live memory: they hold until the next `step` or `load`, so copy what must outlive it
+        (a weight set does).
+        """
+        ...
+
+    def canary(self) -> Canary:
+        """The probe and its log-probabilities under the weights that `tensors` gives."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write `model/` (a Hugging Face directory) and the optimizer's state into an existing directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote; training goes on bit for bit on CPU."""
+        ...

@@ -1,0 +1,121 @@
+"""What the learner writes for people: one metrics object a step, and a sample of the rollouts it trained on.
+
+A resumed run continues the same files: what a lost incarnation wrote beyond the checkpoint is cut off first, so that
+steps never go back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from buffers.record import Group, combine, staleness
+
+
+class StepFile:
+    """A JSONL file with a `step` in every object. Owns the file; each line is flushed as it is written."""
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        if path.exists():
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= steps_done]
+            os.truncate(path, sum(map(len, kept)))  # steps only rise in the file, so what is kept is its beginning
+        self._file: IO[str] = path.open("a")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object. A number that is not finite becomes null, which every reader of JSON understands."""
+        self._file.write(json.dumps(_finite(record), default=float, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
+    """Tokens by staleness at learner step `step`, ascending."""
+    ages: dict[int, int] = {}
+    for group in groups:
+        for span in group.spans():
+            age = staleness(span.version, step)
+            ages[age] = ages.get(age, 0) + span.num_tokens
+    return dict(sorted(ages.items()))
+
+
+def data_metrics(groups: Sequence[Group], weights: Mapping[str, float], step: int, max_staleness: int) -> dict[str, Any]:
+    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    per_group = [[combine(rollout.scores, weights) for rollout in group.rollouts] for group in groups]
+    rewards = [reward for group in per_group for reward in group if reward is not None]
+    spreads = [_std([reward for reward in group if reward is not None]) for group in per_group]
+    ages = staleness_histogram(groups, step)
+    num_tokens = sum(ages.values())
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    scores = [score for rollout in rollouts for score in rollout.scores.values()]
+    metrics: dict[str, Any] = {
+        "reward": _mean(rewards),
+        "reward_std": _mean(spreads),
+        "frac_reward_zero_std": sum(spread < 1e-6 for spread in spreads) / len(spreads),
+        "rewards/failed_ratio": sum(score.failure is not None for score in scores) / max(1, len(scores)),
+        "completions/mean_length": _mean(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "num_tokens": num_tokens,
+        "staleness/mean": sum(age * count for age, count in ages.items()) / num_tokens,
+        "staleness/max": max(ages),
+        "staleness/histogram": {str(age): count for age, count in ages.items()},
+        "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
+    }
+    for name in rollouts[0].scores:
+        values = [rollout.scores[name].value for rollout in rollouts]
+        metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
+    return metrics
+
+
+def sample_record(
+    group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
+) -> dict[str, Any]:
+    """One group as a person reads it: text, tokens, versions, scores, advantage and importance weight used."""
+    return {
+        "step": step,
+        "group": group.number,
+        "attempt": group.attempt,
+        "actor": group.actor,
+        "prompt": group.prompt,
+        "columns": dict(group.columns),
+        "rollouts": [
+            {
+                "text": rollout.text,
+                "tokens": rollout.completion_ids.tolist(),
+                "spans": [[span.version, span.num_tokens] for span in rollout.spans],
+                "finish_reason": rollout.finish_reason,
+                "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
+                "advantage": advantage,
+                "weight": weight,
+                "timings": dict(rollout.timings),
+            }
+            for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
+        ],
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _std(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))  # squares could overflow

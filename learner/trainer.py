@@ -1,0 +1,225 @@
+"""The learner's loop, on one screen: take, believe, step, publish, commit.
+
+    owns        the backend, the checkpoints, the step count (the only author of a version)
+    waits for   the hub: a batch, or an acknowledgement; every wait has a deadline and the hub says for whom it waits
+    woken by    the hub's answer
+    on close    a checkpoint of the last step is durable and committed
+
+The hub may die meanwhile: it then answers `unregistered`, and before it takes again the learner registers at its present
+step and publishes its weights. When the learner itself dies, a new one begins at the newest checkpoint and is given the
+same batches again. A step is recorded before it is made durable, so the record of a resumed run has no hole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffers.client import HubRestartedError, TakenBatch
+from buffers.errors import NonFiniteError, RewardError, StalenessError
+from buffers.record import Group, combine
+from learner.advantages import group_relative
+from learner.backend import Backend, StepReport
+from learner.batch import deal, make_rows
+from learner.checkpoint import Checkpoints
+from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+from learner.feed import Feed
+from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
+
+_log = logging.getLogger(__name__)
+# Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
+_MIN_SCORES = 8
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What the loop needs to know of the whole run."""
+
+    learner: LearnerConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    max_steps: int
+    max_staleness: int
+    reward_weights: Mapping[str, float]
+    max_failed_ratio: float
+    sampled_groups: int
+    """Groups of every step written to `rollouts.jsonl`."""
+
+
+class Trainer:
+    """See the module docstring. `run` returns the reason why it ended.
+
+    Raises StalenessError, NonFiniteError, RewardError, DeadlineError.
+    """
+
+    def __init__(self, client: Feed, backend: Backend, directory: Path, config: TrainerConfig) -> None:
+        self._client, self._backend, self._config = client, backend, config
+        self._checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep_last)
+        self.step = self._committed = 0
+        if (found := self._checkpoints.latest()) is not None:
+            path, state = found
+            backend.load(path)
+            self.step = self._committed = state["step"]
+            _log.info("resumed at step %d from %s", self.step, path)
+        self._metrics = StepFile(directory / "metrics.jsonl", self.step)
+        self._samples = StepFile(directory / "rollouts.jsonl", self.step)
+        self._registered = False
+        self._published = self.step
+        self._refused_in_a_row = 0
+        self._broadcast_s = 0.0
+        self._waited_s = 0.0
+        self._recorded_at = time.monotonic()
+        self._busy: dict[str, float] = {}
+
+    def run(self) -> str:
+        try:
+            while not isinstance(batch := self._take(), str):
+                self._train(batch)
+            if self.step > self._committed:
+                self._save()
+        finally:
+            self._metrics.close()
+            self._samples.close()
+        _log.info("ended after %d steps: %s", self.step, batch)
+        return batch
+
+    def _take(self) -> TakenBatch | str:
+        while True:
+            try:
+                if not self._registered:
+                    self._register()
+                began = time.monotonic()
+                batch = self._client.take(self.step)
+            except HubRestartedError:
+                _log.warning("the hub was restarted: registering again at step %d", self.step)
+                self._registered = False
+            else:
+                self._waited_s = time.monotonic() - began
+                return batch
+
+    def _train(self, batch: TakenBatch) -> None:
+        config, step = self._config, self.step
+        self._certify(batch.groups)
+        rewards = [[combine(r.scores, config.reward_weights) for r in group.rollouts] for group in batch.groups]
+        data = data_metrics(batch.groups, config.reward_weights, step, config.max_staleness)
+        self._check_rewards(batch.groups, data["rewards/failed_ratio"])
+        advantages = [group_relative(values, scale_by_std=config.loss.scale_by_std) for values in rewards]
+        report = self._update(batch.groups, advantages)
+        self._tell(lambda: self._client.trained(step))
+        self.step = step + 1
+        self._broadcast_s = 0.0
+        if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
+            self._tell(self._publish)
+        self._record(batch, data, report)
+        self._sample(batch.groups, advantages, report)
+        if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
+            self._save()
+
+    def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:
+        """One line of metrics. `step_time` runs from record to record, so a checkpoint counts into the step after it."""
+        now = time.monotonic()
+        took, self._recorded_at = now - self._recorded_at, now
+        self._metrics.write(
+            {
+                "step": self.step,
+                "version": self._published,
+                **data,
+                **report.metrics,
+                "groups": [group.number for group in batch.groups],
+                "applied": report.applied,
+                "step_time": took,
+                "tokens_per_second": data["num_tokens"] / took,
+                "samples_per_second": sum(len(group.rollouts) for group in batch.groups) / took,
+                "idle/learner": self._waited_s / took,
+                "idle/actor": self._idle(batch.telemetry),
+                "queue/depth": batch.telemetry.get("queue/depth", 0.0),
+                "actors": batch.telemetry.get("actors", 0.0),
+                "canary/drift": batch.telemetry.get("canary_drift", 0.0) / max(1.0, batch.telemetry.get("actors", 0.0)),
+                "broadcast/seconds": self._broadcast_s,
+            }
+        )
+
+    def _update(self, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> StepReport:
+        """The optimizer's part: whole groups dealt to the updates of this step in order."""
+        learner = self._config.learner
+        updates = deal(make_rows(groups, advantages, learner.row_tokens), learner.updates_per_step)
+        if not updates:
+            return StepReport.of_nothing()
+        report = self._backend.step(updates, self.step)
+        self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
+        if not report.applied:
+            _log.error("step %d refused: its gradient is not finite; groups %s", self.step, [g.number for g in groups])
+        if self._refused_in_a_row >= learner.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._refused_in_a_row} steps in a row had a gradient that is not finite, the last with groups "
+                f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
+            )
+        return report
+
+    def _certify(self, groups: Sequence[Group]) -> None:
+        """The last net, right before the gradient: no token over the bound, whatever the queue believed."""
+        ages = staleness_histogram(groups, self.step)
+        if max(ages) > self._config.max_staleness:
+            numbers = [g.number for g in groups if max(staleness_histogram([g], self.step)) > self._config.max_staleness]
+            raise StalenessError(
+                f"step {self.step} was given tokens of staleness {max(ages)}, the bound is {self._config.max_staleness} "
+                f"(groups {numbers}); nothing was trained on them. This is a defect of the queue: please report it."
+            )
+
+    def _check_rewards(self, groups: Sequence[Group], failed_ratio: float) -> None:
+        scores = [(name, score) for group in groups for r in group.rollouts for name, score in r.scores.items()]
+        if failed_ratio > self._config.max_failed_ratio and len(scores) >= _MIN_SCORES:
+            failed = [(name, score.failure) for name, score in scores if score.failure is not None]
+            raise RewardError(
+                f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
+                f"{self._config.max_failed_ratio:.0%}. First: reward {failed[0][0]!r}: {failed[0][1]}. "
+                "The full traceback is in the actor's log."
+            )
+
+    def _sample(self, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], report: StepReport) -> None:
+        start = 0
+        for group, values in list(zip(groups, advantages, strict=True))[: self._config.sampled_groups]:
+            members = range(start, start + len(values))
+            start += len(values)
+            weights = [report.weight_of_member.get(member) for member in members]
+            self._samples.write(sample_record(group, self.step, values, weights))
+
+    def _publish(self) -> None:
+        began = time.monotonic()
+        self._client.publish(self.step, self._backend.tensors(), self._backend.canary())
+        self._published = self.step
+        self._broadcast_s = time.monotonic() - began
+
+    def _save(self) -> None:
+        config = self._config
+        state = {"version": self.step, "max_steps": config.max_steps}
+        self._checkpoints.save(self.step, self._backend.save, state)
+        self._committed = self.step
+        self._tell(lambda: self._client.commit(self.step))
+
+    def _register(self) -> None:
+        """Says where this learner stands, and so everything that `trained` and `commit` would have said."""
+        self._client.register(self.step, self._committed)
+        if self.step < self._config.max_steps:
+            self._publish()
+        self._registered = True
+
+    def _tell(self, operation: Callable[[], None]) -> None:
+        """Tell the hub something. When it was restarted, the registration that comes before the next take says it too."""
+        if not self._registered:
+            return
+        try:
+            operation()
+        except HubRestartedError:
+            self._registered = False
+
+    def _idle(self, telemetry: Mapping[str, float]) -> float:
+        """Share of the actors' time since the last step in which no sequence was being decoded."""
+        idle = max(0.0, telemetry.get("idle_s", 0.0) - self._busy.get("idle_s", 0.0))
+        busy = max(0.0, telemetry.get("busy_s", 0.0) - self._busy.get("busy_s", 0.0))
+        self._busy = dict(telemetry)
+        return idle / (idle + busy) if idle + busy > 0 else 0.0
