@@ -1,0 +1,5 @@
+"""`python -m async_rlhf` is `async-rlhf`."""
+
+from async_rlhf.cli import main
+
+main()

@@ -1,0 +1,89 @@
+"""The Python API: train a model, with rewards given as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.prompts import load_rows
+from actors.rewards import resolve, spec_of
+from async_rlhf.config import Config, load
+from async_rlhf.daemon import Progress, Supervisor
+from async_rlhf.display import Display
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.run_dir import RunDir
+from buffers.errors import ConfigError, RewardError
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left behind. `metrics` has one object a step; `checkpoint` loads with `from_pretrained`."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    checkpoint: Path | None
+    finished: bool
+    """False when the run was drained before its last step; `resume=True` continues it."""
+
+
+def train(
+    config: str | Path,
+    *,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Run the configuration in a TOML file to its end.
+
+    rewards: functions instead of those the file names; they must be importable by another process (no lambda, no
+    closure). overrides: dotted keys. Raises ConfigError before any process starts, and what ended the run otherwise
+    (see `async_rlhf.exit_codes`).
+    """
+    changed = dict(overrides or {})
+    if rewards is not None:
+        changed["rewards.functions"] = [spec_of(function) for function in rewards]
+    return run(load(config, changed), resume=resume, quiet=quiet)
+
+
+def start(config: Config, *, resume: bool = False, progress: Progress | None = None) -> tuple[Supervisor, RunDir]:
+    """Everything that can be refused is refused here; what comes back only has to `run`."""
+    preflight(config)
+    directory = RunDir.reopen(config) if resume else RunDir.create(config)
+    return Supervisor(config, directory, LocalLauncher(), progress), directory
+
+
+def run(config: Config, *, resume: bool = False, quiet: bool = False) -> TrainResult:
+    """Run a checked configuration; see `train`."""
+    shown: AbstractContextManager[Progress] = nullcontext(Progress()) if quiet else Display()
+    with shown as progress:
+        supervisor, directory = start(config, resume=resume, progress=progress)
+        finished = supervisor.run()
+    checkpoint = directory.latest / "model"
+    return TrainResult(
+        run_dir=directory.path,
+        metrics=directory.read_metrics(),
+        evaluations=directory.read_evaluations(),
+        checkpoint=checkpoint.resolve() if checkpoint.exists() else None,
+        finished=finished,
+    )
+
+
+def preflight(config: Config) -> int:
+    """Look at the data and the rewards themselves, without torch; returns the number of training prompts.
+
+    Raises ConfigError.
+    """
+    rows, _ = load_rows(config.data)
+    if not rows:
+        raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
+    try:
+        resolve(config.rewards.functions, Path.cwd(), set(rows[0].columns))
+    except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
+        raise ConfigError(str(error)) from error
+    config.bound(len(rows)).check()
+    return len(rows)

@@ -1,0 +1,283 @@
+"""The command line. Every verb imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from buffers.errors import AsyncRLHFError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Asynchronous off-policy RLHF. Start with:  async-rlhf train configs/quick.toml\n\n"
+    "Exit codes: 0 done, 1 failed, 2 usage, 3 configuration, 4 stalled, 5 a process ends again and again, "
+    "6 rewards fail too often, 7 refused to train, 130 forced to end.",
+)
+
+rollouts_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Look at a run's rollouts, or learn from them again."
+)
+app.add_typer(rollouts_app, name="rollouts")
+keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys for a hub that listens to other machines.")
+app.add_typer(keys_app, name="keys")
+
+ConfigPath = Annotated[Path, typer.Argument(help="TOML file, for example configs/quick.toml.")]
+RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, for example --set queue.max_staleness=0.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
+) -> None:
+    """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
+    with _errors():
+        from async_rlhf.api import run
+
+        result = run(_load(config, overrides), resume=resume)
+        ended = "all steps done" if result.finished else "drained; --resume continues"
+        typer.echo(f"{ended}: {len(result.metrics)} steps in {result.run_dir}")
+        typer.echo(f"model: {result.checkpoint}")
+
+
+@app.command()
+def check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a configuration, its data and its rewards, and say what it will do."""
+    with _errors():
+        from async_rlhf.api import preflight
+
+        loaded = _load(config, overrides)
+        num_prompts = preflight(loaded)
+        bound = loaded.bound(num_prompts)
+        typer.echo(
+            f"{config}: good. {num_prompts} training prompts, {bound.num_groups} groups of "
+            f"{loaded.generation.group_size} in at most {-(-bound.num_groups // bound.groups_per_batch)} steps."
+        )
+        typer.echo(
+            f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
+            f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
+        )
+
+
+@app.command()
+def status(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """Where a run stands: live from its hub, or from what it left behind."""
+    with _errors():
+        from async_rlhf.display import held_out, line
+        from async_rlhf.run_dir import RunDir
+
+        run = RunDir.existing(run_dir)
+        found = _status(run)
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+            return
+        ledger = found["hub"].get("ledger", {})
+        typer.echo(f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}")
+        if ledger:
+            places = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
+            shown = " + ".join(f"{ledger[place]} {place}" for place in places)
+            typer.echo(
+                f"ledger: {ledger['credited']} credited = {shown} ({'closes' if ledger['closes'] else 'DOES NOT CLOSE'})"
+            )
+        for name, actor in found["hub"].get("actors", {}).items():
+            typer.echo(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
+        if found["hub"].get("waiting_for"):
+            typer.echo(f"the learner waits: {found['hub']['waiting_for']}")
+        if found["last"]:
+            typer.echo(f"last step: {line(found['last'])}")
+        for record in found["evaluations"]:
+            typer.echo(held_out(record))
+
+
+@app.command()
+def stop(run_dir: RunPath) -> None:
+    """Drain a live run: no new work, finish what has begun, checkpoint, exit 0."""
+    with _errors():
+        import os
+        import signal
+
+        from async_rlhf.run_dir import RunDir
+        from buffers.errors import ConfigError
+
+        run = RunDir.existing(run_dir)
+        if not run.is_alive():
+            raise ConfigError(f"run {str(run.path)!r} is not running")
+        os.kill(run.live()["pid"], signal.SIGTERM)
+        typer.echo(f"{run.path} drains; follow it with: async-rlhf status {run.path}")
+
+
+@app.command()
+def chaos(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+) -> None:
+    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
+    with _errors():
+        from async_rlhf.api import start
+        from async_rlhf.chaos import Monkey, problems
+        from async_rlhf.display import Display
+
+        loaded = _load(config, overrides)
+        with Display() as display:
+            supervisor, run = start(loaded, progress=display)
+            with Monkey(supervisor.processes, lambda: supervisor.num_records, kills, seed) as monkey:
+                supervisor.run()
+        struck = ", ".join(f"{name} {number}" for name, number in _tally(monkey.blows))
+        typer.echo(f"{len(monkey.blows)} of {kills} blows: {struck}; {supervisor.num_records} steps recorded")
+        found = problems(run, loaded)
+        for problem in found:
+            typer.echo(f"PROBLEM: {problem}", err=True)
+        if len(monkey.blows) < kills:
+            typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
+        if found or len(monkey.blows) < kills:
+            raise typer.Exit(1)
+        typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="TOML file of a sweep, for example experiments/staleness/quick.toml.")],
+) -> None:
+    """Run an experiment over several settings and seeds; finished cells are skipped."""
+    with _errors():
+        from importlib.metadata import entry_points
+
+        found = entry_points(group="async_rlhf.experiments", name="sweep")
+        next(iter(found)).load()(config)
+
+
+@rollouts_app.command("show")
+def rollouts_show(
+    run_dir: RunPath,
+    step: Annotated[int | None, typer.Option(help="Only the groups of this step (from 1).")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group number.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Groups to show.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Show groups as they were trained on: prompt, completions, versions, scores."""
+    with _errors():
+        import itertools
+
+        from async_rlhf.display import group_lines
+        from async_rlhf.rollouts import records
+        from async_rlhf.run_dir import RunDir
+
+        for record in itertools.islice(records(RunDir.existing(run_dir), step=step, group=group), limit):
+            typer.echo(json.dumps(record) if as_json else group_lines(record))
+
+
+@rollouts_app.command("export")
+def rollouts_export(run_dir: RunPath, out: Annotated[Path, typer.Argument(help="JSONL file to write.")]) -> None:
+    """Write every group in the journal as JSONL (all of them when queue.keep_rollouts was true)."""
+    with _errors():
+        from async_rlhf.rollouts import export
+        from async_rlhf.run_dir import RunDir
+
+        typer.echo(f"{export(RunDir.existing(run_dir), out)} groups written to {out}")
+
+
+@rollouts_app.command("replay")
+def rollouts_replay(
+    run_dir: RunPath,
+    name: Annotated[str, typer.Option(help="Name of the new run directory, beside the old one.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
+    with _errors():
+        from async_rlhf.config import override, parse_override
+        from async_rlhf.rollouts import replay
+        from async_rlhf.run_dir import RunDir
+
+        source = RunDir.existing(run_dir)
+        changed = dict(parse_override(text) for text in overrides or [])
+        config = override(source.config(), {**changed, "name": name, "output_dir": str(source.path.parent)})
+        run = replay(source, config)
+        typer.echo(f"{len(run.read_metrics())} steps learned again in {run.path}")
+
+
+@keys_app.command("new")
+def keys_new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
+    names: Annotated[list[str] | None, typer.Option("--name", help="Another machine that may join; once for each.")] = None,
+) -> None:
+    """Make the hub's keys and a key for each machine. Nothing is ever written over."""
+    with _errors():
+        from buffers.keys import create
+        from buffers.link import new_pair
+
+        create(directory, names or [], new_pair)
+        typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
+        for name in names or []:
+            typer.echo(f"move {directory / f'for-{name}'} to {name}, keeping its modes (scp -rp), and delete it here")
+
+
+def _tally(blows: Any) -> list[tuple[str, int]]:
+    from collections import Counter
+
+    return sorted(Counter(f"{blow.kind} {blow.name}" for blow in blows).items())
+
+
+def _load(config: Path, overrides: list[str] | None) -> Any:
+    from async_rlhf.config import load, parse_override
+
+    return load(config, dict(parse_override(text) for text in overrides or []))
+
+
+def _status(run: Any) -> dict[str, Any]:
+    from buffers.client import control
+    from buffers.errors import DeadlineError
+    from buffers.link import connector
+
+    metrics, config = run.read_metrics(), run.config()
+    hub, alive = run.read_ledger(), run.is_alive()
+    if alive:
+        try:
+            connect = connector(config.security.directory)
+            with control(run.live()["address"], timeout_s=3.0, connect=connect) as asked:
+                hub = asked.status()
+        except DeadlineError as error:
+            hub["state"] = f"the hub does not answer: {error}"
+    done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
+    state = hub.get("state", "starting") if alive else ("finished" if done else "stopped")
+    return {
+        "run_dir": str(run.path),
+        "state": state,
+        "step": metrics[-1]["step"] if metrics else 0,
+        "max_steps": config.max_steps,
+        "hub": hub,
+        "last": metrics[-1] if metrics else None,
+        "evaluations": run.read_evaluations(),
+    }
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """An error on purpose is one message and its exit code; anything else is a defect and shows where."""
+    try:
+        sys.path.insert(0, str(Path.cwd()))  # rewards named by import path are found from where the command is run
+        yield
+    except AsyncRLHFError as error:
+        from async_rlhf.exit_codes import exit_code
+
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(exit_code(error)) from error
+
+
+def main() -> None:
+    app()

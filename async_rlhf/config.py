@@ -1,0 +1,282 @@
+"""The whole configuration: nests the floors' sections, loads TOML, applies overrides, refuses what cannot work.
+
+Everything here is checked before torch is imported and before any process starts. Relative paths in a file are relative to
+that file; on the command line and in Python they are relative to the working directory; `output_dir` always is.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError
+
+from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig
+from buffers.bound import Bound
+from buffers.config import QueueConfig, Section, SecurityConfig
+from buffers.errors import ConfigError, did_you_mean
+from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+
+
+class EvaluationConfig(Section):
+    """Greedy evaluation of held-out prompts by a pinned version."""
+
+    at_start: bool = True
+    """Evaluate the initial model while training starts."""
+    at_end: bool = True
+    """Evaluate the last checkpoint when all steps are done."""
+    solved_at: float = 1.0
+    """Reward from which on a prompt counts as solved; `accuracy` is the share of those."""
+
+
+class Config(Section):
+    """One run. Sections belong to the floor that reads them."""
+
+    name: str = Field(default="run", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run directory under `output_dir`."""
+    output_dir: str = "runs"
+    """Where run directories are made."""
+    model: str
+    """A Hugging Face causal language model: a local directory."""
+    seed: int = Field(default=0, ge=0, lt=1 << 62)
+    """Decides prompts' order and every random number of generation."""
+    max_steps: int = Field(ge=1)
+    """Learner steps of the run (fewer when the data ends first)."""
+    address: str = ""
+    """Where the hub listens: empty for a private ipc socket, `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
+    sampled_groups: int = Field(default=1, ge=0)
+    """Groups of every step written to `rollouts.jsonl`."""
+    stall_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without a finished step after which the run ends with a stall report."""
+    data: DataConfig
+    generation: GenerationConfig = GenerationConfig()
+    engine: EngineConfig = EngineConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    actors: ActorsConfig = ActorsConfig()
+    queue: QueueConfig = QueueConfig()
+    security: SecurityConfig = SecurityConfig()
+    learner: LearnerConfig = LearnerConfig()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.learner.batch_size // self.generation.group_size
+
+    def bound(self, num_prompts: int) -> Bound:
+        """The arithmetic of admission for a data set of `num_prompts` training prompts."""
+        groups = self.max_steps * self.groups_per_batch
+        if self.data.epochs is not None:
+            groups = min(groups, self.data.epochs * num_prompts)
+        return Bound(
+            groups_per_batch=self.groups_per_batch,
+            max_staleness=self.queue.max_staleness,
+            num_groups=groups,
+            publish_every=self.learner.publish_every,
+            window=self.queue.window,
+            exact=self.queue.exact,
+        )
+
+    @property
+    def actor_capacity(self) -> int:
+        """Groups one actor may hold in its engine: what its slots take, and a few waiting."""
+        return -(-self.engine.slots // self.generation.group_size) + self.actors.queued_groups
+
+
+def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration in a TOML file with dotted overrides (`{"queue.max_staleness": 0}`), checked.
+
+    Raises ConfigError: what was asked, the value, the limit, the nearest valid choice.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"configuration {str(path)!r} does not exist; shipped ones are in configs/") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error}") from error
+    _anchor(values, path.resolve().parent)
+    return _overridden(values, overrides or {})
+
+
+def override(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A configuration with dotted overrides, checked; raises ConfigError."""
+    return _overridden(config.model_dump(mode="json"), overrides)
+
+
+def _overridden(values: dict[str, Any], overrides: Mapping[str, Any]) -> Config:
+    for key, value in overrides.items():
+        changed: dict[str, Any] = {}
+        _set(changed, key, value)
+        _anchor(changed, Path.cwd())
+        _set(values, key, _get(changed, key))
+    config = validated(values)
+    check(config)
+    return config
+
+
+def validated(values: dict[str, Any]) -> Config:
+    """The configuration these values make; raises ConfigError naming every wrong key."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from error
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` with a TOML value; what is no TOML value is taken as a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {text!r} is not key=value; for example --set queue.max_staleness=0")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML, every value written out."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: written(each) for key, each in value.items()}
+        return "none" if value is None else value
+
+    return tomli_w.dumps(written(config.model_dump(mode="json")))
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Dotted keys in which two configurations differ, as `key: old -> new`."""
+    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    keys = [*before, *(key for key in after if key not in before)]
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
+
+
+def check(config: Config) -> None:
+    """What no single section can see. Raises ConfigError."""
+    size, group = config.learner.batch_size, config.generation.group_size
+    if size % group:
+        low = size - size % group
+        near = f"{low} or {low + group}" if low else f"{group}"
+        raise ConfigError(f"learner.batch_size = {size} is not a multiple of generation.group_size = {group}; nearest: {near}")
+    if config.learner.updates_per_step > config.groups_per_batch:
+        raise ConfigError(
+            f"learner.updates_per_step = {config.learner.updates_per_step} needs as many groups in a batch, "
+            f"there are {config.groups_per_batch}; highest: {config.groups_per_batch}"
+        )
+    config.bound(num_prompts=config.data.size).check()
+    if config.queue.max_staleness > 0 and config.loss.is_cap is None and not config.loss.allow_uncorrected:
+        raise ConfigError(
+            f"queue.max_staleness = {config.queue.max_staleness} without an importance weight trains on data of other "
+            "weights as if it were its own. Set loss.is_cap = 2.0, or loss.allow_uncorrected = true to do it on purpose."
+        )
+    _check_security(config.security)
+    if config.address:
+        _check_address(config.address, keyed=config.security.keys is not None)
+    _check_model(config)
+
+
+def dialled(address: str) -> str:
+    """Where processes of the hub's own machine reach a hub that listens at `address`: "every interface" cannot be dialled."""
+    return re.sub(r"^tcp://(\*|0\.0\.0\.0):", "tcp://127.0.0.1:", address)
+
+
+def _check_address(address: str, *, keyed: bool) -> None:
+    if not keyed and not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:")):
+        raise ConfigError(
+            f"address = {address!r}: without keys the hub listens only on this machine. Use tcp://127.0.0.1:PORT, an "
+            "ipc:// path, leave it empty, or make keys (async-rlhf keys new DIR) and name them in security.keys."
+        )
+    if not re.fullmatch(r"ipc://.+|tcp://(\*|localhost|\d+\.\d+\.\d+\.\d+):[1-9]\d{0,4}", address):
+        raise ConfigError(f"address = {address!r} is no tcp://IP:PORT; IP is an IPv4 address of this machine, or * for all")
+
+
+def _check_security(security: SecurityConfig) -> None:
+    """The hub's machine needs its keys and its own processes' before anything starts. Raises ConfigError."""
+    if security.directory is not None:
+        from buffers import keys, link  # needs zmq, which most runs of `check` do not
+
+        link.check_curve()
+        keys.load_hub(security.directory)
+        keys.load_peer(security.directory)
+
+
+def _check_model(config: Config) -> None:
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory")
+    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
+
+
+def _anchor(values: dict[str, Any], base: Path) -> None:
+    """Make the paths in these raw values absolute, seen from `base`."""
+    if isinstance(values.get("model"), str):
+        values["model"] = str(base / values["model"])
+    security = values.get("security")
+    if isinstance(security, dict) and isinstance(keys := security.get("keys"), str) and keys != "none":
+        security["keys"] = str(base / keys)
+    data = values.get("data")
+    if isinstance(data, dict) and isinstance(source := data.get("source"), str) and not source.startswith("reasoning_gym:"):
+        data["source"] = str(base / source)
+    rewards = values.get("rewards")
+    if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple):
+        rewards["functions"] = [_anchored_reward(function, base) for function in functions]
+
+
+def _anchored_reward(function: Any, base: Path) -> Any:
+    file, colon, name = str(function).rpartition(":")
+    return f"{base / file}:{name}" if colon and file.endswith(".py") else function
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {dotted!r}: {section!r} is a value, not a section")
+    values[key] = value
+
+
+def _get(values: dict[str, Any], dotted: str) -> Any:
+    for key in dotted.split("."):
+        values = values[key]
+    return values
+
+
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        *sections, key = (str(part) for part in problem["loc"])
+        known = _fields(sections)
+        return f"unknown key {where!r}: {did_you_mean(key, known)}"
+    if problem["type"] == "missing":
+        return f"key {where!r} is missing and has no default"
+    return f"{where} = {problem['input']!r}: {problem['msg']}"
+
+
+def _fields(sections: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for section in sections:
+        annotation = model.model_fields[section].annotation if section in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return list(model.model_fields)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

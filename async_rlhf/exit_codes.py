@@ -1,0 +1,44 @@
+"""What an exit code means, the same for the command line and for every process of a run."""
+
+from __future__ import annotations
+
+from buffers.errors import AsyncRLHFError, ConfigError, NonFiniteError, RewardError, StalenessError
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+CONFIGURATION = 3
+STALLED = 4
+WORKER_LOST = 5
+REWARDS_FAILED = 6
+REFUSED_TO_TRAIN = 7
+INTERRUPTED = 130
+
+# Starting the process again would end the same way.
+FATAL = {CONFIGURATION, STALLED, REWARDS_FAILED, REFUSED_TO_TRAIN}
+
+
+class StalledError(AsyncRLHFError):
+    """No step was finished for too long; the message is the stall report."""
+
+
+class WorkerLostError(AsyncRLHFError):
+    """A process of the run ends again and again."""
+
+
+class InterruptedRunError(AsyncRLHFError):
+    """The run was forced to end before it had drained; `--resume` continues it."""
+
+
+def exit_code(error: AsyncRLHFError) -> int:
+    """The code that stands for this error."""
+    codes: list[tuple[type[AsyncRLHFError], int]] = [
+        (ConfigError, CONFIGURATION),
+        (StalledError, STALLED),
+        (WorkerLostError, WORKER_LOST),
+        (RewardError, REWARDS_FAILED),
+        (StalenessError, REFUSED_TO_TRAIN),
+        (NonFiniteError, REFUSED_TO_TRAIN),
+        (InterruptedRunError, INTERRUPTED),
+    ]
+    return next((code for kind, code in codes if isinstance(error, kind)), FAILED)

@@ -1,0 +1,201 @@
+"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code that says why.
+
+Started by a launcher as `python -m async_rlhf.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
+needs them. A role lives no longer than the supervisor: its standard input is a pipe that the supervisor holds open, and
+it ends when that closes. Signals that a terminal sends to everybody are ignored; the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_rlhf.config import Config
+from async_rlhf.exit_codes import exit_code
+from async_rlhf.run_dir import RunDir
+from buffers.errors import AsyncRLHFError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from actors.prompts import Row
+    from actors.worker import Work
+    from learner.feed import Feed
+    from learner.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+def run_hub(run: RunDir, config: Config, address: str) -> None:
+    """The replay queue, the weight channel and the ledger."""
+    from actors.prompts import load_rows
+    from buffers.hub import Hub
+    from buffers.keys import load_hub
+
+    num_prompts = len(load_rows(config.data)[0]) if config.data.epochs is not None else config.data.size
+    access = load_hub(config.security.directory) if config.security.directory is not None else None
+    Hub(address, run.path, config.queue, config.bound(num_prompts), access=access).run()
+
+
+def run_learner(run: RunDir, config: Config, address: str) -> None:
+    """The model that learns, from the newest checkpoint on."""
+    from buffers.client import LearnerClient
+    from buffers.link import connector
+
+    client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connector(config.security.directory))
+    _log.info("ended: %s", make_trainer(run, config, client).run())
+    client.close()
+
+
+def make_trainer(run: RunDir, config: Config, feed: Feed) -> Trainer:
+    """The learner's loop of this configuration, fed by a hub or by an archive."""
+    from learner.torch_backend import TorchBackend
+    from learner.trainer import Trainer, TrainerConfig
+
+    return Trainer(
+        feed,
+        TorchBackend(Path(config.model), config.learner, config.loss, publish_dtype=config.engine.dtype),
+        run.path,
+        TrainerConfig(
+            learner=config.learner,
+            loss=config.loss,
+            checkpoint=config.checkpoint,
+            max_steps=config.max_steps,
+            max_staleness=config.queue.max_staleness,
+            reward_weights=config.rewards.weights,
+            max_failed_ratio=config.rewards.max_failed_ratio,
+            sampled_groups=config.sampled_groups,
+        ),
+    )
+
+
+def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
+    """One generator: engine, scoring pool and loop."""
+    from transformers import AutoTokenizer
+
+    from actors.engine import RolloutKey
+    from actors.prompts import check_prompts, load_rows
+    from actors.rewards import resolve
+    from actors.scoring.pool import ScoringPool
+    from actors.torch_engine.loading import load_engine
+    from actors.worker import Worker
+    from buffers.client import ActorClient
+    from buffers.link import connector
+
+    rows, _ = load_rows(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
+    engine = load_engine(config.model, config.engine)
+    beat_s = min(1.0, config.queue.lease_s / 5)
+    connect = connector(config.security.directory)
+    client = ActorClient(address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect)
+    specs = resolve(config.rewards.functions, Path.cwd())
+    scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
+    try:
+        reason = Worker(
+            name,
+            client,
+            engine,
+            scoring,
+            make_work(config, rows, tokenizer),
+            config.actor_capacity,
+            config.engine.canary_tolerance,
+        ).run()
+        _log.info("ended: %s", reason)
+    finally:
+        scoring.close()
+        client.close()
+
+
+def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Work:
+    """What a group number means in this run."""
+    from actors.prompts import encode
+    from actors.worker import Work
+
+    return Work(
+        seed=config.seed,
+        rows=rows,
+        encode=partial(encode, tokenizer=tokenizer, template=config.data.template),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        group_size=config.generation.group_size,
+        max_completion_length=config.generation.max_completion_length,
+        temperature=config.generation.temperature,
+    )
+
+
+def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
+    """Greedy completions of the held-out prompts by one model directory; one line in `evaluations.jsonl`."""
+    from transformers import AutoTokenizer
+
+    from actors.engine import RolloutKey
+    from actors.evaluation import evaluate
+    from actors.prompts import encode, load_rows
+    from actors.rewards import resolve
+    from actors.scoring.pool import ScoringPool
+    from actors.torch_engine.loading import load_engine
+
+    _, rows = load_rows(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    scoring = ScoringPool[RolloutKey](resolve(config.rewards.functions, Path.cwd()), config.rewards)
+    try:
+        result = evaluate(
+            load_engine(model, config.engine, version=0),
+            scoring,
+            rows,
+            partial(encode, tokenizer=tokenizer, template=config.data.template),
+            partial(tokenizer.decode, skip_special_tokens=True),
+            max_completion_length=config.generation.max_completion_length,
+            weights=config.rewards.weights,
+            solved_at=config.evaluation.solved_at,
+        )
+    finally:
+        scoring.close()
+    with run.evaluations.open("a") as file:
+        file.write(json.dumps({"label": label, "model": model, **vars(result)}) + "\n")
+
+
+_ROLES: dict[str, Callable[..., None]] = {
+    "hub": run_hub,
+    "learner": run_learner,
+    "actor": run_actor,
+    "evaluation": run_evaluation,
+}
+
+
+def _follow_supervisor() -> None:
+    """Ends this process when the supervisor's end of standard input closes, however that happened."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a role; the exit code says why it ended (see `exit_codes`)."""
+    role, directory, *rest = arguments
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_follow_supervisor, name="follow-supervisor", daemon=True).start()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run = RunDir.existing(directory)
+    try:
+        _ROLES[role](run, run.config(), *rest)
+    except AsyncRLHFError as error:
+        _log.exception("%s ends", role)
+        sys.stderr.write(f"fatal: {error}\n")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    # Threads of libraries must not keep a process that has done its work.
+    os._exit(code)

@@ -1,0 +1,79 @@
+"""A run's rollouts after the fact: shown, exported, or learned from again by a learner alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.config import Config
+from async_rlhf.run_dir import RunDir
+from buffers.archive import read_batches
+from buffers.errors import ConfigError
+from buffers.record import Group
+
+
+def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
+    """One plain object a group, in the order of training; only those of a step (from 1) or a group number when asked."""
+    for batch in read_batches(run.path / "queue"):
+        if step is not None and batch.step + 1 != step:
+            continue
+        for each in batch.groups:
+            if group is None or each.number == group:
+                yield _record(batch.step + 1, each)
+
+
+def export(run: RunDir, file: Path) -> int:
+    """Write all groups as JSONL; returns how many."""
+    count = 0
+    with file.open("w") as out:
+        for record in records(run):
+            out.write(json.dumps(record) + "\n")
+            count += 1
+    return count
+
+
+def replay(source: RunDir, config: Config) -> RunDir:
+    """Train on the batches of an earlier run, bit for bit, with a learner alone; returns the new run's directory.
+
+    With the same configuration the result is bit-equal on CPU; with another loss it is an ablation on identical data.
+    Raises ConfigError when the journal does not reach back to the first step.
+    """
+    from async_rlhf.roles import make_trainer
+    from learner.feed import ArchiveFeed
+
+    first = next(read_batches(source.path / "queue"), None)
+    if first is None or first.step != 0:
+        raise ConfigError(
+            f"the journal of {str(source.path)!r} begins at {'its end' if first is None else f'step {first.step + 1}'}: "
+            "only a run with queue.keep_rollouts = true keeps what was trained on"
+        )
+    run = RunDir.create(config)
+    make_trainer(run, config, ArchiveFeed(source.path / "queue")).run()
+    return run
+
+
+def _record(step: int, group: Group) -> dict[str, Any]:
+    return {
+        "step": step,
+        "group": group.number,
+        "attempt": group.attempt,
+        "actor": group.actor,
+        "prompt": group.prompt,
+        "prompt_ids": group.prompt_ids.tolist(),
+        "temperature": group.temperature,
+        "columns": dict(group.columns),
+        "rollouts": [
+            {
+                "text": rollout.text,
+                "completion_ids": rollout.completion_ids.tolist(),
+                "logprobs": [float(value) for value in rollout.logprobs],
+                "spans": [[span.version, span.num_tokens] for span in rollout.spans],
+                "finish_reason": rollout.finish_reason,
+                "scores": {name: vars(score) for name, score in rollout.scores.items()},
+                "timings": dict(rollout.timings),
+            }
+            for rollout in group.rollouts
+        ],
+    }
