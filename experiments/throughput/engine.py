@@ -1,0 +1,160 @@
+"""How fast is the built-in engine next to `transformers` generate? Both in one process, in turns, on one CPU.
+
+Two loads on a tiny Llama with random weights, end tokens disabled so that every length is forced:
+
+- equal: 128 sequences of 8 prompt and 32 new tokens, all at once. Nothing to gain from batching: bare overhead.
+- mixed: 512 requests over 64 slots, new tokens log-normal (median 48, at most 256). `generate` takes them in static
+  batches of 64 in the same order, each of which runs to its longest.
+
+Only tokens that were asked for are counted. `generate` samples without top-k or top-p and returns no
+log-probabilities; the engine returns them. Run as `python -m experiments.throughput.engine [--json]`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from actors.engine import Request, RolloutKey
+from actors.torch_engine.engine import TorchEngine
+
+NUM_PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Load:
+    """A list of requests (their numbers of new tokens), and how many are decoded together."""
+
+    name: str
+    lengths: tuple[int, ...]
+    batch: int
+
+    @classmethod
+    def equal(cls) -> Load:
+        return cls("equal", (32,) * 128, 128)
+
+    @classmethod
+    def mixed(cls) -> Load:
+        lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 512)
+        return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), 64)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Useful tokens per second, medians over the repeats, and their ratio."""
+
+    load: str
+    useful_tokens: int
+    generate_tokens_per_s: float
+    engine_tokens_per_s: float
+    ratio: float
+
+
+def make_model() -> PreTrainedModel:
+    """A Llama of 0.87 million parameters that never ends by itself."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_prompts(load: Load) -> list[tuple[int, ...]]:
+    shape = (len(load.lengths), NUM_PROMPT_TOKENS)
+    return [tuple(row) for row in np.random.default_rng(1).integers(1, 100, shape).tolist()]
+
+
+def run_engine(engine: TorchEngine, load: Load) -> None:
+    work = enumerate(zip(make_prompts(load), load.lengths, strict=True))
+    engine.submit([Request(RolloutKey(n, 0, 0), prompt, length, 1.0, n) for n, (prompt, length) in work])
+    num_tokens = 0
+    while engine.num_unfinished:
+        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
+    assert num_tokens == sum(load.lengths)
+
+
+def run_generate(model: PreTrainedModel, load: Load) -> None:
+    prompts = torch.tensor(make_prompts(load))
+    for start in range(0, len(load.lengths), load.batch):
+        batch = prompts[start : start + load.batch]
+        longest = max(load.lengths[start : start + load.batch])
+        out = model.generate(
+            input_ids=batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+        )
+        assert out.shape == (len(batch), NUM_PROMPT_TOKENS + longest)
+
+
+def measure(load: Load, repeats: int) -> Result:
+    """Runs both in turns, so that a slow moment of the machine falls on both; the first turn warms up.
+
+    The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
+    """
+    engine, model = TorchEngine(make_model(), slots=load.batch, max_length=512), make_model()
+    runs: dict[str, Callable[[], None]] = {
+        "generate": lambda: run_generate(model, load),
+        "engine": lambda: run_engine(engine, load),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    useful = sum(load.lengths)
+    speed = {name: useful / statistics.median(times) for name, times in seconds.items()}
+    return Result(
+        load=load.name,
+        useful_tokens=useful,
+        generate_tokens_per_s=round(speed["generate"], 1),
+        engine_tokens_per_s=round(speed["engine"], 1),
+        ratio=round(speed["engine"] / speed["generate"], 3),
+    )
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per load instead of a table.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each after one to warm up.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 1,
+) -> None:
+    """Compare the built-in engine with transformers generate."""
+    torch.set_num_threads(threads)
+    if not as_json:
+        typer.echo(f"{'load':<8}{'useful tokens':>14}{'generate tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
+    for load in (Load.equal(), Load.mixed()):
+        result = measure(load, repeats)
+        if as_json:
+            typer.echo(json.dumps(asdict(result) | {"threads": threads, "repeats": repeats}))
+        else:
+            typer.echo(
+                f"{result.load:<8}{result.useful_tokens:>14}{result.generate_tokens_per_s:>16.0f}"
+                f"{result.engine_tokens_per_s:>14.0f}{result.ratio:>8.2f}"
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)
