@@ -1,0 +1,93 @@
+"""The canary: after every adoption the engine must say of a fixed probe what the learner says of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.config import EngineConfig
+from actors.torch_engine.engine import TorchEngine
+from actors.torch_engine.loading import load_engine
+from async_rlhf import roles
+from async_rlhf.run_dir import RunDir
+from buffers.client import control
+from buffers.errors import WeightsError
+from learner.config import LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+
+MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+
+
+def test_engine_and_learner_agree_on_the_probe_to_float_precision() -> None:
+    backend = TorchBackend(MODEL, LearnerConfig(), LossConfig())
+    engine = load_engine(str(MODEL), EngineConfig(slots=2))
+    engine.load_weights(0, backend.tensors())
+    canary = backend.canary()
+    assert len(canary.ids) == len(canary.logprobs) + 1
+    assert np.abs(engine.probe(canary.ids) - np.array(canary.logprobs)).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_sixteen_bits_they_agree_within_the_tolerance_of_the_type(dtype: Any) -> None:
+    config = EngineConfig(slots=2, dtype=dtype)
+    backend = TorchBackend(MODEL, LearnerConfig(), LossConfig(), publish_dtype=dtype)
+    engine = load_engine(str(MODEL), config)
+    engine.load_weights(0, backend.tensors())
+    canary = backend.canary()
+    drift = np.abs(engine.probe(canary.ids) - np.array(canary.logprobs)).max()
+    assert 0 < drift < config.canary_tolerance
+
+
+def test_probing_does_not_disturb_what_is_being_generated() -> None:
+    from actors.engine import Request, RolloutKey
+
+    def tokens(probe: bool) -> list[int]:
+        engine = load_engine(str(MODEL), EngineConfig(slots=2))
+        engine.submit([Request(RolloutKey(0, 0, 0), (20, 21, 22), 8, 1.0, seed=3)])
+        done: list[Any] = []
+        while engine.num_unfinished:
+            if probe:
+                engine.probe([5, 6, 7, 8])
+            done += engine.step()
+        return list(done[0].token_ids)
+
+    assert tokens(probe=True) == tokens(probe=False)
+
+
+def test_an_actor_whose_engine_computes_with_other_weights_refuses_to_generate(
+    small: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that arrives whole but never reaches the arithmetic: digests cannot see it, the canary does."""
+    adopt = TorchEngine.load_weights
+
+    def adopt_and_lose_one(self: TorchEngine, version: int, tensors: Any) -> None:
+        adopt(self, version, tensors)
+        next(iter(self._model.parameters())).data.mul_(1.5)
+
+    monkeypatch.setattr(TorchEngine, "load_weights", adopt_and_lose_one)
+    config = small()
+    run, address = RunDir.create(config), f"ipc://{socket_dir}/hub"
+    threads = [
+        threading.Thread(target=roles.run_hub, args=(run, config, address)),
+        threading.Thread(target=roles.run_learner, args=(run, config, address)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises(
+            WeightsError, match=r"engine and learner differ by .* nats on the same probe.*Nothing was generated"
+        ):
+            roles.run_actor(run, config, address, "actor-0")
+        with control(address) as asked:
+            status = asked.status()
+            assert status["ledger"]["credited"] == 0
+            asked.drain()
+    finally:
+        threads[1].join(timeout=30)
+        with control(address) as asked:
+            asked.halt()
+        threads[0].join(timeout=30)

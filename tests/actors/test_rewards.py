@@ -1,0 +1,162 @@
+"""What a reward is: how it is asked, how its answer is read, and the built-in ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import reasoning_gym as gym
+
+from actors.rewards import Answer, Signature, failed
+from actors.rewards.builtins.exact import exact
+from actors.rewards.builtins.gym import reasoning_gym
+from actors.rewards.builtins.mathematics import math_verify
+
+COMPLETION = {
+    "completion": "4",
+    "prompt": "2 + 2",
+    "completion_ids": [4, 0],
+    "prompt_ids": [2, 1, 2],
+    "finish_reason": "stop",
+    "answer": "4",
+    "level": 3,
+}
+
+
+def ask(function: Callable[..., Any], **changes: Any) -> Answer:
+    signature = Signature.of(function)
+    result = function(**signature.arguments({**COMPLETION, **changes}))
+    return signature.verdict(asyncio.run(result) if signature.is_async else result)
+
+
+# Asking and reading.
+
+
+def test_arguments_arrive_by_name_and_only_those_asked_for() -> None:
+    def takes_some(answer: str, completion_ids: list[int], level: int = 0) -> float:
+        return level if answer == "4" and completion_ids == [4, 0] else -1
+
+    assert ask(takes_some) == Answer(3.0)
+    assert Signature.of(takes_some).fields == ("answer", "completion_ids", "level")
+
+
+def test_open_keywords_get_every_field_and_column() -> None:
+    def takes_all(**everything: Any) -> int:
+        return int(everything == COMPLETION)
+
+    assert ask(takes_all) == Answer(1.0)
+    assert Signature.of(takes_all).fields is None
+
+
+def test_coroutines_are_asked_the_same_way() -> None:
+    async def waits(completion: str) -> float:
+        await asyncio.sleep(0)
+        return float(completion)
+
+    assert ask(waits) == Answer(4.0)
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0)])
+def test_any_single_number_is_a_value(value: Any) -> None:
+    assert ask(lambda completion: value) == Answer(1.0)
+
+
+def test_none_is_not_applicable() -> None:
+    assert ask(lambda completion: None) == Answer(None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_a_failure(value: float) -> None:
+    answer = ask(lambda completion: value)
+    assert answer.value is None and answer.failure == f"returned {value}; a score must be finite"
+
+
+@pytest.mark.parametrize("value", ["1.0", [1.0], {"score": 1}, np.ones(2)])
+def test_what_is_no_number_is_a_failure_that_says_what_it_was(value: Any) -> None:
+    answer = ask(lambda completion: value)
+    assert answer.value is None
+    assert answer.failure is not None and answer.failure.startswith(f"returned {type(value).__name__} ")
+
+
+def test_a_coroutine_from_a_plain_function_is_a_failure() -> None:
+    async def inner() -> float:
+        return 1.0
+
+    assert "async def" in (ask(lambda completion: inner()).failure or "")
+
+
+def test_trl_functions_get_lists_and_their_list_is_unwrapped() -> None:
+    def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+        assert prompts == ["2 + 2"] and kwargs["completion_ids"] == [[4, 0]] and kwargs["level"] == [3]
+        return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
+
+    assert ask(trl) == Answer(1.0)
+
+
+def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl_has() -> None:
+    async def trl(completions: list[str], log_metric: Any = None, trainer_state: Any = None) -> list[float | None]:
+        assert log_metric is None and trainer_state is None
+        return [None]
+
+    assert ask(trl) == Answer(None)
+    assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state")
+
+
+@pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
+def test_a_trl_function_must_return_one_score_for_one_completion(result: Any) -> None:
+    def trl(completions: list[str]) -> Any:
+        return result
+
+    assert "a list of 1 score was expected" in (ask(trl).failure or "")
+
+
+def test_a_failure_names_its_exception_is_short_and_carries_the_traceback() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for error, start in [(ValueError("no\n" * 999), "ValueError: no"), (Unprintable(), "Unprintable: ")]:
+        try:
+            raise error
+        except (ValueError, Unprintable) as caught:
+            answer = failed(caught)
+        assert answer.failure is not None and answer.failure.startswith(start) and len(answer.failure) <= 500
+        assert "test_rewards.py" in answer.traceback
+
+
+# Built-ins.
+
+
+def test_exact_ignores_surrounding_white_space_only() -> None:
+    assert exact(" 4\n", "4") == 1.0 and exact("44", "4") == 0.0
+
+
+@pytest.mark.parametrize("task", ["spell_backward", "chain_sum", "countdown"])
+def test_reasoning_gym_scores_with_the_tasks_own_rule(task: str) -> None:
+    data = gym.create_dataset(task, size=3, seed=7)
+    for entry in data:
+        for given in (entry["answer"] or "", "nonsense"):
+            assert reasoning_gym(given, entry) == data.score_answer(given, entry)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("The answer is \\boxed{0.5}", "\\frac{1}{2}", 1.0),
+        ("so it is 1,000", "1000", 1.0),
+        ("$\\sqrt{2}$", "\\sqrt{2}", 1.0),
+        ("3", "$4$", 0.0),
+        ("no idea", "4", 0.0),
+    ],
+)
+def test_math_verify_compares_mathematics_not_text(completion: str, answer: str, score: float) -> None:
+    assert math_verify(completion, answer) == score
+
+
+def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
+    with pytest.raises(ValueError, match="column 'answer' holds no mathematical expression"):
+        math_verify("4", "")

@@ -1,0 +1,292 @@
+"""The scoring pool with real processes: values and failures, calls that never end, workers that die, many at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.config import RewardsConfig
+from actors.rewards import resolve
+from actors.scoring.pool import Scored, ScoringPool
+from buffers.errors import RewardError
+from buffers.record import Score
+
+JUDGES = """
+import asyncio, multiprocessing, os, re, subprocess, sys, time
+from actors.rewards import reward
+
+def number(completion): return float(completion)
+def answered(completion, answer, level=0): return float(completion == answer) + level
+def trl(prompts, completions, answer, **kwargs): return [len(kwargs["completion_ids"][0]) * (a == "4") for a in answer]
+def not_applicable(completion): return None
+def heavy(completion): return len({"torch", "transformers", "numpy", "pydantic", "zmq"} & set(sys.modules))
+
+def act(completion, path=None):
+    if completion == "spin":
+        while True: pass
+    if completion == "regex":  # keeps the interpreter lock
+        re.match("(a+)+$", "a" * 60 + "b")
+    if completion == "swallow":
+        while True:
+            try: time.sleep(1000)
+            except BaseException: pass
+    if completion == "program":
+        program = subprocess.Popen(["sleep", "1000"])
+        open(path, "w").write(str(program.pid))
+        program.wait()
+    if completion.startswith("exit"):
+        os._exit(int(completion[4:]))
+    if completion == "quit":
+        sys.exit("enough")
+    return float(completion)
+
+everybody = asyncio.Event()
+running = most = 0
+
+async def hundred(completion):
+    global running
+    running += 1
+    if running == 100: everybody.set()
+    await everybody.wait()
+    return running
+
+async def most_at_once(completion):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.02)
+    running -= 1
+    return most
+
+async def act_async(completion):
+    if completion == "wait":
+        await asyncio.sleep(1000)
+    if completion == "wait forever":
+        while True:
+            try: await asyncio.sleep(1000)
+            except asyncio.CancelledError: pass
+    return act(completion)
+
+async def trl_async(completions): return [float(c) for c in completions]
+"""
+
+# Imported like any other file by `resolve`; only the workers fail on it.
+UNLOADABLE = """
+import multiprocessing, os
+if multiprocessing.parent_process() is not None: {act}
+def sync(completion): return 1.0
+async def asynchronous(completion): return 1.0
+"""
+
+
+class Bench:
+    """A pool and the event that it sets; `score` plays the actor's loop."""
+
+    def __init__(self, folder: Path, rewards: str, settings: Mapping[str, Any]) -> None:
+        specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder, {"answer", "level", "path"})
+        self.answered = threading.Event()
+        self.pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(**settings), wake=self.answered.set)
+
+    def score(self, *completions: str, pending: int = 0, **columns: Any) -> list[dict[str, Score]]:
+        """The scores of each completion, in order, when all but `pending` others are done; fails after a minute."""
+        fields = {"prompt": "", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", **columns}
+        for key, completion in enumerate(completions):
+            self.pool.submit(key, {**fields, "completion": completion})
+        found: dict[int, Scored[int]] = {}
+        until = time.monotonic() + 60
+        while self.pool.num_pending > pending and time.monotonic() < until:
+            # Silence is worth a look too: a worker that dies idle is noticed by `poll`, not announced.
+            self.answered.wait(0.1)
+            self.answered.clear()
+            found |= {done.key: done for done in self.pool.poll()}
+        assert self.pool.num_pending == pending
+        return [dict(found[key].scores) for key in range(len(completions))]
+
+    def one(self, completion: str, **columns: Any) -> Score:
+        (scores,) = self.score(completion, **columns)
+        (score,) = scores.values()
+        return score
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+    (tmp_path / "judges.py").write_text(JUDGES)
+
+    def make(rewards: str, **settings: Any) -> Bench:
+        made.append(Bench(tmp_path, rewards, settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.close()
+
+
+def workers() -> list[psutil.Process]:
+    """The children of this process, except the one that multiprocessing keeps to clean up semaphores."""
+    return [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_every_reward_answers_for_every_completion(bench: Callable[..., Bench]) -> None:
+    first, second = bench("answered not_applicable trl trl_async").score("4", "5", answer="4", level=2, other="x")
+    assert first == {"answered": Score(3.0), "not_applicable": Score(), "trl": Score(3.0), "trl_async": Score(4.0)}
+    assert second["answered"] == Score(2.0) and second["not_applicable"].state == "not_applicable"
+
+
+def test_two_thousand_completions_at_once_are_each_given_their_own_score(bench: Callable[..., Bench]) -> None:
+    pool = bench("number trl_async", workers=2)
+    scores = pool.score(*map(str, range(2000)))
+    assert scores == [{"number": Score(float(n)), "trl_async": Score(float(n))} for n in range(2000)]
+    assert {name: each.scored for name, each in pool.pool.counters.items()} == {"number": 2000, "trl_async": 2000}
+
+
+def test_a_worker_imports_only_what_the_reward_needs(bench: Callable[..., Bench]) -> None:
+    assert bench("heavy").one("") == Score(0.0)
+
+
+@pytest.mark.parametrize("reward", ["act", "act_async"])
+def test_what_a_reward_raises_is_a_failure_and_is_told_once(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, reward: str
+) -> None:
+    pool = bench(reward)
+    with caplog.at_level(logging.WARNING):
+        scores = [each[reward] for each in pool.score("one", "quit", "3")]
+    assert [score.failure for score in scores] == [
+        "ValueError: could not convert string to float: 'one'",
+        "SystemExit: enough",
+        None,
+    ]
+    assert scores[2].value == 3.0
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"reward '{reward}' failed" in told and "Traceback" in told and "judges.py" in told
+    assert (pool.pool.counters[reward].failed, pool.pool.counters[reward].scored) == (2, 1)
+
+
+@pytest.mark.parametrize("act", ["spin", "regex", "swallow"])
+def test_a_call_that_never_ends_is_killed_and_the_next_one_is_scored(bench: Callable[..., Bench], act: str) -> None:
+    stuck, after = bench("act", timeout_s=1.0).score(act, "2")
+    assert stuck["act"].failure == "timed out after 1 s (rewards.timeout_s)"
+    assert after["act"] == Score(2.0)
+
+
+def test_programs_started_by_a_killed_call_are_killed_with_it(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    assert "timed out" in (bench("act", timeout_s=0.5).one("program", path=str(path)).failure or "")
+    pid = int(path.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_stuck_worker_does_not_hold_up_the_other(bench: Callable[..., Bench]) -> None:
+    pool = bench("act", workers=2, timeout_s=60.0)
+    pool.pool.submit(99, {"completion": "spin"})
+    assert pool.score("1", "2", pending=1) == [{"act": Score(1.0)}, {"act": Score(2.0)}]
+
+
+def test_a_worker_that_exits_in_a_call_fails_that_call_and_is_replaced(bench: Callable[..., Bench]) -> None:
+    dead, after = bench("act").score("exit3", "2")
+    assert dead["act"].failure == "its worker process ended with exit code 3" and after["act"] == Score(2.0)
+
+
+def test_a_worker_that_exits_without_an_error_is_noticed_too(bench: Callable[..., Bench]) -> None:
+    dead, after = bench("act", timeout_s=1.0).score("exit0", "2")
+    assert dead["act"].state == "failed" and after["act"] == Score(2.0)
+
+
+def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) -> None:
+    pool = bench("act")
+    assert pool.one("1") == Score(1.0)
+    for worker in workers():
+        worker.kill()
+    # A call that comes before the loss is noticed may be lost with it, and says so; the one after it is not.
+    assert pool.one("2") in (Score(2.0), Score(failure="a reward worker died"))
+    assert pool.one("3") == Score(3.0)
+
+
+def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
+    scores = bench("answered trl").score("4", answer=lambda: "4")[0]
+    assert all("pickle" in (score.failure or "") for score in scores.values())
+
+
+def test_a_hundred_asynchronous_calls_run_at_once(bench: Callable[..., Bench]) -> None:
+    scores = bench("hundred").score(*["x"] * 100)
+    assert {each["hundred"].value for each in scores} == {100.0}
+
+
+def test_asynchronous_calls_in_flight_are_limited(bench: Callable[..., Bench]) -> None:
+    scores = bench("most_at_once", max_concurrency=8).score(*["x"] * 64)
+    assert max(each["most_at_once"].value or 0 for each in scores) == 8.0
+
+
+def test_an_asynchronous_call_past_its_time_is_cancelled_alone(bench: Callable[..., Bench]) -> None:
+    slow, fast = bench("act_async", timeout_s=0.3).score("wait", "2")
+    assert slow["act_async"].failure == "timed out after 0.3 s (rewards.timeout_s)" and fast["act_async"] == Score(2.0)
+
+
+@pytest.mark.parametrize("act", ["spin", "regex", "swallow", "wait forever"])
+def test_a_blocked_event_loop_is_replaced(bench: Callable[..., Bench], act: str) -> None:
+    pool = bench("act_async", timeout_s=0.3)
+    assert (pool.one(act).failure or "").startswith("timed out: the event loop of asynchronous rewards")
+    assert pool.one("2") == Score(2.0)
+
+
+def test_a_flood_of_calls_to_a_blocked_event_loop_is_survived(bench: Callable[..., Bench]) -> None:
+    pool = bench("act_async", timeout_s=0.3, max_concurrency=4096)
+    scores = [each["act_async"] for each in pool.score("regex", *[" " * 10_000 + "2"] * 200)]
+    assert all((score.failure or "").startswith("timed out") or score == Score(2.0) for score in scores)
+    assert scores[0].state == "failed" and pool.one("3") == Score(3.0)
+
+
+def test_an_event_loop_that_exits_is_replaced(bench: Callable[..., Bench]) -> None:
+    pool = bench("act_async")
+    assert pool.one("exit5").failure == "the process of asynchronous rewards ended with exit code 5"
+    assert pool.one("2") == Score(2.0)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asynchronous"])
+def test_a_reward_that_only_workers_cannot_import_fails_with_the_reason(
+    bench: Callable[..., Bench], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "judges.py").write_text(UNLOADABLE.format(act="raise OSError('no licence')"))
+    score = bench(kind).one("x")
+    assert score.failure is not None and score.failure.startswith("RewardError: importing reward file")
+    assert score.failure.endswith("raised OSError: no licence")
+
+
+@pytest.mark.parametrize("kind", ["sync", "asynchronous"])
+def test_workers_that_never_come_up_end_the_run(bench: Callable[..., Bench], tmp_path: Path, kind: str) -> None:
+    (tmp_path / "judges.py").write_text(UNLOADABLE.format(act="os._exit(7)"))
+    pool = bench(kind)
+    with pytest.raises(RewardError, match=r"ended 3 times in a row before .* wrote to stderr"):
+        for _ in range(9):
+            assert pool.one("x").state == "failed"
+
+
+def test_a_discarded_completion_is_not_returned_and_its_key_is_free_again(bench: Callable[..., Bench]) -> None:
+    pool = bench("act")
+    pool.pool.submit(0, {"completion": "1"})
+    with pytest.raises(RewardError, match="0 is being scored already"):
+        pool.pool.submit(0, {"completion": "1"})
+    pool.pool.discard([0, 99])
+    assert pool.pool.num_pending == 0
+    assert pool.score("2", "3") == [{"act": Score(2.0)}, {"act": Score(3.0)}]
+
+
+def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
+    pool = bench("act act_async", workers=2)
+    pool.score("1")
+    assert len(workers()) == 3
+    pool.pool.submit(0, {"completion": "swallow"})
+    pool.pool.close()
+    assert workers() == []
+
+
+def test_a_pool_needs_a_reward() -> None:
+    with pytest.raises(RewardError, match="needs a reward, got none"):
+        ScoringPool((), RewardsConfig())

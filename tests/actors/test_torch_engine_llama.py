@@ -1,0 +1,111 @@
+"""The pass written for Llama gives the logits of the model's own code, and is used for nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from actors.torch_engine.cache import RowCache
+from actors.torch_engine.forward import MAX_PREFILL_TOKENS, Forward, ModelForward, in_chunks
+from actors.torch_engine.llama import LlamaForward, can_serve
+from actors.torch_engine.scheduler import Prefill
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROTATION = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"num_key_value_heads": 2},
+    "one-key-head": {"num_key_value_heads": 1, "head_dim": 12},
+    "tied": {"tie_word_embeddings": True},
+    "llama3-rotation": {"rope_parameters": LLAMA3_ROTATION},
+}
+
+
+def make_model(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and the rest away from their initial values, so that none can be left out unseen.
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+@torch.inference_mode()
+def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
+    """Logits over a history with admissions, a shared prompt, a refilled row and rows at different positions."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [tuple(torch.randint(0, 30, (n,), generator=draw).tolist()) for n in (6, 1, 9, 4)]
+    tokens = torch.tensor([prompts[0][-1], prompts[0][-1], prompts[1][-1]])
+    positions = torch.tensor([5, 5, 0])
+    prefills = [Prefill(prompts[0], (0, 1)), Prefill(prompts[1], (2,))]
+    seen = []
+    for step in range(steps):
+        if step == 3:
+            prefills = [Prefill(prompts[2], (1,)), Prefill(prompts[3], (3,))]
+            tokens = torch.cat((tokens, torch.tensor([prompts[3][-1]])))
+            positions = torch.cat((positions, torch.tensor([3])))
+            tokens[1], positions[1] = prompts[2][-1], 8
+        seen.append(forward(prefills, tokens, positions, int(positions.max()) + 1))
+        prefills, positions = [], positions + 1
+        tokens = torch.randint(0, 30, (len(tokens),), generator=draw)
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_equal_those_of_the_models_own_code(name: str) -> None:
+    model = make_model(LlamaConfig(**SMALL | SERVED[name]))
+    assert can_serve(model)
+    expected = walk(ModelForward(model, RowCache(4)))
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(walk(LlamaForward(model, RowCache(4))), expected, atol=1e-5, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[name]), "joining the tensors keeps every parameter and its name"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL, attention_bias=True),
+        LlamaConfig(**SMALL, mlp_bias=True),
+        LlamaConfig(**SMALL, hidden_act="gelu"),
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        Qwen2Config(**SMALL),
+    ],
+)
+def test_whatever_differs_from_plain_llama_is_left_to_the_models_own_code(config: Any) -> None:
+    assert not can_serve(make_model(config))
+
+
+def test_other_number_types_are_left_to_the_models_own_code() -> None:
+    assert not can_serve(make_model(LlamaConfig(**SMALL)).to(torch.bfloat16))
+
+
+def test_many_long_prompts_are_computed_a_bounded_number_of_tokens_at_a_time() -> None:
+    lengths = (MAX_PREFILL_TOKENS // 2, 1, MAX_PREFILL_TOKENS // 2, MAX_PREFILL_TOKENS + 1, 5, 5)
+    prefills = [Prefill((0,) * length, (row,)) for row, length in enumerate(lengths)]
+    chunks = list(in_chunks(prefills))
+    assert [len(chunk) for chunk in chunks] == [2, 1, 1, 2]
+    assert [prefill for chunk in chunks for prefill in chunk] == prefills
+    assert list(in_chunks([])) == []

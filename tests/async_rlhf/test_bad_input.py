@@ -1,0 +1,162 @@
+"""Bad input ends before any process starts: one message that says what was asked, the value, the limit, the way out."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICK
+from typer.testing import CliRunner
+
+from async_rlhf.cli import app
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+CASES = {
+    "unknown key": ({"queue.max_stalenes": 1}, r"unknown key 'queue.max_stalenes': did you mean 'max_staleness'"),
+    "unknown section": ({"que.max_staleness": 1}, "unknown key 'que': did you mean 'queue'"),
+    "wrong type": ({"learner.batch_size": "many"}, "learner.batch_size = 'many': Input should be a valid integer"),
+    "out of range": ({"generation.temperature": 0}, "generation.temperature = 0: Input should be greater than 0"),
+    "does not divide": (
+        {"learner.batch_size": 100},
+        "learner.batch_size = 100 is not a multiple of .* = 8; nearest: 96 or 104",
+    ),
+    "would hang": ({"learner.publish_every": 4}, "max_staleness = 1 would hang.*Lowest that can run: queue.max_staleness = 3"),
+    "window would hang": ({"queue.window": 33}, "would hang.*Lowest that can run: queue.max_staleness = 2"),
+    "exact with a window": ({"queue.exact": True, "queue.window": 2, "queue.max_staleness": 4}, "queue.exact = true needs"),
+    "too many updates": ({"learner.updates_per_step": 17}, "updates_per_step = 17 needs .* highest: 16"),
+    "open to the world": ({"address": "tcp://0.0.0.0:5555"}, "without keys the hub listens only on this machine"),
+    "no such task": ({"data.source": "reasoning_gym:spell_backwards"}, "did you mean 'spell_backward'"),
+    "no such option": ({"data.options": {"min_word_length": 3}}, "did you mean 'min_word_len'"),
+    "no such reward": ({"rewards.functions": ["reasoning_gim"]}, "did you mean 'reasoning_gym'"),
+    "no such reward file": ({"rewards.functions": ["nowhere.py:f"]}, "nowhere.py"),
+    "name with a slash": ({"name": "a/b"}, "name = 'a/b'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_setting_is_refused_with_the_nearest_valid_one(
+    case: str, small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    overrides, message = CASES[case]
+    base = {"learner.batch_size": 128, "generation.group_size": 8}
+    code, output = invoke(*small_arguments(**{**base, **overrides}))
+    assert code == 3, output
+    assert output.startswith("error: ") and len(output.strip().splitlines()) == 1, output
+    assert re.search(message, output), output
+    assert not (tmp_path / "runs").exists(), "nothing may be left behind"
+
+
+def test_an_uncorrected_asynchronous_run_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    from async_rlhf.config import load
+    from buffers.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"max_staleness = 1 without an importance weight.*allow_uncorrected = true"):
+        load(QUICK, {"loss.is_cap": None})
+    assert load(QUICK, {"loss.is_cap": None, "queue.max_staleness": 0}).loss.is_cap is None
+    assert load(QUICK, {"loss.is_cap": "none", "loss.allow_uncorrected": True}).queue.max_staleness == 1
+
+
+def test_a_missing_file_a_directory_that_is_no_model_and_an_empty_data_set(
+    small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    code, output = invoke("train", str(tmp_path / "nowhere.toml"))
+    assert code == 3 and "nowhere.toml" in output and "does not exist" in output
+    broken = tmp_path / "broken.toml"
+    broken.write_text("name = [")
+    code, output = invoke("check", str(broken))
+    assert code == 3 and "cannot be read" in output
+    code, output = invoke(*small_arguments(model=str(tmp_path)))
+    assert code == 3 and "is no Hugging Face model: it needs config.json and *.safetensors" in output
+    code, output = invoke(*small_arguments(model=str(tmp_path / "no-such-model")))
+    assert code == 3 and "is no directory" in output
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    data = {"data.source": str(empty), "data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
+    code, output = invoke(*small_arguments(**data))
+    assert code == 3 and "empty.jsonl" in output, output
+    code, output = invoke(*small_arguments(**{**data, "data.source": str(tmp_path / "none.jsonl")}))
+    assert code == 3 and "none.jsonl" in output, output
+
+
+def test_a_reward_that_asks_for_a_column_that_is_not_there_is_told_which_there_are(
+    small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(completion, solution):\n    return 1.0\n")
+    code, output = invoke(*small_arguments(**{"rewards.functions": [f"{file}:mine"]}))
+    assert code == 3 and "solution" in output and "answer" in output, output
+
+
+def test_a_port_in_use_is_refused(small_arguments: Callable[..., list[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        code, output = invoke(*small_arguments(address=address))
+    assert code == 3 and address in output and "Choose a free port" in output, output
+
+
+def test_an_output_directory_that_cannot_be_made_is_refused(small_arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    code, output = invoke(*small_arguments(output_dir=str(tmp_path / "file")))
+    assert code == 3 and "cannot be written" in output, output
+
+
+def test_a_run_directory_is_neither_overwritten_nor_continued_under_another_configuration(
+    small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    from async_rlhf.run_dir import RunDir
+
+    RunDir.create(small())
+    code, output = invoke(*small_arguments())
+    assert code == 3 and "exists. Continue it with --resume" in output
+    code, output = invoke(*small_arguments(**{"learner.learning_rate": 0.5}), "--resume")
+    assert code == 3 and "belongs to another configuration: learner.learning_rate: 0.0002 -> 0.5" in output, output
+    code, output = invoke(*small_arguments(name="never-begun"), "--resume")
+    assert code == 3 and "is no run directory" in output
+
+
+def test_usage_errors_have_their_own_code(tmp_path: Path) -> None:
+    assert invoke("train")[0] == 2
+    assert invoke("trian", "x.toml")[0] == 2
+    code, output = invoke("train", str(QUICK), "--set", "max_steps")
+    assert code == 3 and "is not key=value" in output
+    code, output = invoke("status", str(tmp_path))
+    assert code == 3 and "is no run directory" in output
+    code, output = invoke("stop", str(tmp_path))
+    assert code == 3 and "is no run directory" in output
+
+
+def test_check_says_what_the_run_will_do() -> None:
+    code, output = invoke("check", str(QUICK), "--set", "queue.max_staleness=4")
+    assert code == 0
+    assert "16 groups a step: at most 80 groups are generated ahead" in output
+
+
+def test_every_preset_loads_and_is_complete() -> None:
+    from async_rlhf.config import load
+
+    presets = sorted((QUICK.parent).glob("*.toml"))
+    assert presets
+    for preset in presets:
+        load(preset)
+
+
+def test_the_resolved_configuration_is_the_whole_of_it(small: Any) -> None:
+    import tomllib
+
+    from async_rlhf.config import dump, validated
+
+    for config in (small(), small(**{"loss.is_cap": "none", "loss.allow_uncorrected": True})):
+        assert validated(tomllib.loads(dump(config))) == config
+    assert json.dumps(config.model_dump(mode="json"))

@@ -1,0 +1,44 @@
+"""A short chaos run, and the bookkeeper that judges it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import REPOSITORY
+
+from async_rlhf.chaos import problems
+from async_rlhf.run_dir import RunDir
+
+
+def test_a_run_that_is_struck_at_random_loses_nothing(command: Callable[..., Any], tmp_path: Path) -> None:
+    overrides = [f'output_dir="{tmp_path}"', "max_steps=16", "data.size=64"]
+    sets = [word for each in overrides for word in ("--set", each)]
+    code, output = command("chaos", str(REPOSITORY / "configs" / "chaos.toml"), "--kills", "5", "--seed", "3", *sets).finish(
+        240
+    )
+    assert code == 0, output
+    assert "5 of 5 blows" in output and "nothing was lost, nothing was trained twice" in output
+
+
+def books(path: Path, config: Any, groups: list[list[int]], **ledger: Any) -> list[str]:
+    """What the bookkeeper says of a run whose steps trained these groups."""
+    run = RunDir.create(config)
+    records = [{"step": i, "groups": each, "staleness/violations": 0} for i, each in enumerate(groups, 1)]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    total = sum(map(len, groups))
+    run.ledger.write_text(json.dumps({"ledger": {"closes": True, "trained": total, "quarantined": 0, **ledger}}))
+    return problems(run, config)
+
+
+def test_the_bookkeeper_sees_what_is_lost_repeated_or_left_open(small: Any, tmp_path: Path) -> None:
+    good = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert books(tmp_path, small(name="good", max_steps=2), good) == []
+    [lost] = books(tmp_path, small(name="lost", max_steps=2), [[0, 1, 2, 3], [4, 5, 6]])
+    assert lost == "groups never trained: [7] (0 were quarantined)"
+    twice = books(tmp_path, small(name="twice", max_steps=2), [[0, 1, 2, 3], [3, 5, 6, 7]])
+    assert twice[0] == "groups trained more than once: [3]"
+    assert "does not close" in books(tmp_path, small(name="open", max_steps=2), good, closes=False)[0]
+    assert "ledger has 9" in books(tmp_path, small(name="wrong", max_steps=2), good, trained=9)[0]

@@ -1,0 +1,171 @@
+"""Anything may be killed: the run goes on, nothing is lost, nothing is trained twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import wait_for
+
+from async_rlhf.run_dir import RunDir
+
+
+def steps(run: Path) -> int:
+    """Steps recorded so far."""
+    return len(RunDir(run).read_metrics()) if (run / "metrics.jsonl").exists() else 0
+
+
+def trained_groups(run: Path) -> list[int]:
+    return [number for record in RunDir(run).read_metrics() for number in record["groups"]]
+
+
+def assert_whole(run: Path, num_steps: int, groups_per_batch: int = 4) -> None:
+    """Every step once and in order, every group once, the bound kept, the ledger closed."""
+    metrics = RunDir(run).read_metrics()
+    assert [record["step"] for record in metrics] == list(range(1, num_steps + 1))
+    assert sorted(trained_groups(run)) == list(range(num_steps * groups_per_batch))
+    assert all(record["staleness/violations"] == 0 for record in metrics)
+    ledger = RunDir(run).read_ledger()["ledger"]
+    assert ledger["closes"] and ledger["trained"] == ledger["committed"] == num_steps * groups_per_batch
+
+
+def test_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    num_steps = 60
+    arguments = small_arguments(
+        **{"max_steps": num_steps, "checkpoint.save_every": 7, "queue.max_staleness": 2, "actors.count": 2}
+    )
+    started = command(*arguments)
+    run = tmp_path / "runs" / "quick"
+    for role, at in (("actor", 3), ("hub", 12), ("learner", 24)):
+        wait_for(lambda at=at: steps(run) >= at, f"step {at}")
+        victim = started.child(role)
+        victim.kill()
+        wait_for(lambda victim=victim: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, f"the end of {role}")
+    code, output = started.finish()
+    assert code == 0, output
+    for name in ("actor-", "hub", "learner"):
+        assert f"{name}" in output and "signal 9" in output, output
+    assert_whole(run, num_steps)
+    assert RunDir(run).read_ledger()["ledger"]["failed"] >= 0
+
+
+def test_the_whole_process_group_is_killed_and_resume_trains_the_same_groups(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    num_steps = 24
+    arguments = small_arguments(**{"max_steps": num_steps, "checkpoint.save_every": 5, "queue.max_staleness": 1})
+    started = command(*arguments)
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 8, "step 8")
+    family = started.family()
+    os.killpg(started.process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"orphans: {alive}"
+    before = steps(run)
+    assert before < num_steps, "the run was over before it was killed: give it more steps"
+
+    code, output = command(*arguments, "--resume").finish()
+    assert code == 0, output
+    assert_whole(run, num_steps)
+
+
+def test_a_dead_supervisor_leaves_no_orphans(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    started = command(*small_arguments(**{"max_steps": 500}))
+    wait_for(lambda: steps(tmp_path / "runs" / "quick") >= 1, "the first step")
+    family = started.family()
+    assert len(family) >= 3
+    started.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"orphans: {alive}"
+
+
+def test_stop_drains_checkpoints_and_resume_goes_on(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    num_steps = 30
+    arguments = small_arguments(**{"max_steps": num_steps, "checkpoint.save_every": 100})
+    started = command(*arguments)
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 5, "step 5")
+    code, output = command("stop", str(run)).finish()
+    assert code == 0, output
+    code, output = started.finish()
+    assert code == 0 and "drained" in output, output
+    reached = steps(run)
+    state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
+    assert 5 <= reached < num_steps and state["step"] == reached
+
+    code, output = command("status", str(run), "--json").finish()
+    found = json.loads(output)
+    assert code == 0 and found["state"] == "stopped" and found["step"] == reached and found["hub"]["ledger"]["closes"]
+
+    code, output = command(*arguments, "--resume").finish()
+    assert code == 0, output
+    assert_whole(run, num_steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_drains(
+    number: signal.Signals, command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    started = command(*small_arguments(**{"max_steps": 500}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 2, "step 2")
+    started.process.send_signal(number)
+    code, output = started.finish()
+    assert code == 0 and "drained" in output, output
+    assert RunDir(run).read_ledger()["ledger"]["closes"]
+
+
+def test_a_second_signal_forces(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    """A reward that never ends keeps the drain waiting; the operator does not have to."""
+    reward = tmp_path / "slow.py"
+    reward.write_text("import time\ndef forever(completion):\n    time.sleep(1000)\n    return 1.0\n")
+    started = command(*small_arguments(**{"rewards.functions": [f"{reward}:forever"], "rewards.timeout_s": 900.0}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: RunDir(run).read_ledger().get("ledger", {}).get("leased"), "leased groups")
+    family = started.family()
+    started.process.send_signal(signal.SIGINT)
+    wait_for(lambda: RunDir(run).read_ledger().get("state") == "draining", "the drain")
+    started.process.send_signal(signal.SIGINT)
+    code, output = started.finish(timeout_s=60)
+    assert code == 130 and "--resume" in output, output
+    assert not psutil.wait_procs(family, timeout=15)[1]
+
+
+def test_end_of_data_with_a_number_of_prompts_that_divides_nothing(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """11 prompts, 4 groups a batch: two full steps and one of three groups; then the run has ended, not hung."""
+    data = tmp_path / "words.jsonl"
+    words = ["sun", "moon", "star", "tree", "leaf", "root", "rain", "snow", "wind", "fire", "rock"]
+    data.write_text("".join(json.dumps({"question": f"Spell: {w}", "answer": w[::-1]}) + "\n" for w in words))
+    arguments = small_arguments(
+        **{
+            "max_steps": 100,
+            "data.source": str(data),
+            "data.columns": {"prompt": "question"},
+            "data.options": {},
+            "data.held_out": 0,
+            "data.epochs": 1,
+            "rewards.functions": ["exact"],
+        }
+    )
+    code, output = command(*arguments).finish()
+    assert code == 0, output
+    run = tmp_path / "runs" / "quick"
+    metrics = RunDir(run).read_metrics()
+    assert [len(record["groups"]) for record in metrics] == [4, 4, 3]
+    assert sorted(trained_groups(run)) == list(range(11))
+    prompts = [json.loads(line)["prompt"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert len(set(prompts)) == len(prompts) == 3

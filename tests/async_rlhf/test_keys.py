@@ -1,0 +1,123 @@
+"""Keys in a whole run: what is refused before the start, how they are made, and a run that trains with them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command, wait_for
+from typer.testing import CliRunner
+
+from async_rlhf.cli import app
+from async_rlhf.config import dialled
+from async_rlhf.run_dir import RunDir
+from buffers import keys, link
+from buffers.errors import ConfigError
+
+
+@pytest.fixture
+def key_directory(tmp_path: Path) -> Path:
+    keys.create(tmp_path / "keys", ["far"], link.new_pair)
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "*", "192.168.1.5", "127.0.0.2", "[::]", "eth0", "example.com", "127.0.0.1.example.com"]
+)
+def test_without_keys_no_other_machine_is_listened_to(small: Any, host: str) -> None:
+    with pytest.raises(ConfigError, match="without keys the hub listens only on this machine"):
+        small(address=f"tcp://{host}:5555")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.5", "127.0.0.1", "localhost"])
+def test_with_keys_any_interface_may_be_listened_to(small: Any, key_directory: Path, host: str) -> None:
+    assert small(address=f"tcp://{host}:5555", **{"security.keys": str(key_directory)}).security.directory == key_directory
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://[::]:5555", "tcp://eth0:5555", "tcp://10.0.0.1", "tcp://10.0.0.1:0", "tcp://*:x", "udp://*:5"]
+)
+def test_with_keys_an_address_that_cannot_be_is_refused(small: Any, key_directory: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://IP:PORT"):
+        small(address=address, **{"security.keys": str(key_directory)})
+
+
+def test_keys_that_cannot_be_used_are_refused_before_the_start(small: Any, key_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        small(**{"security.keys": str(key_directory / "nowhere")})
+    with pytest.raises(ConfigError, match=r"allowed' is no directory"):
+        small(**{"security.keys": str(key_directory / "for-far")})  # a peer's directory is not the hub's
+    (key_directory / "hub.secret").chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        small(**{"security.keys": str(key_directory)})
+
+
+def test_a_hub_on_every_interface_is_dialled_at_home() -> None:
+    assert dialled("tcp://0.0.0.0:5555") == dialled("tcp://*:5555") == "tcp://127.0.0.1:5555"
+    for address in ("tcp://10.0.0.1:5555", "tcp://localhost:5555", "ipc:///tmp/hub"):
+        assert dialled(address) == address
+
+
+def test_keys_are_made_once_and_what_to_copy_where_is_said(tmp_path: Path) -> None:
+    directory = str(tmp_path / "keys")
+    made = CliRunner().invoke(app, ["keys", "new", directory, "--name", "gpu2"])
+    assert made.exit_code == 0 and f"move {directory}/for-gpu2 to gpu2" in made.output
+    secrets = [file.read_text().strip() for file in Path(directory).rglob("*.secret")]
+    assert len(secrets) == 3 and not any(secret in made.output for secret in secrets)
+    again = CliRunner().invoke(app, ["keys", "new", directory])
+    assert again.exit_code == 3 and "never written over" in again.output
+
+
+def test_a_run_trains_with_keys_and_shows_no_secret(
+    command: Callable[..., Command],
+    small_arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    key_directory: Path,
+    port: int,
+) -> None:
+    """One of its actors is started by hand, with the keys made for another machine and a configuration of its own."""
+    overrides = {"address": f"tcp://0.0.0.0:{port}", "security.keys": str(key_directory), "actors.count": 1, "max_steps": 6}
+    training = command(*small_arguments(**overrides))
+    run = wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent
+    there = tmp_path / "there"
+    there.mkdir()
+    written = (run / "config.toml").read_text()
+    (there / "config.toml").write_text(written.replace(str(key_directory), str(key_directory / "for-far")))
+    far = subprocess.Popen(
+        [sys.executable, "-m", "async_rlhf.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        status = wait_for(lambda: _status_with(run, "far-0"), "the actor that was started by hand")
+        assert status["hub"]["handshakes_failed"] == 0 and status["hub"]["connections"] >= 3
+        code, output = training.finish()
+        assert code == 0, output
+        assert far.wait(timeout=60) == 0
+    finally:
+        far.kill()
+        said = far.communicate(timeout=30)[1]
+    assert RunDir.existing(run).read_metrics()[-1]["step"] == 6
+    secrets = [file.read_text().strip() for file in key_directory.rglob("*.secret")]
+    for text in (output, said, *(file.read_text(errors="replace") for file in run.rglob("*") if file.is_file())):
+        assert not any(secret in text for secret in secrets)
+
+
+def _status_with(run: Path, actor: str) -> dict[str, Any] | None:
+    asked = CliRunner().invoke(app, ["status", str(run), "--json"])
+    found: dict[str, Any] = json.loads(asked.output)
+    return found if actor in found["hub"].get("actors", {}) else None

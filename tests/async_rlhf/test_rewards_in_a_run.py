@@ -1,0 +1,92 @@
+"""A user's reward inside a real run: by name, by file, by decorator, hanging, failing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICK, SMALL
+
+from async_rlhf.api import run
+from buffers.errors import RewardError
+
+SCRIPT = """
+import json
+import sys
+from async_rlhf import reward, train
+
+@reward
+def exact(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer)
+
+def lengths(prompts, completions, **columns):          # TRL's form, unchanged
+    return [None if not c else len(c) / 12 for c in completions]
+
+@reward(name="slowly")
+async def slowly(completion: str) -> float:
+    import asyncio
+    await asyncio.sleep(0.01)
+    return 0.5
+
+if __name__ == "__main__":
+    config, overrides = sys.argv[1], json.loads(sys.argv[2])
+    result = train(config, rewards=[exact, lengths, slowly], overrides=overrides)
+    last = result.metrics[-1]
+    assert {"rewards/exact/mean", "rewards/lengths/mean", "rewards/slowly/mean"} <= set(last)
+    assert last["rewards/slowly/mean"] == 0.5 and last["rewards/failed_ratio"] == 0.0
+    assert (result.checkpoint / "model.safetensors").exists() and result.finished
+    try:
+        train(config, rewards=[lambda completion: 1.0], overrides=overrides)
+    except Exception as error:
+        assert "lambda" in str(error), error
+        print("all good", last["reward"])
+"""
+
+
+def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    overrides = {**SMALL, "max_steps": 2, "output_dir": str(tmp_path / "runs")}
+    done = subprocess.run(
+        [sys.executable, str(script), str(QUICK), json.dumps(overrides)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "all good" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_reward_that_loops_forever_is_timed_out_and_the_run_finishes(small: Any, tmp_path: Path) -> None:
+    file = tmp_path / "hangs.py"
+    file.write_text(
+        "def hangs(completion):\n    while len(completion) % 4 == 3:\n        pass\n    return len(completion) / 10\n"
+    )
+    overrides = {"rewards.functions": [f"{file}:hangs"], "rewards.timeout_s": 0.5, "rewards.max_failed_ratio": 1.0}
+    result = run(small(max_steps=1, **overrides), quiet=True)
+    assert result.finished and 0 < result.metrics[0]["rewards/failed_ratio"] < 1
+    assert result.metrics[0]["reward"] > 0  # failures are left out, not counted as 0
+
+
+def test_a_reward_that_raises_stops_the_run_with_a_clear_message(small: Any, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("def broken(completion):\n    return {}['missing']\n")
+    config = small(**{"rewards.functions": [f"{file}:broken"]})
+    with pytest.raises(RewardError, match=r"16 of 16 scores failed \(100%\).*'broken'.*KeyError: 'missing'"):
+        run(config, quiet=True)
+    log = (config.run_dir / "logs" / "actor-0.log").read_text()
+    assert "Traceback" in log and "broken.py" in log
+
+
+def test_the_same_through_the_command_line_has_its_exit_code(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("def broken(completion):\n    raise RuntimeError('no judge today')\n")
+    code, output = command(*small_arguments(**{"rewards.functions": [f"{file}:broken"]})).finish()
+    assert code == 6 and "no judge today" in output, output

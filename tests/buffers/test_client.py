@@ -1,0 +1,209 @@
+"""What an actor's end makes of messages that cross on the way; the test holds the other end of its link."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from buffers import wire
+from buffers.client import ActorClient, ActorState, Connection
+from buffers.errors import DeadlineError, RefusedError, WeightsError
+from buffers.record import Group, Rollout, Span
+from buffers.tensors import RawTensor
+from buffers.weights import WeightSet
+
+Sent = tuple[int, wire.Message]
+
+
+class Wire:
+    """A link whose far end and clock are in the test's hands."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+        self.coming: list[wire.Frames] = []
+        self.remade = False
+        self.is_full = False
+        self.now = 0.0
+
+    def send(self, frames: wire.Frames) -> bool:
+        self.sent.append(wire.decode(frames, max_frame_bytes=1 << 20)[:2])
+        return not self.is_full
+
+    def receive(self, timeout_s: float) -> wire.Frames | None:
+        if self.coming:
+            return self.coming.pop(0)
+        self.now += timeout_s
+        return None
+
+    def was_remade(self) -> bool:
+        remade, self.remade = self.remade, False
+        return remade
+
+    def wake(self) -> None: ...
+
+    def clock(self) -> float:
+        return self.now
+
+    def close(self) -> None: ...
+
+    def say(self, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
+        self.coming.append(wire.encode(message, arrays, request))
+
+    def heard(self, kind: type[wire.Message]) -> list[Sent]:
+        """What was sent of one kind since the last time."""
+        found = [each for each in self.sent if isinstance(each[1], kind)]
+        self.sent = [each for each in self.sent if not isinstance(each[1], kind)]
+        return found
+
+
+STATE = ActorState(capacity=4, fence=1, version=1, holding=())
+WELCOME = wire.Welcome(incarnation="x", max_frame_bytes=1 << 20)
+UNKNOWN = wire.Refused(reason="unknown-actor", detail="say hello first")
+
+
+def credit(number: int, attempt: int = 0) -> wire.Credits:
+    return wire.Credits(credits=[wire.CreditItem(number=number, attempt=attempt, lowest_version=0)])
+
+
+def a_group(number: int, attempt: int = 0) -> Group:
+    ids, logprobs = np.array([1], np.int32), np.zeros(1, np.float32)
+    return Group(number, attempt, ids, (Rollout(ids, logprobs, (Span(1, 1),), "stop"),), 1.0)
+
+
+def joined() -> tuple[ActorClient, Wire]:
+    link = Wire()
+    client = ActorClient("nowhere", "anna", beat_s=1.0, timeout_s=10.0, connect=lambda address, name: link)
+    client.poll(STATE, {})
+    ((request, _),) = link.heard(wire.Hello)
+    link.say(WELCOME, request=request)
+    client.poll(STATE, {})
+    return client, link
+
+
+def numbers(client: ActorClient) -> list[int]:
+    return [item.number for item in client.credits()]
+
+
+def test_a_credit_given_before_the_hub_heard_the_hello_does_not_count() -> None:
+    """The hello did not name it, so the hub gives it to somebody again."""
+    client, link = joined()
+    link.say(credit(1))
+    client.poll(STATE, {})
+    link.remade = True
+    link.say(credit(2))
+    client.poll(STATE, {})
+    assert numbers(client) == []
+    ((request, _),) = link.heard(wire.Hello)
+    link.say(credit(3))
+    link.say(WELCOME, request=request)
+    link.say(credit(4))
+    client.poll(STATE, {})
+    assert numbers(client) == [4]
+
+
+def test_refusals_of_what_was_sent_before_the_hello_bring_no_second_hello() -> None:
+    client, link = joined()
+    for _ in range(3):
+        client.beat(STATE, {})
+    beats = [request for request, _ in link.heard(wire.Beat)]
+    link.say(UNKNOWN, request=beats[0])
+    client.poll(STATE, {})
+    client.poll(STATE, {})
+    assert len(link.heard(wire.Hello)) == 1
+    for request in beats[1:]:
+        link.say(UNKNOWN, request=request)
+    client.poll(STATE, {})
+    client.poll(STATE, {})
+    assert link.heard(wire.Hello) == []
+
+
+def test_a_hello_names_what_is_held_and_repeats_what_was_not_acknowledged() -> None:
+    client, link = joined()
+    client.put(a_group(5))
+    client.put(a_group(6, attempt=1))
+    link.say(wire.Ack(number=5, attempt=0, accepted=True))
+    link.say(wire.Ack(number=6, attempt=0, accepted=False, reason="superseded"))  # of an attempt before
+    client.poll(STATE, {})
+    assert client.unacknowledged == [(6, 1)]
+    assert list(client.refused) == [(6, "superseded")]
+    link.heard(wire.Put)
+    link.remade = True
+    client.poll(ActorState(4, 1, 1, ((7, 0),)), {})
+    ((_, hello),) = link.heard(wire.Hello)
+    assert isinstance(hello, wire.Hello)
+    assert hello.holding == [(6, 1), (7, 0)]
+    ((_, put),) = link.heard(wire.Put)
+    assert isinstance(put, wire.Put)
+    assert (put.group.number, put.group.attempt) == (6, 1)
+
+
+def test_a_damaged_set_is_fetched_again_and_at_last_given_up() -> None:
+    client, link = joined()
+    good = WeightSet.of(1, 2, {"w": RawTensor("uint8", (3,), b"abc")})
+    link.say(wire.Adopt(fence=1, version=2))
+    for _ in range(3):
+        link.say(good.manifest())
+        link.say(wire.Chunk(fence=1, version=2, index=0), [b"abX"])
+    client.poll(STATE, {})
+    assert len(link.heard(wire.Fetch)) == 4
+    assert client.weights() is None
+    link.say(good.manifest())
+    link.say(wire.Chunk(fence=1, version=2, index=0), [b"abc"])
+    client.poll(STATE, {})
+    assert client.weights() == good
+    link.say(wire.Adopt(fence=1, version=2))
+    for _ in range(4):
+        link.say(good.manifest())
+        link.say(wire.Chunk(fence=1, version=2, index=0), [b"abX"])
+    with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
+        client.poll(STATE, {})
+
+
+def test_parts_of_a_superseded_set_are_dropped() -> None:
+    client, link = joined()
+    old, new = (WeightSet.of(1, version, {"w": RawTensor("uint8", (3,), data)}) for version, data in ((2, b"abc"), (3, b"xyz")))
+    link.say(wire.Adopt(fence=1, version=2))
+    link.say(old.manifest())
+    link.say(wire.Adopt(fence=1, version=3))
+    link.say(wire.Chunk(fence=1, version=2, index=0), [b"abc"])
+    link.say(wire.Refused(reason="weights", detail="version 2 is not here"))
+    link.say(new.manifest())
+    link.say(wire.Chunk(fence=1, version=3, index=0), [b"xyz"])
+    client.poll(STATE, {})
+    assert client.weights() == new
+
+
+def test_a_silent_hub_ends_an_actor_and_so_does_a_full_link() -> None:
+    client, link = joined()
+    link.is_full = True
+    with pytest.raises(DeadlineError, match="'put' cannot be sent"):
+        client.put(a_group(1))
+    link.is_full = False
+    link.now += 11.0
+    with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
+        client.poll(STATE, {})
+
+
+def test_a_question_is_repeated_until_its_answer_comes_and_not_longer_than_its_deadline() -> None:
+    link = Wire()
+    connection = Connection(link)
+    with pytest.raises(DeadlineError, match="waited 7 s for the answer to 'get_status': the hub never answered"):
+        connection.ask(wire.GetStatus(), timeout_s=7.0)
+    requests = [request for request, _ in link.heard(wire.GetStatus)]
+    assert requests == [1, 1, 1, 1]
+    link.say(wire.Done(), request=1)  # late
+    link.say(credit(1))  # unasked
+    link.say(wire.Status(status={"a": 1}), request=2)
+    assert connection.ask(wire.GetStatus(), timeout_s=7.0)[0] == wire.Status(status={"a": 1})
+    link.say(wire.Refused(reason="malformed", detail="protocol 1; this side speaks 2"))
+    with pytest.raises(RefusedError, match="malformed: protocol 1"):
+        connection.ask(wire.GetStatus(), timeout_s=7.0)
+
+
+def test_who_is_told_to_wait_waits_as_long_as_the_hub_lives() -> None:
+    link = Wire()
+    for _ in range(20):
+        link.say(wire.Waiting(step=0, detail="3 groups are ready"), request=1)
+    with pytest.raises(DeadlineError, match="waited 4 s for the answer to 'take': 3 groups are ready"):
+        Connection(link).ask(wire.Take(fence=1, step=0), timeout_s=4.0)
+    assert link.coming == []

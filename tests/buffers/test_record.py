@@ -1,0 +1,135 @@
+"""A record that exists is well formed; what is observed is kept apart from what is believed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffers.errors import RecordError, WeightsError
+from buffers.record import Group, Rollout, Score, Span, combine, staleness
+from buffers.tensors import ITEM_BYTES, RawTensor
+
+
+def rollout(**changed: Any) -> Rollout:
+    fields: dict[str, Any] = {
+        "completion_ids": np.array([5, 6, 7], np.int32),
+        "logprobs": np.array([-0.5, -1.0, 0.0], np.float32),
+        "spans": (Span(3, 2), Span(4, 1)),
+        "finish_reason": "stop",
+        "scores": {"right": Score(1.0)},
+    }
+    return Rollout(**fields | changed)
+
+
+def group(**changed: Any) -> Group:
+    fields: dict[str, Any] = {
+        "number": 0,
+        "attempt": 0,
+        "prompt_ids": np.array([1, 2], np.int32),
+        "rollouts": (rollout(), rollout()),
+        "temperature": 1.0,
+    }
+    return Group(**fields | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"completion_ids": np.array([5, 6, 7])}, "completion_ids must be int32"),
+        ({"completion_ids": np.array([], np.int32)}, "T > 0"),
+        ({"completion_ids": np.zeros((3, 1), np.int32)}, "completion_ids must be int32"),
+        ({"logprobs": np.zeros(3)}, r"logprobs must be float32 \(3,\), got float64"),
+        ({"logprobs": np.zeros(2, np.float32)}, r"logprobs must be float32 \(3,\), got float32 \(2,\)"),
+        ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "logprobs must be finite, got nan at token 1"),
+        ({"logprobs": np.array([0, 0, -np.inf], np.float32)}, "logprobs must be finite, got -inf at token 2"),
+        ({"spans": ()}, "spans must cover all 3 tokens"),
+        ({"spans": (Span(0, 2),)}, "spans must cover all 3 tokens"),
+        ({"spans": (Span(0, 4),)}, "spans must cover all 3 tokens"),
+        ({"spans": (Span(0, 3), Span(1, 0))}, "spans must be non-empty"),
+        ({"spans": (Span(0, 4), Span(1, -1))}, "spans must be non-empty"),
+    ],
+)
+def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        rollout(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"number": -1}, "number and attempt must be >= 0, got -1 and 0"),
+        ({"attempt": -1}, "number and attempt must be >= 0, got 0 and -1"),
+        ({"prompt_ids": np.array([1])}, "prompt_ids must be int32"),
+        ({"prompt_ids": np.array([], np.int32)}, "P > 0"),
+        ({"rollouts": ()}, "group 0 has no rollouts"),
+        ({"rollouts": (rollout(), rollout(scores={}))}, r"must carry the same rewards, first has \['right'\]"),
+    ],
+)
+def test_a_group_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        group(**changed)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))
+def test_every_token_has_the_version_of_its_span(spans: list[tuple[int, int]]) -> None:
+    length = sum(num_tokens for _, num_tokens in spans)
+    made = rollout(
+        completion_ids=np.zeros(length, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        spans=tuple(Span(version, num_tokens) for version, num_tokens in spans),
+    )
+    assert made.versions.tolist() == [version for version, num_tokens in spans for _ in range(num_tokens)]
+    both = group(rollouts=(made, rollout()))
+    assert both.oldest_version == min(3, *(version for version, _ in spans))
+    assert both.newest_version == max(4, *(version for version, _ in spans))
+    assert both.num_tokens == length + 3
+
+
+def test_a_score_is_a_value_or_not_applicable_or_failed() -> None:
+    assert [Score(0.0).state, Score().state, Score(failure="timed out").state] == ["value", "not_applicable", "failed"]
+    with pytest.raises(RecordError, match="a value or a failure, not both"):
+        Score(1.0, "failed too")
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(RecordError, match="a score must be finite"):
+            Score(value)
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights", "total"),
+    [
+        ({"a": Score(2.0), "b": Score(3.0)}, {}, 5.0),
+        ({"a": Score(2.0), "b": Score(3.0)}, {"b": 0.5}, 3.5),
+        ({"a": Score(2.0), "b": Score()}, {}, 2.0),
+        ({"a": Score(0.0)}, {}, 0.0),
+        ({"a": Score(), "b": Score()}, {}, None),
+        ({"a": Score(2.0), "b": Score(failure="raised")}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_failed_or_missing_score_is_no_number(
+    scores: dict[str, Score], weights: dict[str, float], total: float | None
+) -> None:
+    assert combine(scores, weights) == total
+
+
+def test_staleness_counts_in_both_directions() -> None:
+    assert [staleness(3, 5), staleness(5, 5), staleness(6, 5)] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_a_tensor_has_the_bytes_of_its_shape(dtype: str) -> None:
+    for shape, count in (((), 1), ((0, 5), 0), ((2, 3), 6)):
+        data = bytes(count * ITEM_BYTES[dtype])
+        assert RawTensor(dtype, shape, data).data == data
+        with pytest.raises(WeightsError, match=f"needs {len(data)} bytes, got {len(data) + 1}"):
+            RawTensor(dtype, shape, data + b"x")
+
+
+def test_a_tensor_of_an_unknown_dtype_cannot_travel() -> None:
+    with pytest.raises(WeightsError, match=r"'complex64' cannot travel; known: float64"):
+        RawTensor("complex64", (1,), bytes(8))

@@ -1,0 +1,139 @@
+"""Fixtures shared by all rooms: the shipped model, and configurations of small real runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from async_rlhf.config import Config, load
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+QUICK = REPOSITORY / "configs" / "quick.toml"
+
+# A run that exercises everything in seconds: 4 groups of 4 a step.
+SMALL: dict[str, Any] = {
+    "max_steps": 4,
+    "data.size": 64,
+    "data.held_out": 8,
+    "generation.group_size": 4,
+    "engine.slots": 16,
+    "learner.batch_size": 16,
+    "checkpoint.save_every": 2,
+    "evaluation.at_start": False,
+    "evaluation.at_end": False,
+    "stall_timeout_s": 120.0,
+    "queue.lease_s": 5.0,
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Any:
+    """`small(**{"queue.max_staleness": 0})`: a checked configuration of a run under this test's folder."""
+
+    def make(**overrides: Any) -> Config:
+        return load(QUICK, {**SMALL, "output_dir": str(tmp_path / "runs"), **overrides})
+
+    return make
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A short path: a unix socket's may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as directory:
+        yield Path(directory)
+
+
+def toml(value: Any) -> str:
+    """A value as it is written after `--set key=`."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+class Command:
+    """A real `async-rlhf` process, with its children in sight."""
+
+    def __init__(self, arguments: list[str], cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "async_rlhf", *arguments],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_s: float = 180.0) -> tuple[int, str]:
+        """Exit code and everything it printed."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def child(self, role: str) -> psutil.Process:
+        """The child process of this role; waits until there is one."""
+        return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process", 60.0)
+
+    def family(self) -> list[psutil.Process]:
+        """Every process below this one."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def _children(self, role: str) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                line = child.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if "async_rlhf.roles" in line and line[line.index("async_rlhf.roles") + 1] == role:
+                found.append(child)
+        return found
+
+
+T = TypeVar("T")
+
+
+def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T:
+    """Look until there is something to see; fails naming what was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    pytest.fail(f"waited {timeout_s:.0f} s for {what}")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """`command("train", "run.toml")` starts the real program; whatever is left of it is ended with the test."""
+    started: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        started.append(Command(list(arguments), tmp_path))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.kill()  # its children end with it
+        each.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of `train` for the same small run as `small`, with overrides."""
+
+    def make(**overrides: Any) -> list[str]:
+        values = {**SMALL, "output_dir": str(tmp_path / "runs"), **overrides}
+        sets = [f"{key}={toml(value)}" for key, value in values.items()]
+        return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
+
+    return make

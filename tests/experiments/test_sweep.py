@@ -1,0 +1,99 @@
+"""A real sweep of tiny runs, end to end: run, skip, resume, drain, draw."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICK, SMALL, toml, wait_for
+
+from async_rlhf.run_dir import RunDir
+from experiments.staleness.sweep import run_sweep
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a sweep over max_staleness with one seed; returns its file."""
+
+    def write(values: list[int], **overrides: Any) -> Path:
+        lines = [f'[sweep]\nname = "tiny"\nbase = "{QUICK}"\noutput_dir = "{tmp_path / "sweeps"}"\nseeds = [3]']
+        lines += [f"[sweep.values]\nqueue.max_staleness = {values}\n[sweep.overrides]"]
+        lines += [f"{key} = {toml(value)}" for key, value in {**SMALL, **overrides}.items()]
+        (tmp_path / "tiny.toml").write_text("\n".join(lines))
+        return tmp_path / "tiny.toml"
+
+    return write
+
+
+def table(directory: Path) -> list[dict[str, str]]:
+    """Rows of results.csv."""
+    return list(csv.DictReader((directory / "results.csv").read_text().splitlines()))
+
+
+def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
+    sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sweep([0, 1], **{"max_steps": 2, "evaluation.at_end": True})
+    said, directory = list[str](), tmp_path / "sweeps" / "tiny"
+    assert run_sweep(path, said.append)
+    assert said[0] == "cell 1/2: queue.max_staleness=0 seed=3"
+    assert said[1].strip().startswith("2 steps in ") and "staleness 0.00 (max 0, bound 0)" in said[1]
+    assert said[2] == "cell 2/2: queue.max_staleness=1 seed=3"
+    rows = table(directory)
+    assert [(row["queue.max_staleness"], row["seed"], row["steps"], row["trained_samples"]) for row in rows] == [
+        ("0", "3", "2", "32"),
+        ("1", "3", "2", "32"),
+    ]
+    assert all(row["held_out_reward_end"] and row["held_out_accuracy_end"] for row in rows)
+    assert (directory / "results.png").read_bytes().startswith(PNG)
+    page = (directory / "report.md").read_text()
+    assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cells)" in page
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "experiments.staleness.plot")
+    said.clear()
+    assert run_sweep(path, said.append)
+    assert said[0] == "cell 1/2: queue.max_staleness=0 seed=3: finished before, skipped"
+    assert said[1] == "cell 2/2: queue.max_staleness=1 seed=3: finished before, skipped"
+    assert "no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]'" in said[2]
+    assert table(directory) == rows
+
+
+def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
+    sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
+) -> None:
+    path, directory = sweep([0, 1], max_steps=40), tmp_path / "sweeps" / "tiny"
+    first = RunDir(directory / "queue.max_staleness-0_seed-3")
+    started = command("sweep", str(path))
+    wait_for(first.read_metrics, "the first step")
+    started.process.send_signal(signal.SIGINT)
+    code, output = started.finish()
+    assert code == 0, output
+    assert f"drained. The same command goes on here: async-rlhf sweep {path}" in output
+    steps_done = len(first.read_metrics())
+    assert 0 < steps_done < 40
+    assert not list(directory.glob("results*")) and not list(directory.glob("*-1_seed-3"))
+
+    code, output = command("sweep", str(sweep([0], max_steps=40))).finish()
+    assert code == 0, output
+    assert "cell 1/1: queue.max_staleness=0 seed=3: resumed" in output
+    assert [record["step"] for record in first.read_metrics()] == list(range(1, 41))
+    assert [row["steps"] for row in table(directory)] == ["40"]
+
+
+def test_a_cell_with_other_settings_ends_the_command_before_anything_runs(
+    sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path, small: Any
+) -> None:
+    name = "queue.max_staleness-1_seed-3"
+    RunDir.create(small(name=name, seed=3, output_dir=str(tmp_path / "sweeps" / "tiny"), **{"learner.learning_rate": 0.5}))
+    code, output = command("sweep", str(sweep([0, 1], max_steps=2))).finish()
+    assert code == 3, output
+    assert "was run with other settings" in output and "learner.learning_rate: 0.5 -> 0.0002" in output
+    assert not (tmp_path / "sweeps" / "tiny" / "queue.max_staleness-0_seed-3").exists()

@@ -1,0 +1,221 @@
+"""Numbers of a sweep, exactly, from run directories made by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.run_dir import RunDir
+from experiments.staleness.analyze import (
+    CellResult,
+    HeldOut,
+    checks,
+    estimate,
+    fingerprint,
+    paired_difference,
+    read_cell,
+)
+from experiments.staleness.config import SweepConfig
+from experiments.staleness.report import conclusions, render, table, write_csv
+
+KEYS = ("queue.max_staleness",)
+STEPS: list[dict[str, Any]] = [
+    {"reward": 0.2, "staleness/histogram": {"0": 40}, "step_time": 5.0, "is/ess": 1.0, "is/ratio_max": 1.0},
+    {"reward": 0.4, "staleness/histogram": {"1": 60}, "step_time": 1.0, "is/ess": 0.9, "is/ratio_max": 3.0},
+    {"reward": None, "staleness/histogram": {"1": 30, "2": 30}, "step_time": 2.0, "kl/behaviour": 0.1},
+    {"reward": 0.8, "staleness/histogram": {"2": 40}, "step_time": 1.0, "is/ess": 0.8, "kl/behaviour": 0.3},
+]
+END = {"label": "end", "mean_reward": 0.9, "accuracy": 0.85}
+Write = Callable[..., RunDir]
+
+
+@pytest.fixture
+def write(small: Any) -> Write:
+    """A run directory of 4 steps with 4 groups of 4 each, bound 2."""
+
+    def make(
+        steps: list[dict[str, Any]] = STEPS, evaluations: tuple[dict[str, Any], ...] = (END,), ledger: bool = True, **more: Any
+    ) -> RunDir:
+        run = RunDir.create(small(**{"queue.max_staleness": 2, **more}))
+        lines = [{"step": i, "groups": [0, 1, 2, 3], "staleness/violations": 0, **s} for i, s in enumerate(steps, 1)]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        if ledger:
+            run.ledger.write_text(json.dumps({"ledger": {"tokens_put": 210, "closes": True}}))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def result(write: Write) -> CellResult:
+    start = {"label": "start", "mean_reward": 0.3}
+    return read_cell(write(evaluations=(start, {**END, "mean_reward": 0.1}, END)).path, KEYS)
+
+
+def test_a_run_directory_becomes_its_numbers(result: CellResult) -> None:
+    assert result.setting == (("queue.max_staleness", 2),) and result.label == "max_staleness 2"
+    assert (result.seed, result.bound, result.exact, result.steps) == (0, 2, False, 4)
+    assert result.trained_samples == 4 * 4 * 4
+    assert result.staleness_tokens == ((0, 40), (1, 90), (2, 70))
+    assert result.staleness_mean == pytest.approx((90 + 140) / 200)
+    assert (result.staleness_max, result.staleness_violations) == (2, 0)
+    assert result.is_ess_mean == pytest.approx(0.9) and result.is_ratio_max == 3.0
+    assert result.kl_behaviour_mean == pytest.approx(0.2)
+    assert (result.generated_tokens, result.trained_tokens, result.ledger_closes) == (210, 200, True)
+    assert result.wall_s == 9.0
+    assert result.samples_per_s == pytest.approx(48 / 4), "the first step waits for processes to start"
+
+
+def test_a_step_without_a_reward_is_left_out_of_means_and_bridged_by_the_area(result: CellResult) -> None:
+    assert result.rewards == (0.2, 0.4, None, 0.8)
+    assert result.reward_last_quarter == 0.8
+    assert result.reward_area == pytest.approx((0.3 * 1 + 0.6 * 2) / 3)
+
+
+def test_the_last_evaluation_of_a_label_counts_and_a_missing_accuracy_is_missing(result: CellResult) -> None:
+    assert result.held_out_start == HeldOut(0.3, None)
+    assert result.held_out_end == HeldOut(0.9, 0.85)
+
+
+def test_a_run_without_evaluation_and_ledger_still_has_its_other_numbers(write: Write) -> None:
+    found = read_cell(write(evaluations=(), ledger=False).path, KEYS)
+    assert found.held_out_end == HeldOut(None, None)
+    assert found.generated_tokens is None and not found.ledger_closes
+    assert found.trained_tokens == 200
+
+
+def test_one_step_is_enough(write: Write) -> None:
+    found = read_cell(write(STEPS[:1]).path, KEYS)
+    assert (found.reward_area, found.reward_last_quarter, found.samples_per_s) == (0.2, 0.2, None)
+
+
+def test_no_step_is_an_error(write: Write) -> None:
+    with pytest.raises(ValueError, match="has no finished step to analyse"):
+        read_cell(write([]).path, KEYS)
+
+
+def test_exact_mode_is_kept_when_every_token_is_as_old_as_planned(write: Write) -> None:
+    planned = [{**step, "staleness/histogram": {str(age): 10}} for step, age in zip(STEPS, (0, 1, 2, 2), strict=True)]
+    assert read_cell(write(planned).path, KEYS).exact_kept
+    assert not read_cell(write(name="other").path, KEYS).exact_kept
+
+
+def test_the_t_interval_of_three_values() -> None:
+    found = estimate([1.0, 2.0, 3.0])
+    assert found is not None
+    assert (found.mean, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert found.half_width == pytest.approx(4.303 / 3**0.5)
+
+
+def test_two_values_have_no_interval_and_none_have_no_estimate() -> None:
+    found = estimate([1.0, None, 3.0])
+    assert found is not None and found.mean == 2.0 and found.half_width is None
+    assert estimate([None]) is None
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=50), st.floats(-1e3, 1e3))
+def test_an_interval_moves_with_its_values_and_holds_no_more_than_it_must(values: list[float], shift: float) -> None:
+    here, there = estimate(values), estimate([value + shift for value in values])
+    assert here is not None and there is not None and here.half_width is not None
+    assert there.mean == pytest.approx(here.mean + shift, abs=1e-6)
+    assert there.half_width == pytest.approx(here.half_width, abs=1e-6)
+    assert here.half_width >= 0
+
+
+def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
+    reference = [replace(result, seed=seed, held_out_end=HeldOut(0.1 * seed, None)) for seed in range(4)]
+    better = [replace(result, seed=seed, held_out_end=HeldOut(0.1 * seed + 0.05, None)) for seed in (3, 2, 1, 9)]
+    found = paired_difference(better, reference)
+    assert found is not None and found.count == 3
+    assert found.mean == pytest.approx(0.05) and found.half_width == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_fingerprint_knows_every_key_but_those_left_out(small: Any) -> None:
+    one, two = small(seed=1), small(seed=2)
+    assert fingerprint(one) != fingerprint(two)
+    assert fingerprint(one, ("seed",)) == fingerprint(two, ("seed",))
+    assert fingerprint(one, ("loss.is_cap",)) == fingerprint(small(seed=1, **{"loss.is_cap": 3.0}), ("loss.is_cap",))
+
+
+def broken(results: list[CellResult]) -> list[str]:
+    return [check.claim for check in checks(results) if not check.holds]
+
+
+def test_a_sound_sweep_passes_every_check(result: CellResult) -> None:
+    on_policy = replace(result, bound=0, staleness_max=0)
+    exact = replace(result, exact=True, exact_kept=True)
+    assert broken([result, on_policy, exact]) == []
+    assert len(checks([result, on_policy, exact])) == 8
+    assert len(checks([result])) == 6, "nothing is said about bound 0 or exact mode when neither was run"
+
+
+BREAKS: dict[str, dict[str, Any]] = {
+    "keeps the bound": {"staleness_max": 3},
+    "no violation": {"staleness_violations": 1},
+    "bound 0 is staleness 0": {"bound": 0, "staleness_max": 1},
+    "exact mode": {"exact": True, "exact_kept": False},
+    "same number of samples": {"trained_samples": 63},
+    "ledger closes": {"ledger_closes": False},
+    "every setting that is not swept": {"fingerprint": "0" * 12},
+    "same code": {"code": ("commit f00",)},
+}
+
+
+@pytest.mark.parametrize("claim", BREAKS)
+def test_a_broken_claim_is_found(claim: str, result: CellResult) -> None:
+    assert any(claim in each for each in broken([result, replace(result, **BREAKS[claim])]))
+
+
+def sweep_of(seeds: tuple[int, ...]) -> SweepConfig:
+    return SweepConfig(name="s", base="b.toml", seeds=seeds, values={"queue.max_staleness": [0, 2]})
+
+
+def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
+    """Results by bound, one a seed."""
+    return [
+        replace(result, seed=seed, bound=bound, setting=((KEYS[0], bound),), held_out_end=HeldOut(end, None))
+        for bound, each in ends.items()
+        for seed, end in enumerate(each)
+    ]
+
+
+def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
+    page = render(sweep_of((0, 1)), Path("s.toml"), grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}), "results.png")
+    assert "**This is a demonstration.** With 2 seeds no interval is trustworthy" in page
+    assert "±" not in page
+    assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
+    assert "async-rlhf sweep s.toml" in page and "](results.png)" in page
+
+
+def test_a_page_without_a_picture_links_none(result: CellResult) -> None:
+    assert "![" not in render(sweep_of((0,)), Path("s.toml"), grid(result, {0: [0.9], 2: [0.7]}), None)
+
+
+def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> None:
+    worse = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.7, 0.76]})
+    assert "max_staleness 2 ends below max_staleness 0: -0.097 ± 0.014" in conclusions(worse, 3)
+    same = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.9, 0.85]})
+    assert "no difference shown; differences outside -0.248 to +0.248 are unlikely" in conclusions(same, 3)
+    assert "0.850 ± 0.124" in table(same)
+
+
+def test_what_was_not_measured_is_a_dash_and_no_conclusion(result: CellResult) -> None:
+    blind = [replace(each, held_out_end=HeldOut(None, None)) for each in grid(result, {0: [0.0] * 3, 2: [0.0] * 3})]
+    assert "too few held-out evaluations to say anything" in conclusions(blind, 3)
+    assert "| max_staleness 0 | 3 | - |" in table(blind)
+
+
+def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measured(result: CellResult, tmp_path: Path) -> None:
+    write_csv([result, replace(result, held_out_end=HeldOut(None, None))], tmp_path / "r.csv")
+    first, second = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
+    assert first["queue.max_staleness"] == "2" and first["staleness_mean"] == "1.15"
+    assert (first["held_out_reward_end"], second["held_out_reward_end"]) == ("0.9", "")

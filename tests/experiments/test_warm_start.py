@@ -1,0 +1,123 @@
+"""The tiny speller that ships, and the script that made it."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.config import DataConfig
+from actors.prompts import load_rows
+from experiments.warm_start.demonstrations import (
+    HABITS,
+    INSTRUCTION,
+    OPTIONS,
+    TASK,
+    Demonstration,
+    demonstrate,
+    load_words,
+)
+from experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
+from experiments.warm_start.speller import make_model, make_tokenizer
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
+TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
+PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@given(st.text(PRINTABLE, max_size=80))
+def test_the_tokenizer_gives_printable_text_back_one_token_per_character(text: str) -> None:
+    ids = TOKENIZER(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_shipped_directory_is_small_and_loads_without_a_network() -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, local_files_only=True)
+    assert model.dtype == torch.float32
+    assert 800_000 < model.num_parameters() < 900_000
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 4_000_000
+    assert len({TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id}) == 3
+    assert model.generation_config.eos_token_id == TOKENIZER.eos_token_id
+    assert model.generation_config.pad_token_id == TOKENIZER.pad_token_id
+    assert TOKENIZER("é")["input_ids"] == [TOKENIZER.unk_token_id]
+
+
+def test_the_shipped_model_has_the_skill_but_not_yet_the_behaviour() -> None:
+    _, held_out = load_rows(DataConfig(source=TASK, options=OPTIONS, size=1))
+    words = [str(row.prompt).removeprefix(INSTRUCTION) for row in held_out]
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    assert len(words) == 200
+    assert 0.15 <= accuracy(model, TOKENIZER, words, sample=False) <= 0.38
+
+
+def test_demonstrations_have_the_stated_shares_and_never_a_held_out_word() -> None:
+    words, held_out = load_words(2000)
+    shown = demonstrate(words, held_out, 20_000, 0.5, Random(1))
+    counted = Counter(demonstration.habit for demonstration in shown)
+    assert sum(share for share, _ in HABITS.values()) == pytest.approx(1.0)
+    for habit, (share, _) in HABITS.items():
+        # Four standard deviations of a binomial count.
+        assert counted[habit] == pytest.approx(20_000 * share, abs=4 * (20_000 * share * (1 - share)) ** 0.5)
+    spoken = {word.lower() for word in held_out}
+    assert len(held_out) == 200
+    assert not spoken & {demonstration.word.lower() for demonstration in shown}
+    assert {len(demonstration.word) for demonstration in shown} == {3, 4, 5, 6}
+
+
+def test_each_habit_writes_what_its_name_says() -> None:
+    written = {habit: write("spell", Random(0)) for habit, (_, write) in HABITS.items()}
+    assert written["right"] == "lleps"
+    assert written["copied"] == "spell"
+    assert written["sorted"] == "ellps"
+    assert written["repeated"] in {"sssss", "ppppp", "eeeee", "lllll"}
+
+
+def test_the_shared_instruction_gives_the_loss_and_gradient_of_whole_sequences() -> None:
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed=0)
+    batch = [Demonstration("sun", "nus", "right"), Demonstration("pebble", "pebble", "copied")]
+    losses = []
+    for word, completion, _ in batch:
+        ids = torch.tensor([[*tokenizer(INSTRUCTION + word + completion)["input_ids"], tokenizer.eos_token_id]])
+        begin = len(INSTRUCTION + word)
+        logits = model(ids).logits[0, begin - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, begin:], reduction="none"))
+    whole, shared = torch.cat(losses).mean(), completion_loss(model, tokenizer, batch)
+    torch.testing.assert_close(shared, whole)
+    parameters = list(model.parameters())
+    torch.testing.assert_close(torch.autograd.grad(shared, parameters), torch.autograd.grad(whole, parameters))
+
+
+def test_two_updates_change_the_weights_the_same_way_each_time() -> None:
+    tokenizer = make_tokenizer()
+    config = WarmStart(batch=4, updates=2, warmup=1)
+    runs = []
+    reported: list[int] = []
+    for _ in range(2):
+        model = make_model(tokenizer, config.seed)
+        train(model, tokenizer, ["sun", "moon"], [], config, lambda done, loss: reported.append(done))
+        runs.append(model.state_dict())
+    assert reported == [1, 2, 1, 2]
+    begun = make_model(tokenizer, config.seed).state_dict()
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in begun)
+    assert not any(torch.equal(runs[0][name], begun[name]) for name in begun)
+
+
+def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
+    config = WarmStart(updates=1000, warmup=100)
+    rates = [learning_rate(config, update) for update in range(1000)]
+    assert rates.index(max(rates)) in range(90, 100)
+    assert 0 < rates[-1] < 1e-4 * config.learning_rate

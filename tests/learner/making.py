@@ -1,0 +1,79 @@
+"""Groups and tiny models made up for the tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from buffers.record import Group, Rollout, Score, Span
+
+TINY_SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+VOCABULARY = 24
+# Large initial weights, so that a wrong mask, position or shift changes log-probabilities by far more than the tolerance.
+_SHARED = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_WIDE = _SHARED | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**_WIDE),
+    "llama-tied": LlamaConfig(**_WIDE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_WIDE, head_dim=16),
+    "gpt2": GPT2Config(**_SHARED, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+def make_rollout(
+    length: int = 3,
+    *,
+    seed: int = 0,
+    spans: Sequence[tuple[int, int]] | None = None,
+    scores: dict[str, Score] | None = None,
+    finish_reason: str = "stop",
+    vocabulary: int = VOCABULARY,
+) -> Rollout:
+    random = np.random.default_rng(seed)
+    return Rollout(
+        completion_ids=random.integers(0, vocabulary, length).astype(np.int32),
+        logprobs=random.uniform(-4.0, -0.1, length).astype(np.float32),
+        spans=tuple(Span(version, count) for version, count in spans or [(0, length)]),
+        finish_reason="length" if finish_reason == "length" else "stop",
+        scores=scores if scores is not None else {"judge": Score(float(random.integers(0, 2)))},
+    )
+
+
+def make_group(
+    number: int,
+    lengths: Sequence[int],
+    *,
+    prompt_length: int = 5,
+    version: int = 0,
+    temperature: float = 1.0,
+    rewards: Sequence[float | None] | None = None,
+    vocabulary: int = VOCABULARY,
+) -> Group:
+    """A group of completions of these lengths, all of one version; a reward of None is a failed score."""
+    random = np.random.default_rng(1000 + number)
+    prompt = random.integers(0, vocabulary, prompt_length).astype(np.int32)
+    rollouts = []
+    for member, length in enumerate(lengths):
+        value = float(random.integers(0, 2)) if rewards is None else rewards[member]
+        score = Score(value) if value is not None else Score(failure="the judge fell asleep")
+        seed = 7919 * number + member
+        rollouts.append(
+            make_rollout(length, seed=seed, spans=[(version, length)], scores={"judge": score}, vocabulary=vocabulary)
+        )
+    return Group(number, 0, prompt, tuple(rollouts), temperature)

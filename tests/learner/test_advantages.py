@@ -1,0 +1,78 @@
+"""Advantages against their twin, and the laws every caller relies on."""
+
+from __future__ import annotations
+
+import math
+
+import oracles
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from learner.advantages import group_relative
+
+rewards = st.floats(-100, 100, allow_nan=False).map(lambda value: round(value, 3))
+groups = st.lists(st.one_of(st.none(), rewards), min_size=1, max_size=12)
+
+
+def near(values: list[float | None]) -> list[object]:
+    return [value if value is None else pytest.approx(value, rel=1e-9, abs=1e-9) for value in values]
+
+
+@given(groups, st.booleans())
+def test_it_is_the_twin(values: list[float | None], scale_by_std: bool) -> None:
+    expected = oracles.group_relative(values, scale_by_std=scale_by_std)
+    assert group_relative(values, scale_by_std=scale_by_std) == near(expected)
+
+
+@given(groups, st.booleans(), st.randoms(use_true_random=False))
+def test_the_order_of_members_does_not_matter(values: list[float | None], scale_by_std: bool, random: object) -> None:
+    order = list(range(len(values)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    straight = group_relative(values, scale_by_std=scale_by_std)
+    shuffled = group_relative([values[i] for i in order], scale_by_std=scale_by_std)
+    assert shuffled == near([straight[i] for i in order])
+
+
+@given(groups, st.booleans(), st.integers(0, 12))
+def test_a_failed_member_moves_nobody_elses_advantage(values: list[float | None], scale_by_std: bool, where: int) -> None:
+    without = group_relative(values, scale_by_std=scale_by_std)
+    where = min(where, len(values))
+    with_failure = group_relative([*values[:where], None, *values[where:]], scale_by_std=scale_by_std)
+    assert with_failure == [*without[:where], None, *without[where:]]
+
+
+@given(groups, st.booleans())
+def test_advantages_sum_to_zero(values: list[float | None], scale_by_std: bool) -> None:
+    counting = [value for value in group_relative(values, scale_by_std=scale_by_std) if value is not None]
+    assert math.fsum(counting) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(st.lists(rewards, min_size=2, max_size=8), st.floats(0.1, 1000), rewards)
+def test_scaled_by_std_the_unit_of_the_reward_does_not_matter(values: list[float], unit: float, zero: float) -> None:
+    assume(max(values) - min(values) > 0.01)
+    shifted = group_relative([unit * value + zero for value in values], scale_by_std=True)
+    plain = group_relative(values, scale_by_std=True)
+    assert shifted == [pytest.approx(value, rel=1e-6, abs=1e-6) for value in plain]
+
+
+@given(rewards, st.integers(1, 10), st.booleans())
+def test_a_constant_group_says_nothing(reward: float, size: int, scale_by_std: bool) -> None:
+    assert group_relative([reward] * size, scale_by_std=scale_by_std) == [0.0] * size
+
+
+def test_one_survivor_has_nobody_to_be_better_than() -> None:
+    assert group_relative([None, 5.0, None], scale_by_std=True) == [None, 0.0, None]
+    assert group_relative([None, None], scale_by_std=True) == [None, None]
+
+
+def test_an_example_by_hand() -> None:
+    # mean 1, population variance (1 + 1 + 0 + 4 + 4) / 5 = 2
+    rewards = [0.0, 2.0, None, 1.0, 3.0, -1.0]
+    assert group_relative(rewards, scale_by_std=False) == [-1.0, 1.0, None, 0.0, 2.0, -2.0]
+    root = math.sqrt(2)
+    assert group_relative(rewards, scale_by_std=True) == near([-1 / root, 1 / root, None, 0.0, 2 / root, -2 / root])
+
+
+def test_a_reward_too_large_to_square_is_still_ranked() -> None:
+    assert group_relative([1e200, 0.0], scale_by_std=True) == near([1.0, -1.0])

@@ -1,0 +1,208 @@
+"""Packing changes nothing: a row of many completions says of each what a plain forward pass of it alone says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import CONFIGS, make_group, make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from buffers.record import Group
+from learner.batch import MicroBatch, deal, make_micro_batches, make_rows
+from learner.config import LearnerConfig, LossConfig
+from learner.logprobs import token_logprobs
+from learner.torch_backend import TorchBackend
+
+Advantages = list[list[float | None]]
+# Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member.
+GROUPS = [
+    make_group(0, [1, 7, 3, 1], prompt_length=4),
+    make_group(1, [12], prompt_length=9, temperature=0.7),
+    make_group(2, [5, 1, 2, 9, 6], prompt_length=1),
+    make_group(3, [1], prompt_length=3, temperature=1.3),
+]
+ADVANTAGES: Advantages = [[1.0, -0.5, None, 0.25], [2.0], [-1.0, 0.5, 1.5, None, -0.75], [0.5]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_model(request.param)
+
+
+def packed_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    mask = torch.zeros(batch.mask_RLL.shape).masked_fill(~batch.mask_RLL, torch.finfo(torch.float32).min)
+    out = model(input_ids=batch.ids_RL, position_ids=batch.positions_RL, attention_mask=mask[:, None], use_cache=False)
+    return token_logprobs(out.logits.flatten(0, 1)[batch.source_N], batch.target_N, batch.temperature_N)
+
+
+def gradient(backend: TorchBackend, groups: list[Group], advantages: Advantages) -> dict[str, Tensor]:
+    """The gradient of one step, read off the parameters the backend leaves it on."""
+    report = backend.step([make_rows(groups, advantages, backend._config.row_tokens)], 0)
+    assert report.applied
+    norm = report.metrics["grad_norm"]
+    assert norm is not None
+    scale = max(1.0, (norm + 1e-6) / backend._config.max_grad_norm)  # undo the clipping
+    return {name: p.grad * scale for name, p in backend._model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=f"the gradient of {name} differs")
+
+
+def make_backend(path: Path, model: PreTrainedModel, micro_batch_tokens: int = 8192, row_tokens: int = 512) -> TorchBackend:
+    model.save_pretrained(path)
+    # so that the step itself changes next to nothing: several backends start from the same weights
+    config = LearnerConfig(learning_rate=1e-12, max_grad_norm=1e6, micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)
+    return TorchBackend(path, config, LossConfig(is_cap=2.0))
+
+
+@pytest.mark.parametrize("row_tokens", [1, 12, 512])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 8192])
+def test_packed_logprobs_are_those_of_one_plain_forward_pass_per_completion(
+    model: PreTrainedModel, row_tokens: int, micro_batch_tokens: int
+) -> None:
+    found: dict[int, Tensor] = {}
+    for batch in make_micro_batches(make_rows(GROUPS, ADVANTAGES, row_tokens), micro_batch_tokens):
+        with torch.no_grad():
+            logps = packed_logprobs(model, batch)
+        for member in sorted(set(batch.member_N.tolist())):
+            assert member not in found
+            found[member] = logps[batch.member_N == member]
+    everyone = [(group, rollout) for group in GROUPS for rollout in group.rollouts]
+    flat = [advantage for values in ADVANTAGES for advantage in values]
+    assert sorted(found) == [index for index, advantage in enumerate(flat) if advantage is not None]
+    for index, logps in found.items():
+        group, rollout = everyone[index]
+        with torch.no_grad():
+            expected = oracles.completion_logprobs(
+                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+            )
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_is_that_of_one_plain_forward_pass_per_completion(model: PreTrainedModel, tmp_path: Path) -> None:
+    found = gradient(make_backend(tmp_path, model), GROUPS, ADVANTAGES)
+    oracles.loss(model, GROUPS, ADVANTAGES, LossConfig(is_cap=2.0)).backward()  # type: ignore[no-untyped-call]
+    assert_same_gradient(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize(("micro_batch_tokens", "row_tokens"), [(1, 1), (30, 512), (8192, 10), (8192, 1)])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path: Path, micro_batch_tokens: int, row_tokens: int) -> None:
+    whole = gradient(make_backend(tmp_path, make_model("llama")), GROUPS, ADVANTAGES)
+    cut = gradient(make_backend(tmp_path, make_model("llama"), micro_batch_tokens, row_tokens), GROUPS, ADVANTAGES)
+    assert_same_gradient(cut, whole)
+
+
+def test_the_gradient_does_not_depend_on_the_order_of_groups(tmp_path: Path) -> None:
+    order = list(range(len(GROUPS)))
+    random.Random(1).shuffle(order)
+    straight = gradient(make_backend(tmp_path, make_model("llama"), 40), GROUPS, ADVANTAGES)
+    mixed = gradient(
+        make_backend(tmp_path, make_model("llama"), 40), [GROUPS[i] for i in order], [ADVANTAGES[i] for i in order]
+    )
+    assert_same_gradient(mixed, straight)
+
+
+def test_a_member_without_an_advantage_leaves_no_trace_but_its_number() -> None:
+    group = make_group(0, [2, 3, 4])
+    rows = make_rows([group, make_group(1, [2])], [[1.0, None, 2.0], [3.0]], 512)
+    assert [[member.index for member in row.members] for row in rows] == [[0, 2], [3]]
+    assert make_rows([group], [[None, None, None]], 512) == []
+
+
+def test_each_token_is_predicted_by_the_position_before_it() -> None:
+    group = make_group(0, [3, 1], prompt_length=2, temperature=0.5)
+    p0, p1 = group.prompt_ids.tolist()
+    (a0, a1, a2), (b0,) = (rollout.completion_ids.tolist() for rollout in group.rollouts)
+    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), 8192)
+    assert batch.ids_RL.tolist() == [[p0, p1, a0, a1]]  # the last token of a completion is never read
+    assert batch.positions_RL.tolist() == [[0, 1, 2, 3]]
+    assert batch.target_N.tolist() == [a0, a1, a2, b0]
+    assert batch.source_N.tolist() == [1, 2, 3, 1]
+    assert batch.member_N.tolist() == [0, 0, 0, 1]
+    assert batch.advantage_N.tolist() == [1.0, 1.0, 1.0, -1.0]
+    assert batch.temperature_N.tolist() == [0.5] * 4
+    assert batch.version_N.tolist() == [0, 0, 0, 0]
+
+
+def test_siblings_start_at_the_same_position() -> None:
+    (batch,) = make_micro_batches(make_rows([make_group(0, [3, 4], prompt_length=2)], [[1.0, 1.0]], 512), 8192)
+    assert batch.positions_RL.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
+
+
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.tuples(st.integers(1, 5), lengths), min_size=1, max_size=4),
+    row_tokens=st.integers(1, 30),
+    micro_batch_tokens=st.integers(1, 80),
+    data=st.data(),
+)
+def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_past(
+    shape: list[tuple[int, list[int]]], row_tokens: int, micro_batch_tokens: int, data: st.DataObject
+) -> None:
+    groups = [make_group(n, sizes, prompt_length=prompt, version=n) for n, (prompt, sizes) in enumerate(shape)]
+    maybe = st.one_of(st.none(), st.floats(-2, 2))
+    advantages: Advantages = [[data.draw(maybe) for _ in group.rollouts] for group in groups]
+    rows = make_rows(groups, advantages, row_tokens)
+    assert all(len(row.members) == 1 or row.length <= row_tokens for row in rows)
+    batches = make_micro_batches(rows, micro_batch_tokens)
+    assert all(len(batch.ids_RL) == 1 or batch.ids_RL.numel() <= micro_batch_tokens for batch in batches)
+    everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
+    flat = [advantage for values in advantages for advantage in values]
+    seen: list[int] = []
+    for batch in batches:
+        num_rows, width = batch.ids_RL.shape
+        assert batch.positions_RL.shape == (num_rows, width) and batch.mask_RLL.shape == (num_rows, width, width)
+        assert len({len(tensor) for name, tensor in vars(batch).items() if name.endswith("_N")}) == 1
+        for member in sorted(set(batch.member_N.tolist())):
+            seen.append(member)
+            group, rollout = everyone[member]
+            own = batch.member_N == member
+            assert batch.target_N[own].tolist() == rollout.completion_ids.tolist()
+            assert batch.logp_behaviour_N[own].tolist() == rollout.logprobs.tolist()
+            assert batch.version_N[own].tolist() == rollout.versions.tolist()
+            assert batch.advantage_N[own].tolist() == pytest.approx([flat[member]] * rollout.num_tokens)
+            past = group.prompt_ids.tolist()
+            for token, source in zip(rollout.completion_ids.tolist(), batch.source_N[own].tolist(), strict=True):
+                row, query = divmod(source, width)
+                keys = batch.mask_RLL[row, query].nonzero()[:, 0]
+                # exactly the prompt and what this completion said before, in order, at positions 0, 1, 2, ...
+                assert batch.ids_RL[row, keys].tolist() == past
+                assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))
+                assert query == keys[-1]
+                past = [*past, token]
+    assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
+    assert all(bool(batch.mask_RLL.any(-1).all()) for batch in batches)  # an empty softmax would be NaN, padding or not
+
+
+@given(
+    sizes=st.lists(lengths, max_size=8),
+    row_tokens=st.integers(1, 20),
+    num_updates=st.integers(1, 10),
+)
+def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], row_tokens: int, num_updates: int) -> None:
+    groups = [make_group(n, each) for n, each in enumerate(sizes)]
+    rows = make_rows(groups, [[1.0] * len(each) for each in sizes], row_tokens)
+    updates = deal(rows, num_updates)
+    assert [row for update in updates for row in update] == rows
+    assert len(updates) <= num_updates and all(updates)
+    homes = [{row.group for row in update} for update in updates]
+    assert sum(map(len, homes)) == len(groups)
+    assert len({len(home) for home in homes[:-1]}) <= 1

@@ -1,0 +1,63 @@
+"""Importance weights: finite whatever comes, cut above only, and counted honestly."""
+
+from __future__ import annotations
+
+import math
+
+import oracles
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.corrections import MAX_LOG_RATIO, effective_sample_size, ratio, truncated_weight
+
+logps = st.lists(st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32)), min_size=1, max_size=20)
+
+
+def columns(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = zip(*pairs, strict=True)
+    return torch.tensor(a), torch.tensor(b)
+
+
+@given(logps)
+def test_the_ratio_is_the_twin(pairs: list[tuple[float, float]]) -> None:
+    assert ratio(*columns(pairs)).tolist() == [pytest.approx(oracles.ratio(*pair), rel=1e-4) for pair in pairs]
+
+
+def test_a_ratio_beyond_all_measure_is_finite_and_so_is_its_gradient() -> None:
+    logp = torch.tensor([-1e4, 1e4, 0.0, -3e38, 3e38], requires_grad=True)
+    r = ratio(logp, torch.zeros(5))
+    r.sum().backward()  # type: ignore[no-untyped-call]
+    low, high = math.exp(-MAX_LOG_RATIO), math.exp(MAX_LOG_RATIO)
+    torch.testing.assert_close(r.detach(), torch.tensor([low, high, 1.0, low, high]))
+    assert logp.grad is not None and logp.grad.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@given(logps, st.floats(0.1, 10))
+def test_a_weight_is_cut_above_and_never_raised(pairs: list[tuple[float, float]], cap: float) -> None:
+    proximal, behaviour = columns(pairs)
+    weight, r = truncated_weight(proximal, behaviour, cap), ratio(proximal, behaviour)
+    assert bool((weight <= cap * (1 + 1e-6)).all())
+    assert torch.equal(weight[r <= cap], r[r <= cap])
+
+
+def test_a_weight_carries_no_gradient() -> None:
+    assert not truncated_weight(torch.zeros(3, requires_grad=True), torch.zeros(3), 2.0).requires_grad
+
+
+@given(st.lists(st.floats(math.exp(-20), math.exp(20)), min_size=1, max_size=30))
+def test_the_effective_sample_size_is_the_twin_and_a_share(weights: list[float]) -> None:
+    found = float(effective_sample_size(torch.tensor(weights)))
+    assert 0 < found <= 1
+    assert found == pytest.approx(min(1.0, oracles.effective_sample_size(weights)), rel=1e-4)
+
+
+@given(st.floats(math.exp(-20), math.exp(20)), st.integers(1, 1000))
+def test_equal_weights_waste_nothing(weight: float, count: int) -> None:
+    assert float(effective_sample_size(torch.full((count,), weight))) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_one_weight_above_all_others_leaves_one_sample() -> None:
+    weights = torch.tensor([math.exp(20.0), *[math.exp(-20.0)] * 9])
+    assert float(effective_sample_size(weights)) == pytest.approx(0.1, rel=1e-6)

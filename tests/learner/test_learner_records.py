@@ -1,0 +1,135 @@
+"""What the learner writes for people: numbers checked by hand, files that survive a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making import make_rollout
+
+from buffers.record import UNKNOWN_VERSION, Group, Score
+from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
+
+PROMPT = np.array([1, 2], np.int32)
+
+
+def make(number: int, *rollouts: Any) -> Group:
+    return Group(number, 0, PROMPT, tuple(rollouts), 1.0)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_cuts_off_what_was_lost_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = StepFile(path, 0)
+    for step in (1, 2, 3, 4):
+        first.write({"step": step, "life": 1})
+    first.close()
+    second = StepFile(path, 2)
+    second.write({"step": 3, "life": 2})
+    second.close()
+    assert [(line["step"], line["life"]) for line in read(path)] == [(1, 1), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 2}', "", "{"])
+def test_a_half_written_last_line_is_removed(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + torn)
+    file = StepFile(path, 5)
+    file.write({"step": 2, "whole": True})
+    file.close()
+    assert read(path) == [{"step": 1}, {"step": 2, "whole": True}]
+
+
+def test_several_lines_of_one_step_stay_together(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "group": n}) + "\n" for step in (0, 1, 2) for n in (0, 1)))
+    StepFile(path, 1).close()
+    assert [(line["step"], line["group"]) for line in read(path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_line_is_on_disk_when_it_is_written_and_is_json_for_everyone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = StepFile(path, 0)
+    file.write({"step": 1, "loss": math.nan, "nested": {"a": [math.inf, 1.5]}, "numpy": np.float32(0.5)})
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "loss": None, "nested": {"a": [None, 1.5]}, "numpy": 0.5}
+    file.close()
+
+
+def test_the_histogram_counts_tokens_by_their_own_age() -> None:
+    groups = [
+        make(0, make_rollout(5, spans=[(3, 2), (4, 3)]), make_rollout(2, spans=[(4, 2)])),
+        make(1, make_rollout(1, spans=[(6, 1)])),  # from a version this learner has not reached (again): as foreign as old
+    ]
+    assert staleness_histogram(groups, 5) == {1: 6, 2: 2}
+    assert list(staleness_histogram(groups, 4)) == [0, 1, 2]
+    unknown = make(2, make_rollout(1, spans=[(UNKNOWN_VERSION, 1)]))
+    assert max(staleness_histogram([unknown], 0)) > 1 << 30
+
+
+def test_the_metrics_of_a_batch_are_those_worked_out_by_hand() -> None:
+    def scores(value: float | None, other: float | None = None, failure: str | None = None) -> dict[str, Score]:
+        return {"judge": Score(value, failure), "style": Score(other)}
+
+    groups = [
+        # 1 + 2 * 0.5 = 2 and 0 (style does not apply) count, the third failed: mean 1, std 1
+        make(
+            0,
+            make_rollout(2, spans=[(0, 2)], scores=scores(1.0, 0.5)),
+            make_rollout(4, spans=[(0, 1), (1, 3)], scores=scores(0.0), finish_reason="length"),
+            make_rollout(6, spans=[(1, 6)], scores=scores(None, 1.0, "boom")),
+        ),
+        # all the same
+        make(1, *[make_rollout(1, spans=[(1, 1)], scores=scores(3.0)) for _ in range(3)]),
+        # nobody counts
+        make(2, make_rollout(3, spans=[(1, 3)], scores=scores(None, None, "boom"))),
+    ]
+    assert data_metrics(groups, {"style": 2.0}, step=2, max_staleness=1) == {
+        "reward": pytest.approx((2 + 0 + 3 + 3 + 3) / 5),
+        "reward_std": pytest.approx(1 / 3),
+        "frac_reward_zero_std": pytest.approx(2 / 3),
+        "rewards/failed_ratio": pytest.approx(2 / 14),
+        "rewards/judge/mean": pytest.approx((1 + 0 + 3 + 3 + 3) / 5),
+        "rewards/style/mean": pytest.approx((0.5 + 1.0) / 2),
+        "completions/mean_length": pytest.approx(18 / 7),
+        "completions/max_length": 6,
+        "completions/clipped_ratio": pytest.approx(1 / 7),
+        "num_tokens": 18,
+        "staleness/mean": pytest.approx((15 * 1 + 3 * 2) / 18),
+        "staleness/max": 2,
+        "staleness/histogram": {"1": 15, "2": 3},
+        "staleness/violations": 3,
+    }
+
+
+def test_a_mean_of_nothing_is_none_and_not_zero() -> None:
+    failed = make(0, make_rollout(1, scores={"judge": Score(failure="boom")}))
+    metrics = data_metrics([failed], {}, 0, 0)
+    assert metrics["reward"] is None and metrics["rewards/judge/mean"] is None
+    assert metrics["rewards/failed_ratio"] == 1.0
+
+
+def test_a_sample_shows_every_member_with_what_it_was_worth() -> None:
+    group = make(
+        7,
+        make_rollout(2, spans=[(3, 1), (4, 1)], scores={"judge": Score(1.0)}),
+        make_rollout(1, scores={"judge": Score(failure="boom")}),
+    )
+    record = sample_record(group, 5, [0.5, None], [1.25, None])
+    assert json.loads(json.dumps(record)) == record
+    assert record["step"] == 5 and record["group"] == 7
+    first, second = record["rollouts"]
+    assert first["spans"] == [[3, 1], [4, 1]] and first["tokens"] == group.rollouts[0].completion_ids.tolist()
+    assert (first["scores"], first["advantage"], first["weight"]) == ({"judge": 1.0}, 0.5, 1.25)
+    assert (second["scores"], second["advantage"], second["weight"]) == ({"judge": "boom"}, None, None)

@@ -1,0 +1,368 @@
+"""The learner's loop with a hub that follows a script: what it refuses, what it survives, what it records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from making import make_group, make_model
+
+from buffers.client import HubRestartedError, LearnerClient, TakenBatch
+from buffers.errors import NonFiniteError, RewardError, StalenessError
+from buffers.record import Group
+from buffers.tensors import RawTensor
+from buffers.weights import WeightSet
+from buffers.wire import Canary
+from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+from learner.trainer import Trainer, TrainerConfig
+
+REQUIRED = {
+    "step", "version", "reward", "reward_std", "rewards/judge/mean", "rewards/failed_ratio", "frac_reward_zero_std",
+    "completions/mean_length", "staleness/mean", "staleness/max", "staleness/histogram", "staleness/violations",
+    "queue/depth", "is/ratio_max", "is/ess", "clip_ratio/region_mean", "entropy", "grad_norm", "loss", "step_time",
+    "tokens_per_second", "idle/learner", "idle/actor", "broadcast/seconds", "num_tokens", "groups", "applied",
+}  # fmt: skip
+STEPS = 4
+
+
+class Killed(BaseException):
+    """Stands for the end of the learner's process."""
+
+
+class ScriptedHub:
+    """Offers one batch a step, and forgets its learner (or kills it) at the calls it was told to.
+
+    `faults`: (method, how many calls of it before) -> "forget" or "kill". It holds the learner to the protocol: the order
+    of steps, a published version before the first take, batches offered again after a registration.
+    """
+
+    def __init__(self, batches: Sequence[Sequence[Group]], faults: Mapping[tuple[str, int], str] | None = None) -> None:
+        self.batches, self.faults = batches, dict(faults or {})
+        self.calls: list[tuple[str, int]] = []
+        self.step = self.committed = -1
+        self.known = False
+        self.published: int | None = None
+        self.weights: dict[int, WeightSet] = {}
+
+    def register(self, step: int, committed: int) -> None:
+        self.calls.append(("register", step))
+        assert committed <= step and committed >= self.committed
+        self.step, self.committed, self.published, self.known = step, committed, None, True
+
+    def take(self, step: int) -> TakenBatch | str:
+        self._called("take", step)
+        assert step == self.step
+        if step >= len(self.batches):
+            return "end of data"
+        assert self.published is not None
+        telemetry = {"queue/depth": 3.0, "actors": 2.0, "busy_s": 3.0 * (step + 1), "idle_s": 1.0 * (step + 1)}
+        return TakenBatch(step, tuple(self.batches[step]), telemetry)
+
+    def trained(self, step: int) -> None:
+        self._called("trained", step)
+        assert step == self.step
+        self.step = step + 1
+
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
+        self._called("publish", version)
+        assert version == self.step
+        self.published = version
+        self.weights[version] = WeightSet.of(1, version, tensors)
+
+    def commit(self, step: int) -> None:
+        self._called("commit", step)
+        self.committed = step
+
+    def _called(self, method: str, step: int) -> None:
+        fault = self.faults.pop((method, sum(name == method for name, _ in self.calls)), None)
+        self.calls.append((method, step))
+        if fault == "kill":
+            raise Killed
+        if fault == "forget" or not self.known:
+            self.known = False
+            raise HubRestartedError("unregistered", "fence 1 is not the present learner's; register")
+
+
+def make_batches(num_steps: int = STEPS, lag: int = 1) -> list[list[Group]]:
+    return [
+        [make_group(2 * step + n, [3, 1, 4], version=max(0, step - lag), rewards=[1.0, 0.0, 0.5 * n]) for n in (0, 1)]
+        for step in range(num_steps)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+class Life:
+    """One incarnation of a learner on a run directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model_dir: Path,
+        hub: ScriptedHub,
+        *,
+        max_steps: int = STEPS,
+        save_every: int = 2,
+        max_failed_ratio: float = 0.25,
+        **learner: Any,
+    ) -> None:
+        self.directory = directory
+        loss = LossConfig()
+        config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
+        self.backend = TorchBackend(model_dir, config, loss)
+        checkpoint = CheckpointConfig(save_every=save_every)
+        whole = TrainerConfig(config, loss, checkpoint, max_steps, 1, {}, max_failed_ratio, sampled_groups=1)
+        self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, whole)
+
+    @property
+    def weights(self) -> dict[str, bytes]:
+        return {name: bytes(tensor.data) for name, tensor in self.backend.tensors().items()}
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return self.read("metrics.jsonl")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, model_dir: Path) -> dict[str, bytes]:
+    """The weights after the same batches, when nothing happens on the way."""
+    life = Life(tmp_path / "undisturbed", model_dir, ScriptedHub(make_batches()))
+    life.trainer.run()
+    return life.weights
+
+
+def assert_each_batch_was_trained_once(life: Life, undisturbed: dict[str, bytes]) -> None:
+    assert [record["step"] for record in life.metrics()] == list(range(1, STEPS + 1))
+    assert [record["groups"] for record in life.metrics()] == [[2 * step, 2 * step + 1] for step in range(STEPS)]
+    assert [record["step"] for record in life.read("rollouts.jsonl")] == list(range(1, STEPS + 1))
+    assert life.weights == undisturbed
+
+
+def test_it_takes_trains_publishes_and_commits_in_this_order(tmp_path: Path, model_dir: Path) -> None:
+    hub = ScriptedHub(make_batches())
+    life = Life(tmp_path, model_dir, hub)
+    assert life.trainer.run() == "end of data"
+    assert hub.calls == [
+        ("register", 0), ("publish", 0),
+        ("take", 0), ("trained", 0), ("publish", 1),
+        ("take", 1), ("trained", 1), ("publish", 2), ("commit", 2),
+        ("take", 2), ("trained", 2), ("publish", 3),
+        ("take", 3), ("trained", 3), ("commit", 4),  # nobody will sample from the last version
+        ("take", 4),
+    ]  # fmt: skip
+    assert life.trainer.step == hub.committed == STEPS
+
+
+def test_every_step_is_recorded_with_everything_that_is_promised(tmp_path: Path, model_dir: Path) -> None:
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
+    life.trainer.run()
+    metrics = life.metrics()
+    for record in metrics:
+        assert record.keys() >= REQUIRED
+        assert all(record[name] is not None for name in REQUIRED)
+        assert record["num_tokens"] == 16 and record["queue/depth"] == 3.0 and record["actors"] == 2.0
+        assert record["idle/actor"] == pytest.approx(0.25)
+        assert 0 <= record["idle/learner"] <= 1 and record["staleness/violations"] == 0
+        assert record["tokens_per_second"] == pytest.approx(16 / record["step_time"])
+    assert [record["staleness/histogram"] for record in metrics] == [{"0": 16}, {"1": 16}, {"1": 16}, {"1": 16}]
+    assert [record["version"] for record in metrics] == [1, 2, 3, 3]
+    sample = life.read("rollouts.jsonl")[2]
+    assert sample["group"] == 4 and [rollout["scores"] for rollout in sample["rollouts"]] == [
+        {"judge": 1.0}, {"judge": 0.0}, {"judge": 0.0},
+    ]  # fmt: skip
+    assert sample["rollouts"][0]["advantage"] > 0 and all(rollout["weight"] > 0 for rollout in sample["rollouts"])
+
+
+def test_a_step_with_nothing_to_learn_from_is_recorded_with_the_same_names(tmp_path: Path, model_dir: Path) -> None:
+    batches = [[make_group(0, [2, 2], rewards=[None, None])], [make_group(1, [2, 2], version=0, rewards=[0.0, 1.0])]]
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=2)
+    life.trainer.run()
+    nothing, something = life.metrics()
+    assert nothing.keys() == something.keys() >= REQUIRED
+    assert nothing["loss"] is None and nothing["reward"] is None and not nothing["applied"]
+    assert something["applied"]
+
+
+def test_a_token_over_the_bound_is_refused_before_any_gradient(tmp_path: Path, model_dir: Path) -> None:
+    batches = make_batches(lag=1)
+    batches[2][1] = make_group(5, [3, 1, 4], version=0)
+    hub = ScriptedHub(batches)
+    life = Life(tmp_path, model_dir, hub)
+    with pytest.raises(StalenessError, match=r"step 2 was given tokens of staleness 2, the bound is 1 \(groups \[5\]\)"):
+        life.trainer.run()
+    assert hub.calls[-1] == ("take", 2) and len(life.metrics()) == 2
+    assert {name: bytes(tensor.data) for name, tensor in hub.weights[2].tensors().items()} == life.weights
+
+
+def test_too_many_failed_scores_end_the_run_with_the_first_reason(tmp_path: Path, model_dir: Path) -> None:
+    groups = [make_group(n, [2, 2, 2, 2], rewards=[0.0, 1.0, None, None if n else 1.0]) for n in (0, 1)]
+    life = Life(tmp_path, model_dir, ScriptedHub([groups]), max_steps=1)
+    before = life.weights
+    with pytest.raises(
+        RewardError,
+        match=r"3 of 8 scores failed \(38%\); rewards.max_failed_ratio is 25%. "
+        r"First: reward 'judge': the judge fell asleep. The full traceback is in the actor's log.",
+    ):
+        life.trainer.run()
+    assert life.weights == before
+
+
+@pytest.mark.parametrize(
+    ("failed", "size", "ratio"),
+    [(2, 8, 0.25), (1, 7, 0.1), (8, 8, 1.0), (0, 8, 0.0)],
+    ids=["at the limit", "too few to say", "anything goes", "none"],
+)
+def test_failed_scores_up_to_the_limit_are_left_out(
+    tmp_path: Path, model_dir: Path, failed: int, size: int, ratio: float
+) -> None:
+    group = make_group(0, [2] * size, rewards=[None] * failed + [float(n % 2) for n in range(size - failed)])
+    life = Life(tmp_path, model_dir, ScriptedHub([[group]]), max_steps=1, max_failed_ratio=ratio)
+    assert life.trainer.run() == "end of data"
+    assert life.metrics()[0]["rewards/failed_ratio"] == pytest.approx(failed / size)
+
+
+def poisoned(group: Group) -> Group:
+    """The same group with a log-probability that is no number, past the door that would have refused it."""
+    group.rollouts[0].logprobs[0] = float("nan")
+    return group
+
+
+def test_so_many_refused_steps_in_a_row_end_the_run(tmp_path: Path, model_dir: Path) -> None:
+    batches = make_batches(6)
+    for step in (0, 2, 3, 4):
+        batches[step] = [poisoned(group) for group in batches[step]]
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=6, max_nonfinite_steps=3)
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row .* \[8, 9\]. Lower learner.learning_rate"):
+        life.trainer.run()
+    metrics = life.metrics()
+    assert [record["applied"] for record in metrics] == [False, True, False, False]
+    assert metrics[0]["loss"] is None and metrics[1]["loss"] is not None
+
+
+FORGETS = [
+    *[("take", n) for n in range(STEPS + 1)],
+    *[("trained", n) for n in range(STEPS)],
+    *[("publish", n) for n in range(STEPS)],
+    *[("commit", n) for n in range(2)],
+]
+
+
+@pytest.mark.parametrize("fault", FORGETS, ids=lambda fault: f"{fault[0]} {fault[1]}")
+def test_a_hub_that_was_restarted_is_told_where_we_are_and_no_batch_is_trained_twice(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], fault: tuple[str, int]
+) -> None:
+    hub = ScriptedHub(make_batches(), {fault: "forget"})
+    life = Life(tmp_path / "life", model_dir, hub)
+    assert life.trainer.run() == "end of data"
+    assert not hub.faults
+    assert_each_batch_was_trained_once(life, undisturbed)
+    assert hub.committed == hub.step == STEPS
+    registrations = [n for n, (name, _) in enumerate(hub.calls) if name == "register"]
+    assert len(registrations) == 2
+    again = registrations[1]
+    assert hub.calls[again - 1][0] == fault[0]  # a hub that does not know us is told nothing else
+    step = hub.calls[again][1]
+    # nothing is said between the registration and the publication, and then the batch is taken that was next
+    expected = [("take", step)] if step == STEPS else [("publish", step), ("take", step)]
+    assert hub.calls[again + 1 : again + 1 + len(expected)] == expected
+
+
+def test_a_hub_that_restarts_again_and_again_is_followed(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes]
+) -> None:
+    faults = {(method, n): "forget" for method in ("take", "trained", "publish", "commit") for n in range(0, 12, 2)}
+    life = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches(), faults))
+    life.trainer.run()
+    assert_each_batch_was_trained_once(life, undisturbed)
+
+
+KILLS = [fault for fault in FORGETS if fault != ("take", STEPS)]
+
+
+@pytest.mark.parametrize("fault", KILLS, ids=lambda fault: f"{fault[0]} {fault[1]}")
+def test_a_learner_that_died_is_succeeded_without_a_trace(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], fault: tuple[str, int]
+) -> None:
+    first = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches(), {fault: "kill"}))
+    with pytest.raises(Killed):
+        first.trainer.run()
+    second = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
+    assert second.trainer.step in (0, 2, 4)
+    second.trainer.run()
+    assert_each_batch_was_trained_once(second, undisturbed)
+
+
+def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
+    save = first.backend.save
+
+    def killed_in_the_second(directory: Path) -> None:
+        if first.trainer.step == 4:
+            raise Killed
+        save(directory)
+
+    monkeypatch.setattr(first.backend, "save", killed_in_the_second)
+    with pytest.raises(Killed):
+        first.trainer.run()
+    second = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
+    assert second.trainer.step == 2
+    second.trainer.run()
+    assert_each_batch_was_trained_once(second, undisturbed)
+
+
+def test_the_recorded_version_is_the_newest_published_also_after_a_resume_between_two(tmp_path: Path, model_dir: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 12, "save_every": 3, "publish_every": 5}
+    batches = [[make_group(step, [2, 3], version=step)] for step in range(12)]
+    first = ScriptedHub(batches[:3])
+    Life(tmp_path, model_dir, first, **settings).trainer.run()
+    second = ScriptedHub(batches, {("publish", 2): "forget"})  # the publication of 10 is lost, and made up for at the take
+    life = Life(tmp_path, model_dir, second, **settings)
+    life.trainer.run()
+    versions = {record["step"]: record["version"] for record in life.metrics()}
+    assert sorted(first.weights) == [0] and sorted(second.weights) == [3, 5, 10]
+    assert versions == {1: 0, 2: 0, 3: 0, 4: 3, 5: 5, 6: 5, 7: 5, 8: 5, 9: 5, 10: 5, 11: 10, 12: 10}
+
+
+def test_a_drained_run_ends_with_a_checkpoint_of_its_last_step(tmp_path: Path, model_dir: Path) -> None:
+    hub = ScriptedHub(make_batches()[:3])
+    life = Life(tmp_path, model_dir, hub)
+    life.trainer.run()
+    assert hub.committed == 3
+    resumed = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
+    assert resumed.trainer.step == 3 and resumed.weights == life.weights
+    resumed.trainer.run()
+
+
+def test_a_step_of_several_updates_deals_out_whole_groups(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()), updates_per_step=2, row_tokens=1)
+    seen: list[list[set[int]]] = []
+    step = life.backend.step
+
+    def spy(updates: Any, number: int) -> Any:
+        seen.append([{row.group for row in rows} for rows in updates])
+        return step(updates, number)
+
+    monkeypatch.setattr(life.backend, "step", spy)
+    life.trainer.run()
+    assert seen == [[{2 * n}, {2 * n + 1}] for n in range(STEPS)]

@@ -1,0 +1,174 @@
+"""An actor's process: the real `Worker` and `ActorClient` around a fake engine and fake rewards, turned by the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+
+from actors.engine import Completion, Request, RolloutKey
+from actors.prompts import Row
+from actors.scoring.pool import Scored, ScoringPool
+from actors.worker import Work, Worker
+from buffers import wire
+from buffers.client import ActorClient
+from buffers.errors import AsyncRLHFError, DeadlineError
+from buffers.record import Float32Array, Score, Span
+from buffers.tensors import RawTensor
+from tests.simulation.hub_role import BEAT_S, TIMEOUT_S, HubRole
+from tests.simulation.world import SimLink, ViolationError
+
+
+class FakeEngine:
+    """Samples, as every token, the version written in the weights it really holds."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._sampled_by = -1
+        self._running: dict[RolloutKey, tuple[Request, list[tuple[int, int]]]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._running.update({request.key: (request, []) for request in requests})
+
+    def abort(self, keys: Iterable[RolloutKey]) -> int:
+        return sum(len(self._running.pop(key, (None, []))[1]) for key in keys)
+
+    def step(self) -> list[Completion]:
+        done = []
+        for key, (request, tokens) in list(self._running.items()):
+            tokens.append((self._sampled_by, self.version))
+            if len(tokens) > request.seed % request.max_new_tokens:
+                del self._running[key]
+                done.append(self._completion(key, tokens))
+        return done
+
+    def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+        self.version = version
+        held = {int(number) for tensor in tensors.values() for number in np.frombuffer(tensor.data, "<i4")}
+        if len(held) > 1:
+            raise ViolationError("truth", f"a weight set mixes versions {held}")
+        self._sampled_by = next(iter(held), self._sampled_by)
+
+    def probe(self, ids: Sequence[int]) -> Float32Array:
+        return np.zeros(len(ids), np.float32)
+
+    @staticmethod
+    def _completion(key: RolloutKey, tokens: list[tuple[int, int]]) -> Completion:
+        spans: list[Span] = []
+        for _, label in tokens:
+            if spans and spans[-1].version == label:
+                spans[-1] = Span(label, spans[-1].num_tokens + 1)
+            else:
+                spans.append(Span(label, 1))
+        ids = np.array([sampled_by for sampled_by, _ in tokens], np.int32)
+        return Completion(key, ids, np.zeros(len(ids), np.float32), tuple(spans), "length")
+
+
+class FakeScoring:
+    """Answers after none or a few polls."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng, self._pending = rng, dict[RolloutKey, int]()
+        self.counters: dict[str, Any] = {}
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def submit(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        self._pending[key] = self._rng.choice((0, 0, 0, 1, 3))
+
+    def poll(self) -> list[Scored[RolloutKey]]:
+        done = [key for key, left in self._pending.items() if left == 0]
+        self._pending = {key: left - 1 for key, left in self._pending.items() if left > 0}
+        return [Scored(key, {"reward": Score(1.0)}, 0.0) for key in done]
+
+    def discard(self, keys: Iterable[RolloutKey]) -> None:
+        for key in keys:
+            self._pending.pop(key, None)
+
+
+class ActorRole:
+    """An actor's process under one name: the real `Worker`, turned by the world."""
+
+    def __init__(self, name: str, hub: HubRole, *, group_size: int, capacity: int, tokens: int) -> None:
+        self.name, self._hub, self._capacity = name, hub, capacity
+        rows = [Row("p", {})]
+        self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, 1.0)
+        self._life = 0
+        self._turn_at = float("inf")
+        self._frozen_until = 0.0
+        self.link: SimLink | None = None
+
+    def start(self) -> None:
+        self._life += 1
+        self._turn_at = float("inf")
+        life, world = self._life, self._hub.world
+        self.link = self._hub.network.connect(self.name, lambda: self._soon(life))
+        link = self.link
+        client = ActorClient("hub", self.name, beat_s=BEAT_S, timeout_s=TIMEOUT_S, connect=lambda *_: link)
+        self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
+        self._worker = Worker(self.name, client, self._engine, scoring, self._work, self._capacity, 0.5)
+        self._client, self._scoring = client, scoring
+        self._soon(life)
+
+    def freeze(self, seconds: float) -> None:
+        self._frozen_until = self._hub.world.now + seconds
+
+    def kill(self, *, told: bool) -> None:
+        """Dies with everything it holds; the supervisor tells the hub, or the lease runs out."""
+        if self.link is None:
+            return
+        self.link.close()
+        self.link = None
+        self._life += 1
+        world = self._hub.world
+        if told:
+            control, gone = self._hub.network.connect("supervisor"), wire.encode(wire.Gone(actor=self.name), request=1)
+            world.after(0.05, f"gone {self.name}", lambda: self._tell(control, gone))
+        world.after(world.rng.uniform(0.1, 1.0), f"{self.name} starts", self.start)
+
+    @staticmethod
+    def _tell(control: SimLink, gone: wire.Frames) -> None:
+        control.send(gone)
+
+    def _soon(self, life: int, delay: float | None = None) -> None:
+        world = self._hub.world
+        at = world.now + (world.rng.uniform(0.0005, 0.003) if delay is None else delay)
+        if life == self._life and at < self._turn_at:
+            self._turn_at = at
+            world.after(at - world.now, f"turn {self.name}", lambda: self._turn(life, at))
+
+    def _turn(self, life: int, at: float) -> None:
+        if life != self._life or at != self._turn_at:
+            return
+        world = self._hub.world
+        self._turn_at = float("inf")
+        if world.now < self._frozen_until:
+            self._soon(life, self._frozen_until - world.now)
+            return
+        try:
+            self._worker.turn()
+        except DeadlineError:
+            self.kill(told=True)
+            return
+        except (AsyncRLHFError, KeyError) as error:
+            # No order of messages that a connection allows may end an actor; in the wild it may, and is started again.
+            if not self._hub.network.was_wild:
+                raise ViolationError("crash", f"{self.name} ended: {error!r}") from error
+            self.kill(told=True)
+            return
+        if self._client.stop_reason is not None:
+            self._life += 1
+            return
+        self._hub.observer.serves(
+            f"{self.name}/{life}", self._worker._fence, self._engine.version, wild=self._hub.network.was_wild
+        )
+        busy = self._engine.num_unfinished or self._scoring.num_pending
+        self._soon(life, world.rng.uniform(0.005, 0.03) if busy else BEAT_S)

@@ -1,0 +1,185 @@
+"""A disk in memory that loses, tears and fills up: `buffers.files.Files` for the simulated hub.
+
+Model. A crash keeps of every file what was synced and any prefix of what was appended since, its last bytes perhaps
+zeroed; of the names made, replaced and removed since their directory was synced it keeps any prefix, in order (as a file
+system with a metadata log does). A full disk takes part of a write and refuses the rest. Pages written back out of order
+are not modelled.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from buffers.files import File
+
+
+class HubKilledError(Exception):
+    """The fuse burnt down in the middle of a disk operation."""
+
+
+@dataclass(eq=False)
+class Node:
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+
+
+class MemoryFile:
+    """An open file of a `MemoryDisk`."""
+
+    def __init__(self, disk: MemoryDisk, node: Node) -> None:
+        self._disk, self.node, self.closed = disk, node, False
+
+    def write(self, data: bytes, /) -> int:
+        part = self._disk.room(len(data))
+        self.node.data += data[:part]
+        self._disk.spend("write")
+        self._disk.refuse_when_full()
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def tell(self) -> int:
+        return len(self.node.data)
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class MemoryDisk:
+    """See the module docstring. `fuse`: disk operations until the hub is killed in one, or None."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.full = False
+        self.fuse: int | None = None
+        self._names: dict[Path, Node] = {}
+        self._durable: dict[Path, Node] = {}
+        self._pending: list[tuple[Path, Node | None]] = []
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """The machine stopped: what was not durable is lost in part."""
+        keep = self._rng.randint(0, len(self._pending))
+        for path, node in self._pending[:keep]:
+            self._set(self._durable, path, node)
+        self._pending.clear()
+        for node in self._durable.values():
+            node.data = self._survivor(node)
+            node.durable = bytes(node.data)
+        self._names = dict(self._durable)
+        self.fuse = None
+
+    def _survivor(self, node: Node) -> bytearray:
+        if not node.data.startswith(node.durable):
+            return node.data if self._rng.random() < 0.5 else bytearray(node.durable)
+        kept = node.data[: self._rng.randint(len(node.durable), len(node.data))]
+        zeroed = self._rng.randint(0, min(8, len(kept) - len(node.durable)))
+        return kept[: len(kept) - zeroed] + bytes(zeroed)
+
+    def room(self, wanted: int) -> int:
+        return self._rng.randint(0, wanted) if self.full or self.fuse == 0 else wanted
+
+    def refuse_when_full(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left on the simulated device")
+
+    def spend(self, operation: str) -> None:
+        if self.fuse is not None:
+            if self.fuse == 0:
+                self.fuse = None
+                raise HubKilledError(operation)
+            self.fuse -= 1
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def make(self, directory: Path) -> None:
+        pass
+
+    def names(self, directory: Path) -> list[str]:
+        return [path.name for path in self._names if path.parent == directory]
+
+    def lock(self, path: Path) -> File:
+        return MemoryFile(self, Node())
+
+    def create(self, path: Path) -> File:
+        return MemoryFile(self, self._link(path, Node()))
+
+    def append(self, path: Path) -> File:
+        return MemoryFile(self, self._names[path] if path in self._names else self._link(path, Node()))
+
+    def reader(self, path: Path) -> File:
+        return MemoryFile(self, self._node(path))
+
+    def read_at(self, file: File, length: int, offset: int) -> bytes:
+        assert isinstance(file, MemoryFile)
+        return bytes(file.node.data[offset : offset + length])
+
+    def read(self, path: Path) -> bytes:
+        return bytes(self._node(path).data)
+
+    def size(self, path: Path) -> int:
+        return len(self._node(path).data)
+
+    def sync(self, file: File) -> None:
+        assert isinstance(file, MemoryFile)
+        self.spend("sync")
+        self.refuse_when_full()
+        file.node.durable = bytes(file.node.data)
+
+    def sync_path(self, path: Path) -> None:
+        self.spend("sync_path")
+        if path in self._names:
+            self._names[path].durable = bytes(self._names[path].data)
+            return
+        rest = []
+        for name, node in self._pending:
+            if name.parent == path:
+                self._set(self._durable, name, node)
+            else:
+                rest.append((name, node))
+        self._pending = rest
+
+    def truncate(self, path: Path, size: int) -> None:
+        self.spend("truncate")
+        del self._node(path).data[size:]
+
+    def replace(self, path: Path, new: Path) -> None:
+        self.spend("replace")
+        node = self._node(path)
+        self._note(new, node)
+        self._note(path, None)
+
+    def unlink(self, path: Path) -> None:
+        self.spend("unlink")
+        if path in self._names:
+            self._note(path, None)
+
+    def _link(self, path: Path, node: Node) -> Node:
+        self.spend("create")
+        self.refuse_when_full()
+        self._note(path, node)
+        return node
+
+    def _note(self, path: Path, node: Node | None) -> None:
+        self._set(self._names, path, node)
+        self._pending.append((path, node))
+
+    def _node(self, path: Path) -> Node:
+        if path not in self._names:
+            raise FileNotFoundError(errno.ENOENT, "no such simulated file", str(path))
+        return self._names[path]
+
+    @staticmethod
+    def _set(names: dict[Path, Node], path: Path, node: Node | None) -> None:
+        if node is None:
+            names.pop(path, None)
+        else:
+            names[path] = node

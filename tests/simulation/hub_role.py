@@ -1,0 +1,139 @@
+"""The hub's process: the real exchange, journal and weight store over a disk that fails; rounds, ticks, deaths, restarts.
+
+A full disk ends it and it is started again until there is room; a fuse ends it in the middle of a disk operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from buffers import wire
+from buffers.bound import Bound
+from buffers.config import QueueConfig
+from buffers.errors import AsyncRLHFError
+from buffers.exchange import Exchange
+from buffers.journal import Journal
+from buffers.weights import WeightStore
+from tests.simulation.disk import HubKilledError, MemoryDisk
+from tests.simulation.invariants import Observer
+from tests.simulation.world import Network, ViolationError, World
+
+BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
+
+
+class HubRole:
+    """The hub's process: rounds, ticks, deaths and restarts."""
+
+    def __init__(self, world: World, bound: Bound, observer: Observer, *, max_attempts: int, segment_bytes: int) -> None:
+        self.world, self.bound, self.observer = world, bound, observer
+        self.disk = MemoryDisk(world.rng)
+        self.network = Network(world, self.arrive)
+        self._config = QueueConfig(
+            max_staleness=bound.max_staleness,
+            exact=bound.exact,
+            window=bound.window,
+            lease_s=LEASE_S,
+            max_attempts=max_attempts,
+        )
+        self._segment_bytes = segment_bytes
+        self._inbox: list[tuple[bytes, wire.Frames]] = []
+        self._life = 0
+        self._round_due = False
+        self._journal: Journal | None = None
+        self.exchange: Exchange | None = None
+
+    def start(self) -> None:
+        self._life += 1
+        try:
+            journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk)
+            weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
+            exchange = Exchange(self._config, self.bound, journal, weights, lambda: self.world.now, f"life {self._life}")
+        except HubKilledError:
+            self.kill()
+            return
+        except (AsyncRLHFError, OSError) as error:
+            if not self.disk.full:
+                raise ViolationError("restart", f"the hub cannot start: {error}") from error
+            self._die()
+            return
+        self._journal, self.exchange = journal, exchange
+        self.observer.hub_changed(exchange, journal)
+        self.network.listen()
+        self._tick(self._life)
+
+    def kill(self) -> None:
+        """The machine stops."""
+        self.world.note("hub killed")
+        self._die()
+        self.disk.crash()
+
+    def _die(self) -> None:
+        self._life += 1
+        self._journal = self.exchange = None
+        self._inbox.clear()
+        self._round_due = False
+        self.network.hang_up()
+        self.world.after(self.world.rng.uniform(0.1, 1.0), "hub starts", self.start)
+
+    def arrive(self, identity: bytes, frames: wire.Frames) -> None:
+        if self.exchange is not None:
+            self._inbox.append((identity, frames))
+            if not self._round_due:
+                self._round_due = True
+                life = self._life
+                self.world.after(self.world.rng.uniform(0, 0.002), "round", lambda: self._alive(life, self._round))
+
+    def _alive(self, life: int, action: Callable[[], None]) -> None:
+        """Do it when the hub has not died since; a disk that fails or a fuse that burns down ends the hub."""
+        if life != self._life or self.exchange is None:
+            return
+        try:
+            action()
+        except HubKilledError:
+            self.kill()
+        except (AsyncRLHFError, OSError) as error:
+            if not self.disk.full:
+                raise ViolationError("crash", f"the hub ended: {error!r}") from error
+            self.world.note("hub ended, the disk is full")
+            try:
+                cast(Journal, self._journal).close()
+            except HubKilledError:
+                self.kill()
+                return
+            except (AsyncRLHFError, OSError):
+                pass
+            self._die()
+
+    def _round(self) -> None:
+        assert self.exchange is not None and self._journal is not None
+        self._round_due = False
+        taken, self._inbox = self._inbox, []
+        for identity, frames in taken:
+            self.exchange.receive(identity, frames)
+        self._settle()
+
+    def _tick(self, life: int) -> None:
+        if life != self._life:
+            return
+
+        def tick() -> None:
+            assert self.exchange is not None
+            self.exchange.tick()
+            self._settle()
+
+        self._alive(life, tick)
+        if life == self._life:
+            self.world.after(TICK_S, "tick", lambda: self._tick(life))
+
+    def _settle(self) -> None:
+        exchange, journal = self.exchange, self._journal
+        assert exchange is not None and journal is not None
+        acks = [(ack.number, ack.attempt, exchange._admission._queued[ack.number].oldest_version) for *_, ack in exchange._acks]
+        exchange.settle()
+        self.observer.acknowledged(acks)
+        for message in exchange.outbox:
+            self.network.deliver(message)
+        exchange.outbox.clear()
+        self.observer.hub_changed(exchange, journal)

@@ -1,0 +1,111 @@
+"""What must be true at every moment, checked from outside: an observer with a memory of its own.
+
+bound         a token trained on is at most S steps from the learner's step; in exact mode of exactly the version due
+truth         a token's recorded version is that of the weights that really sampled it
+ledger        every credit is in exactly one place
+lost          an acknowledged group is queued, in a batch, or in a durable checkpoint
+twice         no group is trained on twice by the surviving optimizer state
+replay        a batch offered again holds the same attempts of the same groups
+memory        never more begun than (S + 1) B, plus what a restored learner must train again
+monotone      an actor never goes back to an older fence, nor to an older version of one fence
+refused       an honest learner is never refused
+progress      once faults stop, the run ends with every group trained on or quarantined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from buffers.bound import Bound
+from buffers.exchange import Exchange
+from buffers.journal import Journal
+from buffers.record import Group
+from tests.simulation.world import ViolationError
+
+
+class Observer:
+    """Remembers what was promised (acknowledgements, batches, checkpoints) and compares."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
+        self._batches: dict[int, list[tuple[int, int]]] = {}
+        self._adopted: dict[str, tuple[int, int]] = {}
+        self._highest_step = 0
+        self.durable: frozenset[int] = frozenset()  # numbers in the newest durable checkpoint
+        self.quarantined: frozenset[int] = frozenset()
+
+    def acknowledged(self, groups: Iterable[tuple[int, int, int]]) -> None:
+        for number, attempt, oldest in groups:
+            self._promised[number] = (attempt, oldest)
+
+    def hub_changed(self, exchange: Exchange, journal: Journal) -> None:
+        admission, bound = exchange._admission, self._bound
+        ledger = admission.ledger
+        if not ledger.closes:
+            raise ViolationError("ledger", f"does not close: {ledger}")
+        self._highest_step = max(self._highest_step, admission.step)
+        again = max(0, self._highest_step - admission.step)
+        begun = ledger.leased + ledger.queued + ledger.in_flight
+        limit = bound.max_ahead + again * bound.groups_per_batch
+        if begun > limit:
+            raise ViolationError("memory", f"{begun} groups begun and not trained, the limit is {limit}: {ledger}")
+        kept, most = (
+            len(journal._places),
+            bound.max_ahead + bound.groups_per_batch * (self._highest_step - admission.committed_step),
+        )
+        if kept > most:
+            raise ViolationError("memory", f"the journal keeps {kept} groups, the limit is {most}")
+        sets = len(exchange._weights._sets)
+        if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
+            raise ViolationError("memory", f"{sets} weight sets are kept")
+        self.quarantined = frozenset(admission._line.quarantined)
+        self._check_promises(exchange)
+
+    def _check_promises(self, exchange: Exchange) -> None:
+        admission = exchange._admission
+        for number, (attempt, oldest) in list(self._promised.items()):
+            entry = admission._queued.get(number) or next(
+                (batch[number] for batch in admission._batches.values() if number in batch), None
+            )
+            if number in self.durable or (entry is not None and entry.attempt == attempt):
+                continue
+            low = admission._line.lowest_version(number)
+            foreign = abs(admission.step - oldest) > self._bound.max_staleness
+            if not (foreign or oldest < low or (self._bound.exact and oldest != low)):
+                raise ViolationError("lost", f"attempt {attempt} of group {number} was acknowledged and is gone")
+            del self._promised[number]  # it could not be trained on any more, so it may be made again
+
+    def trained(self, step: int, groups: Sequence[Group], already: Iterable[int]) -> None:
+        """The learner is about to train on a batch at `step`; its optimizer has seen the groups `already`."""
+        made_up = [(group.number, group.attempt) for group in groups]
+        twice = sorted({number for number, _ in made_up} & set(already))
+        if twice or len(set(made_up)) < len(made_up):
+            raise ViolationError("twice", f"step {step} was given groups {made_up}; trained on before: {twice}")
+        if self._batches.setdefault(step, made_up) != made_up:
+            raise ViolationError("replay", f"batch {step} was {self._batches[step]} and is now {made_up}")
+        for group in groups:
+            for rollout in group.rollouts:
+                versions = rollout.versions.tolist()
+                if rollout.completion_ids.tolist() != versions:
+                    sampled = rollout.completion_ids.tolist()
+                    raise ViolationError("truth", f"group {group.number}: tokens of {sampled} are recorded as {versions}")
+                due = max(0, step - self._bound.max_staleness)
+                if max(abs(step - v) for v in versions) > self._bound.max_staleness or (
+                    self._bound.exact and set(versions) != {due}
+                ):
+                    raise ViolationError("bound", f"group {group.number} has versions {versions} at step {step}")
+
+    def serves(self, process: str, fence: int, version: int, *, wild: bool) -> None:
+        """An actor's process serves these weights now."""
+        before = self._adopted.get(process, (0, -1))
+        now = (fence, version) if not self._bound.exact else (fence, 0)
+        if now < before and not wild:
+            raise ViolationError("monotone", f"{process} went from (fence, version) {before} to {now}")
+        self._adopted[process] = now
+
+    def ended(self, trained: Iterable[int]) -> None:
+        """The learner was told that nothing more comes."""
+        missing = set(range(self._bound.num_groups)) - set(trained) - self.quarantined
+        if missing:
+            raise ViolationError("progress", f"the run ended without groups {sorted(missing)}")

@@ -1,0 +1,150 @@
+"""A fake learner around the real `LearnerClient`; its checkpoints are durable the moment they are made.
+
+It is the driver: while it waits or computes, the world turns, and its death is an exception out of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from buffers import wire
+from buffers.client import HubRestartedError, LearnerClient
+from buffers.errors import DeadlineError, RefusedError
+from buffers.tensors import RawTensor
+from tests.simulation.hub_role import TIMEOUT_S, HubRole
+from tests.simulation.world import SimLink, ViolationError
+
+
+class LearnerKilledError(Exception):
+    """The learner's process ended here."""
+
+
+class LearnerLink(SimLink):
+    """While the learner waits, the world turns."""
+
+    role: LearnerRole
+
+    def receive(self, timeout_s: float) -> wire.Frames | None:
+        self.role.turn_until(self.clock() + timeout_s, self)
+        return super().receive(timeout_s)
+
+
+class LearnerRole:
+    """Lives of the learner, each from the newest checkpoint; the same calls in the same order as `learner.trainer`."""
+
+    def __init__(self, hub: HubRole, *, max_steps: int, publish_every: int, save_every: int) -> None:
+        self._hub, self._world = hub, hub.world
+        self._max_steps, self._publish_every, self._save_every = max_steps, publish_every, save_every
+        self._checkpoint: tuple[int, tuple[int, ...]] = (0, ())
+        self._killed = False
+        self.link: LearnerLink | None = None
+
+    def run(self) -> None:
+        """Until a life ends by itself."""
+        while True:
+            try:
+                self._live()
+                return
+            except (LearnerKilledError, DeadlineError):
+                self._world.note("learner ended")
+                if self.link is not None:
+                    self.link.close()
+                self.link, self._killed = None, False
+                self.turn_until(self._world.now + self._world.rng.uniform(0.1, 1.0))
+
+    def kill(self) -> None:
+        self._killed = self.link is not None
+
+    def replace(self) -> None:
+        """A frozen learner is replaced, wakes up, and says what it was about to say."""
+        if self.link is None:
+            return
+        fence, step, link = self._client.fence, self._step, self.link
+        self.kill()
+        messages: list[wire.Message] = [wire.Commit(fence=fence, step=self._committed)]
+        for later in (step, step + 1, step + 2):
+            messages += [wire.Take(fence=fence, step=later), wire.Trained(fence=fence, step=later)]
+
+        def speak(left: int) -> None:
+            identity = link.identity
+            self._hub.arrive(identity, wire.encode(messages[left], request=1000 + left))
+            if left + 1 < len(messages):
+                self._world.after(self._world.rng.uniform(0.001, 0.1), "zombie", lambda: speak(left + 1))
+
+        self._world.after(self._world.rng.uniform(0.1, 1.2), "zombie", lambda: speak(0))
+
+    def turn_until(self, until: float, link: SimLink | None = None) -> None:
+        """The world turns until then, or until there is something to receive."""
+        world = self._world
+        while not (link is not None and link.inbox):
+            if world.next_at() > until:
+                world.now = max(world.now, until)
+                return
+            world.step()
+            if self._killed:
+                raise LearnerKilledError
+
+    def _live(self) -> None:
+        world, rng = self._world, self._world.rng
+        self._step, seen = self._checkpoint
+        self._committed = self._step
+        network = self._hub.network
+        link = self.link = LearnerLink(network, "learner", f"learner-{len(network.links)}".encode(), lambda: None)
+        link.role = self
+        network.links[link.identity] = link
+        if network.listening:
+            link.reconnect()
+        self._client = LearnerClient("hub", timeout_s=TIMEOUT_S, connect=lambda *_: link)
+        self._registered = False
+        while True:
+            try:
+                if not self._registered:
+                    self._client.register(self._step, self._committed)
+                    if self._step < self._max_steps:
+                        self._publish()
+                    self._registered = True
+                batch = self._client.take(self._step)
+            except HubRestartedError:
+                self._registered = False
+                continue
+            except RefusedError as error:
+                raise ViolationError("refused", f"at step {self._step} the learner was refused: {error}") from error
+            if isinstance(batch, str):
+                break
+            self._hub.observer.trained(self._step, batch.groups, seen)
+            self.turn_until(world.now + rng.uniform(0.005, 0.05))
+            seen = (*seen, *(group.number for group in batch.groups))
+            step = self._step
+            self._tell(lambda: self._client.trained(step))  # noqa: B023  (called at once)
+            self._step = step + 1
+            if self._step % self._publish_every == 0 and self._step < self._max_steps:
+                self._tell(self._publish)
+            if self._step % self._save_every == 0 or self._step == self._max_steps:
+                self._save(seen)
+        if self._step > self._committed:
+            self._save(seen)
+        self._hub.observer.ended(seen)
+
+    def _save(self, seen: tuple[int, ...]) -> None:
+        self.turn_until(self._world.now + self._world.rng.uniform(0, 0.02))
+        self._checkpoint = (self._step, seen)
+        self._hub.observer.durable = frozenset(seen)
+        self._committed = self._step
+        self.turn_until(self._world.now + self._world.rng.uniform(0, 0.02))
+        self._tell(lambda: self._client.commit(self._step))
+
+    def _publish(self) -> None:
+        content = np.full(3, self._step, "<i4").tobytes()
+        self._client.publish(self._step, {name: RawTensor("int32", (3,), content) for name in ("w", "b")})
+
+    def _tell(self, operation: Callable[[], None]) -> None:
+        if not self._registered:
+            return
+        try:
+            operation()
+        except HubRestartedError:
+            self._registered = False
+        except RefusedError as error:
+            raise ViolationError("refused", f"at step {self._step} the learner was refused: {error}") from error

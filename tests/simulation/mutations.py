@@ -1,0 +1,126 @@
+"""Six defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from buffers import wire
+from buffers.admission import Admission, Credit
+from buffers.client import ActorClient
+from buffers.errors import RefusedError
+from buffers.exchange import Exchange
+from buffers.journal import Journal
+from buffers.ledger import Entry
+from buffers.weights import WeightSet
+
+
+def skip_an_fsync() -> AbstractContextManager[Any]:
+    """Groups are acknowledged when they were written, not when they are durable."""
+    return patch.object(Journal, "sync", lambda self: None)
+
+
+def forget_a_dedup() -> AbstractContextManager[Any]:
+    """A finished group is admitted without asking whose lease it is."""
+    honest = Admission.put
+
+    def put(self: Admission, name: str, number: int, entry: Entry) -> None:
+        try:
+            honest(self, name, number, entry)
+        except RefusedError as error:
+            if error.reason not in ("duplicate", "superseded"):
+                raise
+            self._queued[number] = entry
+            self._credited += 1
+
+    return patch.object(Admission, "put", put)
+
+
+def count_staleness_at_completion() -> AbstractContextManager[Any]:
+    """A group may enter when its tokens are young enough at that moment, however late it will be trained on."""
+
+    def lowest(self: Admission) -> int:
+        return max(0, self.step - self.bound.max_staleness)
+
+    def credits(self: Admission) -> dict[str, list[Credit]]:
+        given: dict[str, list[Credit]] = {}
+        for name, actor in self.actors.items():
+            begun = sum(len(each.leases) for each in self.actors.values()) + len(self._queued)
+            begun += sum(len(batch) for step, batch in self._batches.items() if step >= self.step)
+            while (
+                (number := self._line.next_number()) is not None
+                and self._has_room(actor, number)
+                and actor.fence == self.fence > 0
+                and lowest(self) <= actor.version <= self._newest
+                and begun < self.bound.max_ahead
+            ):
+                given.setdefault(name, []).append(self._lease(actor, number, self._failures.get(number, 0)))
+                begun += 1
+        return given
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        honest = Admission.put
+
+        def put(self: Admission, name: str, number: int, entry: Entry) -> None:
+            with patch.object(self._line, "lowest_version", lambda number: lowest(self)):
+                honest(self, name, number, entry)
+
+        with ExitStack() as stack:
+            for attribute, mutant in (("credits", credits), ("put", put), ("_drop_too_old", lambda self: None)):
+                stack.enter_context(patch.object(Admission, attribute, mutant))
+            yield
+
+    return planted()
+
+
+def free_a_slot_at_take() -> AbstractContextManager[Any]:
+    """A group's slot is free as soon as its batch is taken, not when it has been trained on."""
+    honest = Admission.credits
+
+    def credits(self: Admission) -> dict[str, list[Credit]]:
+        bound, freed = self.bound, self.bound.groups_per_batch * (self.step in self._taken)
+        allows = type(bound).allows
+
+        def early(self: Any, version: int, number: int, quarantined_below: int = 0) -> bool:
+            return allows(self, version, number, quarantined_below + freed)
+
+        with patch.object(type(bound), "allows", early):
+            return honest(self)
+
+    return patch.object(Admission, "credits", credits)
+
+
+def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
+    """An actor takes on the version's name when it is told of it, before the weights have come and were verified."""
+    honest = ActorClient._fetch
+
+    def fetch(self: ActorClient, target: tuple[int, int]) -> None:
+        self._weights = WeightSet(*target, specs=(), blob=b"")
+        honest(self, target)
+
+    return patch.object(ActorClient, "_fetch", fetch)
+
+
+def ignore_the_fence() -> AbstractContextManager[Any]:
+    """Whoever speaks as the learner is believed."""
+    honest = Exchange._hear_learner
+
+    def hear(self: Exchange, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames) -> Any:
+        if hasattr(message, "fence"):
+            message = message.model_copy(update={"fence": self._admission.fence})
+        return honest(self, identity, request, message, arrays)
+
+    return patch.object(Exchange, "_hear_learner", hear)
+
+
+MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    skip_an_fsync,
+    forget_a_dedup,
+    count_staleness_at_completion,
+    free_a_slot_at_take,
+    commit_a_label_before_the_load,
+    ignore_the_fence,
+)

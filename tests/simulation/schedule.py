@@ -1,0 +1,205 @@
+"""One schedule: a tiny run drawn from a seed, the faults planned for it, and what came of it. Shrinks one that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from buffers import weights
+from buffers.bound import Bound
+from tests.simulation.actor_role import ActorRole
+from tests.simulation.hub_role import HubRole
+from tests.simulation.invariants import Observer
+from tests.simulation.learner_role import LearnerRole
+from tests.simulation.world import ViolationError, World
+
+PATIENCE_S = 120.0
+"""Virtual seconds a run may go on after the last fault."""
+_KINDS = (
+    "hub",
+    "hub",
+    "hub",
+    "learner",
+    "learner",
+    "zombie",
+    "zombie",
+    "actor",
+    "actor",
+    "cut",
+    "cut",
+    "freeze",
+    "full",
+    "slow",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `at` seconds. victim: which actor or link. amount: in [0, 1), how long, or how many disk operations later."""
+
+    at: float
+    kind: str
+    victim: int
+    amount: float
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} s: {self.kind} (victim {self.victim}, amount {self.amount:.2f})"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The run of one seed."""
+
+    bound: Bound
+    steps: int
+    actors: int
+    group_size: int
+    tokens: int
+    capacity: int
+    save_every: int
+    max_attempts: int
+    segment_bytes: int
+    wild: bool
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Shape:
+        rng = Random(seed)
+        batch, exact = rng.randint(1, 3), rng.random() < 0.25
+        publish_every = 1 if exact else rng.choice((1, 1, 1, 2))
+        window = 1 if exact else rng.choice((1, 1, 2, 3))
+        lowest = publish_every - 1 + -(-(window - 1) // batch)
+        staleness = rng.randint(lowest, max(lowest, 3))
+        steps = rng.randint(3, 6)
+        horizon = 0.25 * steps
+        kinds = rng.sample(_KINDS, rng.randint(1, 4))
+        faults = [
+            Fault(rng.uniform(0, horizon), rng.choice(kinds), rng.randint(0, 3), rng.random()) for _ in range(rng.randint(0, 6))
+        ]
+        return cls(
+            Bound(batch, staleness, batch * steps, publish_every, window, exact),
+            steps, rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3),
+            rng.randint(2, 4), rng.choice((300, 1000, 4000)), rng.random() < 0.3, tuple(sorted(faults, key=lambda f: f.at)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    seed: int
+    shape: Shape
+    faults: tuple[Fault, ...]
+    violation: ViolationError | None
+    hub: dict[str, Any]
+    trace: tuple[tuple[float, str], ...]
+    digest: str
+
+
+def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
+    """The schedule of a seed; with other faults than its own when they are given."""
+    shape = Shape.of(seed)
+    planned = shape.faults if faults is None else tuple(faults)
+    quiet = 0.25 * shape.steps + 5.0
+    world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
+    observer = Observer(shape.bound)
+    hub = HubRole(world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes)
+    actors = [
+        ActorRole(f"actor-{i}", hub, group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens)
+        for i in range(shape.actors)
+    ]
+    learner = LearnerRole(hub, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every)
+    violation = None
+    with patch.object(weights, "CHUNK_BYTES", 12), quiet_logs():
+        try:
+            world.after(0, "hub starts", hub.start)
+            for actor in actors:
+                world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
+            for fault in planned:
+                world.after(fault.at, f"FAULT {fault}", partial(_strike, fault, world, hub, actors, learner))
+            if shape.wild:
+                world.wild = hub.network.was_wild = True
+                world.after(quiet, "the network is calm", lambda: _calm(world, hub))
+            learner.run()
+        except ViolationError as error:
+            violation = error
+    state = hub.exchange.status() if hub.exchange is not None else {}
+    return Result(seed, shape, planned, violation, state, tuple(world.trace), world.digest())
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """What the roles log is no news here: every fault was meant."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _strike(fault: Fault, world: World, hub: HubRole, actors: list[ActorRole], learner: LearnerRole) -> None:
+    actor = actors[fault.victim % len(actors)]
+    links = [link for link in (*(each.link for each in actors), learner.link) if link is not None and not link.closed]
+    match fault.kind:
+        case "hub" if fault.amount < 0.4:
+            if hub.exchange is not None:
+                hub.kill()
+        case "hub":
+            hub.disk.fuse = int((fault.amount - 0.4) * 20)
+        case "learner":
+            learner.kill()
+        case "zombie":
+            learner.replace()
+        case "actor":
+            actor.kill(told=fault.amount < 0.5)
+        case "freeze":
+            actor.freeze(5 * fault.amount)
+        case "full":
+            hub.disk.full = True
+            world.after(3 * fault.amount, "the disk has room again", lambda: setattr(hub.disk, "full", False))
+        case "cut" if links:
+            links[fault.victim % len(links)].cut(2 * fault.amount)
+        case "slow" if links:
+            slowed = links[fault.victim % len(links)]
+            slowed.slow = 1 + 60 * fault.amount
+            world.after(2.0, f"{slowed.name} is fast again", lambda: setattr(slowed, "slow", 1.0))
+
+
+def _calm(world: World, hub: HubRole) -> None:
+    world.wild = False
+    for link in hub.network.links.values():
+        if not link.closed:
+            link.cut(0.1)
+
+
+def shrink(result: Result) -> Result:
+    """The same failure with as few faults as can be: they are taken away one by one while some rule still breaks."""
+    smallest = result
+    again = True
+    while again:
+        again = False
+        for index in range(len(smallest.faults)):
+            fewer = run(result.seed, [*smallest.faults[:index], *smallest.faults[index + 1 :]])
+            if fewer.violation is not None:
+                smallest, again = fewer, True
+                break
+    return smallest
+
+
+def story(result: Result, last: int = 60) -> str:
+    """What happened, to be read by a person."""
+    shape = result.shape
+    lines = [f"seed {result.seed}: {result.violation or 'no rule was broken'}", f"  {shape.bound}"]
+    lines.append(
+        f"  steps {shape.steps}, actors {shape.actors} of capacity {shape.capacity}, group size {shape.group_size}, "
+        f"save every {shape.save_every}, network {'wild' if shape.wild else 'tcp'}"
+    )
+    lines += [f"  fault at {fault}" for fault in result.faults]
+    lines += [f"  the hub at the end: {result.hub}"]
+    lines += [f"  {now:10.4f}  {label}" for now, label in result.trace[-last:]]
+    return "\n".join(lines)

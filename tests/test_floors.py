@@ -1,0 +1,84 @@
+"""The house keeps its floors: who may import whom, where each heavy dependency lives, how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FLOORS = ("buffers", "actors", "learner", "async_rlhf", "experiments")
+# Each floor and what it may import besides itself.
+BELOW = {
+    "buffers": set(),
+    "actors": {"buffers"},
+    "learner": {"buffers"},
+    "async_rlhf": {"buffers", "actors", "learner"},
+    "experiments": {"buffers", "actors", "learner", "async_rlhf"},
+}
+# Where a heavy dependency may be imported, as prefixes of paths.
+ROOMS = {
+    "zmq": ("buffers/hub.py", "buffers/link.py"),
+    "torch": ("actors/torch_engine/", "learner/", "experiments/"),
+    "vllm": ("actors/vllm_engine.py",),
+    "deepspeed": ("learner/deepspeed_backend.py",),
+    "ray": ("async_rlhf/launch/ray.py",),
+    "pebble": ("actors/scoring/",),
+    "matplotlib": ("experiments/",),
+    "subprocess": ("async_rlhf/launch/", "async_rlhf/run_dir.py", "experiments/"),
+}
+FORBIDDEN = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle")
+
+
+def sources() -> list[Path]:
+    return sorted(path for floor in FLOORS for path in (REPOSITORY / floor).rglob("*.py"))
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_file_imports_only_downwards_and_stays_in_its_room(path: Path) -> None:
+    name = str(path.relative_to(REPOSITORY))
+    floor = name.split("/")[0]
+    for module in imports(path):
+        top = module.split(".")[0]
+        if top in FLOORS and top != floor:
+            assert top in BELOW[floor], f"{name} imports {module}: {floor} may import {sorted(BELOW[floor])}"
+        if top in ROOMS:
+            assert name.startswith(ROOMS[top]), f"{name} imports {module}, which lives in {ROOMS[top]}"
+        # The scoring room names the error of the standard library's pipes to its own worker processes; no wire, no disk.
+        if not name.startswith("actors/scoring/"):
+            assert top not in FORBIDDEN, f"{name} imports {module}: nothing is pickled here"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_file_holds_one_idea_at_a_readable_length(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    assert path.stem not in {"utils", "helpers", "common", "misc"}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_nothing_executes_data(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "torch.save"}, f"{path.name} calls {called}"
+            trusting = [word for word in node.keywords if word.arg == "trust_remote_code"]
+            assert all(ast.unparse(word.value) == "False" for word in trusting), f"{path.name} trusts remote code"
+
+
+@pytest.mark.parametrize("module", ["async_rlhf.cli", "async_rlhf.config", "async_rlhf.api", "async_rlhf", "buffers.hub"])
+def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60).returncode == 0
