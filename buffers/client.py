@@ -125,8 +125,9 @@ class ActorClient:
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._credits: list[wire.CreditItem] = []
         self._assembly: Assembly | None = None
+        self._serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
-        self._next_chunk = 0
+        self._fetch_request = self._next_chunk = 0
         self._num_damaged = 0
         self._weights: WeightSet | None = None
         self.stop_reason: str | None = None
@@ -135,6 +136,7 @@ class ActorClient:
     def poll(self, state: ActorState, telemetry: Mapping[str, float], timeout_s: float = 0.0) -> None:
         """Receive everything there is, waiting up to `timeout_s` for the first message or a `wake`; beat when it is time."""
         now = self._link.clock()
+        self._serving = (state.fence, state.version)
         if self._link.was_remade() or not self._said_hello:
             self._hello(state)
         elif now - self._beaten >= self._beat_s:
@@ -221,15 +223,20 @@ class ActorClient:
                 if request > self._hello_request:  # else it was sent before the last Hello
                     self._said_hello = False
             case wire.Refused(reason="weights"):
-                self._assembly = None  # superseded while it was fetched; a newer Adopt is on its way
+                if request >= self._fetch_request:  # else it is about a set that is not wanted any more
+                    self._target = self._assembly = None  # superseded; a newer Adopt is on its way
             case wire.Refused(reason=reason, detail=detail):
                 raise RefusedError(reason, detail)
             case _:
                 pass  # Done says only that the hub lives; parts of superseded sets are dropped
 
     def _fetch(self, target: tuple[int, int]) -> None:
-        self._target, self._assembly = target, None
-        self._connection.send(wire.Fetch(fence=target[0], version=target[1]))
+        """Fetch this set and forget any other; nothing is fetched when it is the one the actor serves."""
+        if target != self._target:
+            self._target = self._assembly = self._weights = None
+            if target != self._serving:
+                self._target = target
+                self._fetch_request = self._connection.send(wire.Fetch(fence=target[0], version=target[1]))
 
     def _assemble(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
         """One more part of the set that is fetched; one that turns out damaged is fetched again."""
@@ -246,12 +253,13 @@ class ActorClient:
                 self._assembly.add(part.index, arrays[0])
                 self._ask_chunk(self._assembly)
             if self._assembly.is_complete:
-                assembly, self._assembly = self._assembly, None
+                assembly, self._assembly, self._target = self._assembly, None, None
                 self._weights, self._num_damaged = assembly.whole(), 0
         except WeightsError:
             self._num_damaged += 1
             if self._num_damaged > _MAX_DAMAGED:
                 raise
+            self._target = None
             self._fetch((part.fence, part.version))
 
     def _ask_chunk(self, assembly: Assembly) -> None:

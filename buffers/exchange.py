@@ -136,9 +136,12 @@ class Exchange:
         name = self._known(identity)
         match message:
             case wire.Beat():
-                actor = self._admission.actors[name]
-                actor.capacity, actor.fence, actor.version = message.capacity, message.fence, message.version
-                self._peers[name].telemetry = dict(message.telemetry)
+                actor, peer = self._admission.actors[name], self._peers[name]
+                serving = message.fence, message.version
+                if serving not in ((actor.fence, actor.version), peer.announced):
+                    peer.announced = None  # it had already left for what it was told earlier: it is told again
+                actor.capacity, (actor.fence, actor.version) = message.capacity, serving
+                peer.telemetry = dict(message.telemetry)
             case wire.Release(numbers=numbers):
                 self._admission.release(name, numbers)
             case wire.Bye():
@@ -229,7 +232,8 @@ class Exchange:
             version, peer = admission.target(name), self._peers[name]
             if version is not None and version in self._weights:
                 target = (admission.fence, version)
-                if target not in (peer.announced, (actor.fence, actor.version)):
+                # Also when it is to stay after all: it may be about to leave for what it was told before.
+                if target != (peer.announced or (actor.fence, actor.version)):
                     peer.announced = target
                     self._send(peer.identity, wire.Adopt(fence=target[0], version=version))
         for name, credits in admission.credits().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,11 +14,17 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from async_rlhf.config import Config, load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = REPOSITORY / "configs" / "quick.toml"
+
+# The same examples in every run, so that a red test is about the change; HYPOTHESIS=explore looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {

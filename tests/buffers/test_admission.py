@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 
 from buffers.admission import Actor, Admission
@@ -88,8 +88,9 @@ class Run:
             self.state = self.hub.remember()
         for name in self.hub.actors:
             target, process = self.hub.target(name), self.processes[name]
-            if target in self.weights and (self.hub.fence, target) != (process.fence, process.version):
-                process.told = None if process.is_cut_off else (self.hub.fence, target)
+            if target in self.weights:
+                is_serving = (self.hub.fence, target) == (process.fence, process.version)
+                process.told = None if process.is_cut_off or is_serving else (self.hub.fence, target)
         for name, credits in self.hub.credits().items():
             process = self.processes[name]
             for credit in credits:
@@ -494,7 +495,8 @@ def histories(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(st.integers(0, (1 << 24) - 1), min_size=at_least, max_size=2 * at_least + 10))
 
 
-@settings(max_examples=150, deadline=None)
+# Found here: two actors, each told in turn to go where the other's work needed it, left their own work for ever.
+@example(Bound(2, 2, 6, exact=True), 2, [266, 109])
 @given(bounds(), st.integers(1, 3), histories())
 def test_whatever_happens_the_promises_hold_and_the_run_ends(bound: Bound, max_attempts: int, history: list[int]) -> None:
     run = Run(bound, max_attempts)

@@ -98,8 +98,8 @@ def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
     honest = ActorClient._fetch
 
     def fetch(self: ActorClient, target: tuple[int, int]) -> None:
-        self._weights = WeightSet(*target, specs=(), blob=b"")
         honest(self, target)
+        self._weights = WeightSet(*target, specs=(), blob=b"")
 
     return patch.object(ActorClient, "_fetch", fetch)
 
