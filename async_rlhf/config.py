@@ -41,7 +41,7 @@ class Config(Section):
     output_dir: str = "runs"
     """Where run directories are made."""
     model: str
-    """A Hugging Face causal language model: a local directory."""
+    """A Hugging Face causal language model: a local directory, or a GGUF file (converted once, see `launch/gguf`)."""
     seed: int = Field(default=0, ge=0, lt=1 << 62)
     """Decides prompts' order and every random number of generation."""
     max_steps: int = Field(ge=1)
@@ -212,8 +212,10 @@ def _check_security(security: SecurityConfig) -> None:
 
 def _check_model(config: Config) -> None:
     directory = Path(config.model)
+    if directory.suffix == ".gguf" and directory.is_file():
+        return
     if not directory.is_dir():
-        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory")
+        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
     if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
         raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
 
@@ -221,7 +223,7 @@ def _check_model(config: Config) -> None:
 def _anchor(values: dict[str, Any], base: Path) -> None:
     """Make the paths in these raw values absolute, seen from `base`."""
     if isinstance(values.get("model"), str):
-        values["model"] = str(base / values["model"])
+        values["model"] = str(base / Path(values["model"]).expanduser())
     security = values.get("security")
     if isinstance(security, dict) and isinstance(keys := security.get("keys"), str) and keys != "none":
         security["keys"] = str(base / keys)
