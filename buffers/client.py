@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffers import packing, wire
-from buffers.errors import DeadlineError, RefusedError, WeightsError, WireError
+from buffers.errors import DeadlineError, RefusedError
+from buffers.fetching import Fetching
 from buffers.link import Connect, Link, SocketLink
 from buffers.record import Group
 from buffers.tensors import RawTensor
-from buffers.weights import Assembly, WeightSet
+from buffers.weights import WeightSet
 
 _RETRY_S = 2.0  # a request unanswered so long is sent again: the hub may have been restarted
-_CHUNKS_AHEAD = 4  # chunks asked for before the first has come
-_MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 _MAX_REFUSED = 256  # refused puts that are remembered
 _UNREADABLE = 0  # the request number of an answer to what the hub could not read
 
@@ -124,19 +123,14 @@ class ActorClient:
         self._heard = self._beaten = self._link.clock()
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._credits: list[wire.CreditItem] = []
-        self._assembly: Assembly | None = None
-        self._serving: tuple[int, int] | None = None
-        self._target: tuple[int, int] | None = None
-        self._fetch_request = self._next_chunk = 0
-        self._num_damaged = 0
-        self._weights: WeightSet | None = None
+        self._fetching = Fetching(self._connection.send)
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
     def poll(self, state: ActorState, telemetry: Mapping[str, float], timeout_s: float = 0.0) -> None:
         """Receive everything there is, waiting up to `timeout_s` for the first message or a `wake`; beat when it is time."""
         now = self._link.clock()
-        self._serving = (state.fence, state.version)
+        self._fetching.serving = (state.fence, state.version)
         if self._link.was_remade() or not self._said_hello:
             self._hello(state)
         elif now - self._beaten >= self._beat_s:
@@ -175,8 +169,7 @@ class ActorClient:
 
     def weights(self) -> WeightSet | None:
         """The newest whole, verified weight set, once."""
-        weights, self._weights = self._weights, None
-        return weights
+        return self._fetching.take()
 
     @property
     def unacknowledged(self) -> list[tuple[int, int]]:
@@ -190,7 +183,7 @@ class ActorClient:
     def _hello(self, state: ActorState) -> None:
         self._said_hello, self._welcome = True, False
         self._beaten = self._link.clock()
-        self._target = self._assembly = None
+        self._fetching.reset()
         self._credits.clear()
         holding = sorted({*state.holding, *self.unacknowledged})
         self._hello_request = self._connection.send(
@@ -214,59 +207,20 @@ class ActorClient:
                 if not message.accepted:
                     self.refused.append((number, message.reason))
             case wire.Adopt(fence=fence, version=version):
-                self._fetch((fence, version))
-            case wire.Manifest() | wire.Chunk() if (message.fence, message.version) == self._target:
-                self._assemble(message, arrays)
+                self._fetching.adopt((fence, version))
+            case wire.Manifest() | wire.Chunk():
+                self._fetching.hear(message, arrays)
             case wire.Stop(reason=reason):
                 self.stop_reason = reason
             case wire.Refused(reason="unknown-actor"):
                 if request > self._hello_request:  # else it was sent before the last Hello
                     self._said_hello = False
             case wire.Refused(reason="weights"):
-                if request >= self._fetch_request:  # else it is about a set that is not wanted any more
-                    self._target = self._assembly = None  # superseded; a newer Adopt is on its way
+                self._fetching.refused(request)
             case wire.Refused(reason=reason, detail=detail):
                 raise RefusedError(reason, detail)
             case _:
                 pass  # Done says only that the hub lives; parts of superseded sets are dropped
-
-    def _fetch(self, target: tuple[int, int]) -> None:
-        """Fetch this set and forget any other; nothing is fetched when it is the one the actor serves."""
-        if target != self._target:
-            self._target = self._assembly = self._weights = None
-            if target != self._serving:
-                self._target = target
-                self._fetch_request = self._connection.send(wire.Fetch(fence=target[0], version=target[1]))
-
-    def _assemble(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
-        """One more part of the set that is fetched; one that turns out damaged is fetched again."""
-        try:
-            if isinstance(part, wire.Manifest):
-                self._assembly, self._next_chunk = Assembly(part), 0
-                for _ in range(_CHUNKS_AHEAD):
-                    self._ask_chunk(self._assembly)
-            elif self._assembly is None:
-                return
-            elif len(arrays) != 1:
-                raise WireError(f"a chunk is one frame, got {len(arrays)}")
-            else:
-                self._assembly.add(part.index, arrays[0])
-                self._ask_chunk(self._assembly)
-            if self._assembly.is_complete:
-                assembly, self._assembly, self._target = self._assembly, None, None
-                self._weights, self._num_damaged = assembly.whole(), 0
-        except WeightsError:
-            self._num_damaged += 1
-            if self._num_damaged > _MAX_DAMAGED:
-                raise
-            self._target = None
-            self._fetch((part.fence, part.version))
-
-    def _ask_chunk(self, assembly: Assembly) -> None:
-        if self._next_chunk < assembly.num_chunks:
-            ask = wire.FetchChunk(fence=assembly.fence, version=assembly.version, index=self._next_chunk)
-            self._connection.send(ask)
-            self._next_chunk += 1
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from buffers.errors import RefusedError, WeightsError, WireError
 from buffers.journal import Journal
 from buffers.ledger import Entry
 from buffers.peers import Peers
-from buffers.weights import Assembly, WeightStore
+from buffers.publication import Publication
+from buffers.weights import WeightStore
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +45,9 @@ class Exchange:
         clock: Callable[[], float],
         incarnation: str,
     ) -> None:
-        self._config, self._journal, self._weights = config, journal, weights
+        self._config, self._journal, self._publication = config, journal, Publication(weights)
         self._clock, self._incarnation = clock, incarnation
         self._admission = _restored(Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s), journal)
-        self._assembly: Assembly | None = None
         self._peers = Peers()
         self._acks: list[tuple[bytes, int, wire.Ack]] = []
         self._parked: tuple[bytes, int, wire.Take] | None = None
@@ -92,12 +92,9 @@ class Exchange:
                 return self._hello(identity, message)
             case wire.Beat() | wire.Release() | wire.Bye():
                 return self._hear(identity, message)
-            case wire.FetchChunk(version=version, index=index):
-                chunk = wire.Chunk(fence=message.fence, version=version, index=index)
-                self._send(identity, chunk, [self._weights.get(version).chunk(index)], request)
+            case wire.Fetch() | wire.FetchChunk():
+                self._send(identity, *self._publication.serve(message), request)
                 return None
-            case wire.Fetch(fence=fence, version=version):
-                return self._weights.get(version).manifest().model_copy(update={"fence": fence})
             case wire.GetStatus():
                 return wire.Status(status=self.status())
             case wire.Gone(actor=name):
@@ -137,11 +134,8 @@ class Exchange:
         match message:
             case wire.Beat():
                 actor, peer = self._admission.actors[name], self._peers[name]
-                serving = message.fence, message.version
-                if serving not in ((actor.fence, actor.version), peer.announced):
-                    peer.announced = None  # it had already left for what it was told earlier: it is told again
-                actor.capacity, (actor.fence, actor.version) = message.capacity, serving
-                peer.telemetry = dict(message.telemetry)
+                self._publication.serves(actor, peer, message.fence, message.version)
+                actor.capacity, peer.telemetry = message.capacity, dict(message.telemetry)
             case wire.Release(numbers=numbers):
                 self._admission.release(name, numbers)
             case wire.Bye():
@@ -185,21 +179,14 @@ class Exchange:
             case wire.Commit():
                 numbers = admission.commit(message.step)
                 self._journal.state(admission.remember(), numbers)
-            case wire.Publish():
-                admission.check_version(message.version)
-                # One repeated late must not throw away the chunks that came since.
-                if message.version not in (admission.published, self._assembly and self._assembly.version):
-                    self._assembly = Assembly(message)
-            case wire.Chunk(version=version, index=index) if self._assembly and version == self._assembly.version:
-                if len(arrays) != 1:
-                    raise WireError(f"a chunk is one frame, got {len(arrays)}")
-                self._assembly.add(index, arrays[0])
-            case wire.Chunk(version=version) if version == admission.published:
-                pass  # repeated after its answer was lost
+            case wire.Publish() | wire.Chunk():
+                if isinstance(message, wire.Publish):
+                    admission.check_version(message.version)
+                whole = self._publication.hear(message, arrays, admission.published)
+                if whole is not None:
+                    admission.publish(whole.version)
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
-        if self._assembly is not None and self._assembly.is_complete:
-            self._publish(self._assembly)
         return wire.Done()
 
     def _register(self, identity: bytes, request: int, register: wire.Register) -> wire.Message:
@@ -209,15 +196,10 @@ class Exchange:
         numbers = self._admission.register(fence, register.step, register.committed)
         self._journal.state(self._admission.remember(), numbers)
         answer = wire.Registered(fence=fence, incarnation=self._incarnation)
-        self._registration, self._parked, self._assembly = (identity, request, answer), None, None
+        self._registration, self._parked = (identity, request, answer), None
+        self._publication.forget()
         _log.info("learner registered at step %d under fence %d", register.step, fence)
         return answer
-
-    def _publish(self, assembly: Assembly) -> None:
-        self._assembly = None
-        weights = assembly.whole()
-        self._weights.add(weights)
-        self._admission.publish(weights.version)
 
     # -- what follows from a change ----------------------------------------------------------------------------------
 
@@ -228,19 +210,13 @@ class Exchange:
             # Durable before a credit or a batch relies on it: what is behind a quarantined group moves up.
             self._num_quarantined = admission.num_quarantined
             self._journal.state(admission.remember())
-        for name, actor in admission.actors.items():
-            version, peer = admission.target(name), self._peers[name]
-            if version is not None and version in self._weights:
-                target = (admission.fence, version)
-                # Also when it is to stay after all: it may be about to leave for what it was told before.
-                if target != (peer.announced or (actor.fence, actor.version)):
-                    peer.announced = target
-                    self._send(peer.identity, wire.Adopt(fence=target[0], version=version))
+        for identity, adopt in self._publication.adoptions(admission, self._peers):
+            self._send(identity, adopt)
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
             self._send(self._peers[name].identity, wire.Credits(credits=items))
         if admission.published is not None:
-            self._weights.drop_below(admission.lowest_needed_version())
+            self._publication.store.drop_below(admission.lowest_needed_version())
         if self._parked is not None:
             self._answer_take(*self._parked)
 

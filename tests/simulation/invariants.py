@@ -56,7 +56,7 @@ class Observer:
         )
         if kept > most:
             raise ViolationError("memory", f"the journal keeps {kept} groups, the limit is {most}")
-        sets = len(exchange._weights._sets)
+        sets = len(exchange._publication.store._sets)
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
         self.quarantined = frozenset(admission._line.quarantined)

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 from buffers import wire
 from buffers.admission import Admission, Credit
-from buffers.client import ActorClient
 from buffers.errors import RefusedError
 from buffers.exchange import Exchange
+from buffers.fetching import Fetching
 from buffers.journal import Journal
 from buffers.ledger import Entry
 from buffers.weights import WeightSet
@@ -95,13 +95,13 @@ def free_a_slot_at_take() -> AbstractContextManager[Any]:
 
 def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
     """An actor takes on the version's name when it is told of it, before the weights have come and were verified."""
-    honest = ActorClient._fetch
+    honest = Fetching.adopt
 
-    def fetch(self: ActorClient, target: tuple[int, int]) -> None:
+    def adopt(self: Fetching, target: tuple[int, int]) -> None:
         honest(self, target)
         self._weights = WeightSet(*target, specs=(), blob=b"")
 
-    return patch.object(ActorClient, "_fetch", fetch)
+    return patch.object(Fetching, "adopt", adopt)
 
 
 def ignore_the_fence() -> AbstractContextManager[Any]:
