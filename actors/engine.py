@@ -1,18 +1,29 @@
 """The seam between an actor's loop and whatever generates tokens. No framework here.
 
 An engine owns model weights and a set of slots. It never waits, never talks to a socket and never reads a clock: the
-actor's loop calls `step()` again and again, and between two calls it may submit, abort, or adopt new weights. So new
-weights are adopted in flight, at a token border, without stopping generation.
+actor's loop calls `step()` again and again, and between two calls it may submit, abort, or load new weights. So new
+weights are adopted in flight, at a token border, without stopping generation. What becomes of the sequences that are
+running then is the engine's `on_update`:
+
+    keep        they go on, with their caches: cheapest; a token may attend to keys and values of older weights, and its
+                span names the oldest of them (`Span.cache_version`)
+    interrupt   they go on after their prefixes have been computed again by the new weights: every token's log-probability
+                is what its own version says of its whole prefix
+    finish      they end first, with the weights they began with; meanwhile nothing is admitted
+
+An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `actors/engines.py` picks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from buffers.record import FinishReason, Float32Array, Int32Array, Span
+from buffers.record import FinishReason, Float32Array, Int32Array, Span, Support
 from buffers.tensors import RawTensor
+
+OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
 class RolloutKey(NamedTuple):
@@ -29,6 +40,10 @@ class Request:
 
     temperature: 0 is greedy (its log-probabilities are then of the temperature-1 distribution).
     seed: alone decides the completion's random numbers, whatever else is in the batch.
+    min_p, top_k, top_p: applied in this order to the distribution at that temperature, each to what the one before left:
+    tokens at least `min_p` times as likely as the likeliest (0: all), the `top_k` likeliest (0: all), the fewest
+    likeliest whose probabilities sum to at least `top_p` (1: all).
+    stop: the completion ends with the token after which its text contains one of these.
     """
 
     key: RolloutKey
@@ -36,17 +51,31 @@ class Request:
     max_new_tokens: int
     temperature: float
     seed: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions."""
+    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
+
+    logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
+    support: what was left, of a truncated request; None where nothing was cut off or the engine cannot tell.
+    """
 
     key: RolloutKey
     token_ids: Int32Array
     logprobs: Float32Array
     spans: tuple[Span, ...]
     finish_reason: FinishReason
+    support: Support | None = None
 
 
 class Engine(Protocol):
@@ -77,12 +106,14 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Fill free slots, sample one token in every running sequence, return those that ended."""
+        """Fill free slots, sample a token in running sequences, return those that ended (none on most calls)."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         """Adopt a whole weight set (parameter name, as in `named_parameters`, -> tensor); the next token is `version`'s.
 
+        With `on_update = "finish"` and sequences running, the set waits until they have ended: `version` changes in a
+        later `step()`, before anything is sampled from the set; one that is loaded meanwhile replaces it.
         Raises WeightsError, and changes nothing, when a name is missing or unknown or a shape or dtype differs.
         """
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from buffers.errors import RecordError, WireError
-from buffers.record import Group, Rollout, Score, Span
+from buffers.record import Group, Int32Array, Rollout, Score, Span, Support
 from buffers.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, RolloutHeader, ScoreHeader, decode
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
@@ -31,7 +31,8 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         rollouts=[
             RolloutHeader(
                 num_tokens=rollout.num_tokens,
-                spans=[(span.version, span.num_tokens) for span in rollout.spans],
+                spans=[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans],
+                num_support=None if rollout.support is None else len(rollout.support.ids),
                 finish_reason=rollout.finish_reason,
                 scores={name: _score(score) for name, score in rollout.scores.items()},
                 text=_text(rollout.text),
@@ -40,17 +41,25 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
             for rollout in group.rollouts
         ],
         temperature=group.temperature,
+        top_k=group.top_k,
+        top_p=group.top_p,
+        min_p=group.min_p,
         actor=group.actor,
         prompt=_text(group.prompt),
         columns={_text(str(name)): _plain(value) for name, value in group.columns.items()},
     )
-    ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in group.rollouts)])
+    supports = [rollout.support for rollout in group.rollouts if rollout.support is not None]
+    kept = [part for support in supports for part in (support.sizes, support.ids)]
+    ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in group.rollouts), *kept])
     logprobs = np.concatenate([rollout.logprobs for rollout in group.rollouts])
     return header, [ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()]
 
 
 def _score(score: Score) -> ScoreHeader:
-    return ScoreHeader(value=score.value, failure=None if score.failure is None else _text(score.failure))
+    failure = None if score.failure is None else _text(score.failure)
+    return ScoreHeader(
+        value=score.value, failure=failure, metrics={_text(name): value for name, value in score.metrics.items()}
+    )
 
 
 def _plain(value: Any, depth: int = 0) -> JsonValue:
@@ -83,25 +92,30 @@ def _text(text: str) -> str:
 def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     """The group; raises WireError when header and arrays do not fit, or the record breaks an invariant."""
     num_completion = sum(rollout.num_tokens for rollout in header.rollouts)
-    wanted = [4 * (header.num_prompt_tokens + num_completion), 4 * num_completion]
+    num_support = sum(
+        rollout.num_tokens + rollout.num_support for rollout in header.rollouts if rollout.num_support is not None
+    )
+    wanted = [4 * (header.num_prompt_tokens + num_completion + num_support), 4 * num_completion]
     if [len(array) for array in arrays] != wanted:
         raise WireError(f"group {header.number}: arrays of {[len(a) for a in arrays]} bytes, its header says {wanted}")
     ids = np.frombuffer(arrays[0], "<i4").astype(np.int32, copy=False)
     logprobs = np.frombuffer(arrays[1], "<f4").astype(np.float32, copy=False)
     starts = np.cumsum([0] + [rollout.num_tokens for rollout in header.rollouts])
     completions = ids[header.num_prompt_tokens :]
+    supports = _supports(header.rollouts, completions[num_completion:])
     try:
         rollouts = tuple(
             Rollout(
                 completion_ids=completions[start : start + rollout.num_tokens],
                 logprobs=logprobs[start : start + rollout.num_tokens],
-                spans=tuple(Span(version, num_tokens) for version, num_tokens in rollout.spans),
+                spans=tuple(Span(*span) for span in rollout.spans),
                 finish_reason=rollout.finish_reason,
-                scores={n: Score(s.value, s.failure) for n, s in rollout.scores.items()},
+                scores={n: Score(s.value, s.failure, s.metrics) for n, s in rollout.scores.items()},
                 text=rollout.text,
                 timings=rollout.timings,
+                support=support,
             )
-            for start, rollout in zip(starts[:-1], header.rollouts, strict=True)
+            for start, rollout, support in zip(starts[:-1], header.rollouts, supports, strict=True)
         )
         return Group(
             number=header.number,
@@ -109,12 +123,29 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
             prompt_ids=ids[: header.num_prompt_tokens],
             rollouts=rollouts,
             temperature=header.temperature,
+            top_k=header.top_k,
+            top_p=header.top_p,
+            min_p=header.min_p,
             actor=header.actor,
             prompt=header.prompt,
             columns=header.columns,
         )
     except RecordError as error:
         raise WireError(f"group {header.number}: {error}") from error
+
+
+def _supports(rollouts: Sequence[RolloutHeader], ids: Int32Array) -> list[Support | None]:
+    """The members' supports out of what follows their completions."""
+    supports: list[Support | None] = []
+    start = 0
+    for rollout in rollouts:
+        if rollout.num_support is None:
+            supports.append(None)
+            continue
+        middle, end = start + rollout.num_tokens, start + rollout.num_tokens + rollout.num_support
+        supports.append(Support(ids[start:middle], ids[middle:end]))
+        start = end
+    return supports
 
 
 def decode_put(frames: Frames) -> Group:

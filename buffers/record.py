@@ -8,7 +8,6 @@ exists is well formed. Made by actors, carried by the wire, read by the learner.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffers.errors import RecordError
+from buffers.score import Score as Score
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -28,33 +28,27 @@ UNKNOWN_VERSION = -(1 << 31)
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` consecutive tokens that were sampled by weight set `version`."""
+    """`num_tokens` consecutive tokens that were sampled by weight set `version`.
+
+    cache_version: the oldest weights that computed keys and values these tokens attended to; None: `version` did them all.
+    """
 
     version: int
     num_tokens: int
+    cache_version: int | None = None
 
 
 @dataclass(frozen=True)
-class Score:
-    """The verdict of one reward on one completion: a value, not applicable, or failed for a reason.
+class Support:
+    """The tokens that could have been sampled, where top-k, top-p or min-p cut the others off.
 
-    A failed score is never a number: it is left out of every mean and counted.
+    A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
+    behaviour log-probability compares two different distributions.
+    sizes: int32 [T], how many tokens each completion token was one of. ids: int32 [sum of sizes], one after the other.
     """
 
-    value: float | None = None
-    failure: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.value is not None and self.failure is not None:
-            raise RecordError(f"a score is a value or a failure, not both: value {self.value}, failure {self.failure!r}")
-        if self.value is not None and not math.isfinite(self.value):
-            raise RecordError(f"a score must be finite, got {self.value}; return None for 'not applicable' or raise")
-
-    @property
-    def state(self) -> Literal["value", "not_applicable", "failed"]:
-        if self.failure is not None:
-            return "failed"
-        return "not_applicable" if self.value is None else "value"
+    sizes: Int32Array
+    ids: Int32Array
 
 
 def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> float | None:
@@ -84,6 +78,7 @@ class Rollout:
     scores: Mapping[str, Score] = field(default_factory=dict)
     text: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
+    support: Support | None = None
 
     def __post_init__(self) -> None:
         ids, logprobs = self.completion_ids, self.logprobs
@@ -98,6 +93,8 @@ class Rollout:
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
             raise RecordError(f"spans must cover all {len(ids)} tokens, got {self.spans}")
+        if self.support is not None:
+            _check_support(self.support, ids)
 
     @property
     def num_tokens(self) -> int:
@@ -109,11 +106,26 @@ class Rollout:
         return np.repeat(np.array([span.version for span in self.spans], np.int32), [span.num_tokens for span in self.spans])
 
 
+def _check_support(support: Support, ids: Int32Array) -> None:
+    sizes, kept = support.sizes, support.ids
+    if sizes.dtype != np.int32 or kept.dtype != np.int32 or sizes.shape != ids.shape or kept.ndim != 1:
+        raise RecordError(
+            f"support must be int32 sizes {ids.shape} and int32 ids, got {sizes.dtype} {sizes.shape}, {kept.dtype}"
+        )
+    if int(sizes.min()) < 1 or int(sizes.sum()) != len(kept):
+        raise RecordError(f"support must have its {len(kept)} ids in {len(ids)} parts of at least 1, got {int(sizes.sum())}")
+    starts = np.cumsum(sizes) - sizes
+    found = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
+    if not bool((found == 1).all()):
+        raise RecordError(f"token {int(np.flatnonzero(found != 1)[0])} is not once in its own support")
+
+
 @dataclass(frozen=True)
 class Group:
     """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds.
 
     prompt_ids: int32 [P]. columns: the prompt's row of the data set, kept for the record and the samples on disk.
+    temperature, top_k, top_p, min_p: how the completions were sampled (0, 1 and 0: nothing was cut off).
     """
 
     number: int
@@ -124,6 +136,9 @@ class Group:
     actor: str = ""
     prompt: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, Valid
 from buffers.errors import WireError
 from buffers.record import FinishReason
 
-PROTOCOL = 1
+PROTOCOL = 2
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -62,11 +62,13 @@ class Beat(_Message):
 class ScoreHeader(_Message):
     value: float | None = None
     failure: str | None = None
+    metrics: dict[str, float] = {}
 
 
 class RolloutHeader(_Message):
     num_tokens: int = Field(ge=1)
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int, int | None]]
+    num_support: int | None = None
     finish_reason: FinishReason
     scores: dict[str, ScoreHeader]
     text: str
@@ -74,13 +76,19 @@ class RolloutHeader(_Message):
 
 
 class GroupHeader(_Message):
-    """Everything of a Group but its arrays, which follow as two frames: int32 ids (prompt, then members), float32 logprobs."""
+    """Everything of a Group but its arrays, which follow as two frames.
+
+    int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs.
+    """
 
     number: int
     attempt: int
     num_prompt_tokens: int = Field(ge=1)
     rollouts: list[RolloutHeader]
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
     actor: str
     prompt: str
     columns: dict[str, JsonValue]

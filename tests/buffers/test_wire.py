@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from buffers import packing, wire
 from buffers.errors import WireError
-from buffers.record import Group, Rollout, Score, Span
+from buffers.record import Group, Rollout, Score, Span, Support
 
 LIMIT = 1 << 20
 
@@ -41,9 +41,20 @@ def test_every_message_arrives_as_it_was_sent(model: type[Any]) -> None:
 SCORES = st.builds(Score, FINITE) | st.builds(Score) | st.builds(Score, st.none(), TEXT)
 
 
+SPANS = st.builds(Span, st.integers(-5, 1 << 31), st.integers(1, 4), st.none() | st.integers(-5, 1 << 31))
+
+
+@st.composite
+def supports(draw: st.DrawFn, ids: list[int]) -> Support:
+    others = [draw(st.sets(st.integers(0, 9), max_size=2)) - {token} for token in ids]
+    kept = [sorted({token, *more}) for token, more in zip(ids, others, strict=True)]
+    flat = [token for part in kept for token in part]
+    return Support(np.array([len(part) for part in kept], np.int32), np.array(flat, np.int32))
+
+
 @st.composite
 def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
-    spans = draw(st.lists(st.builds(Span, st.integers(-5, 1 << 31), st.integers(1, 4)), min_size=1, max_size=3))
+    spans = draw(st.lists(SPANS, min_size=1, max_size=3))
     length = sum(span.num_tokens for span in spans)
     ids = draw(st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=length, max_size=length))
     logprobs = draw(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=length, max_size=length))
@@ -55,6 +66,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         scores={name: draw(SCORES) for name in names},
         text=draw(TEXT),
         timings=draw(st.dictionaries(TEXT, FINITE, max_size=2)),
+        support=draw(st.none() | supports(ids)),
     )
 
 
@@ -70,6 +82,9 @@ def groups(draw: st.DrawFn) -> Group:
         actor=draw(TEXT),
         prompt=draw(TEXT),
         columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+        top_k=draw(st.integers(0, 99)),
+        top_p=draw(FINITE),
+        min_p=draw(FINITE),
     )
 
 
@@ -78,7 +93,10 @@ def same(one: Group, other: Group) -> bool:
         flat = vars(group) | {"prompt_ids": (group.prompt_ids.dtype, group.prompt_ids.tolist())}
         arrays = ("completion_ids", "logprobs")
         flat["rollouts"] = [
-            vars(r) | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays} for r in group.rollouts
+            vars(r)
+            | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
+            | {"support": r.support and [(ids.dtype, ids.tolist()) for ids in vars(r.support).values()]}
+            for r in group.rollouts
         ]
         return flat
 
@@ -182,7 +200,7 @@ MALFORMED = {
     "a list for a map": packed([1, 2]),
     "two parts": [msgpack.packb([1, 1])],
     "a map for an envelope": [msgpack.packb({"type": "bye"})],
-    "another protocol": packed({"type": "bye"}, protocol=2),
+    "another protocol": packed({"type": "bye"}, protocol=wire.PROTOCOL + 1),
     "a protocol that is no number": packed({"type": "bye"}, protocol="1"),
     "a request that is no number": packed({"type": "bye"}, request="1"),
     "no type": packed({}),
@@ -263,8 +281,10 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (header | {"number": -1}, arrays), "number and attempt must be >= 0"),
         (lambda header, arrays: (header, [arrays[0], np.array([0, np.nan, 0, 0], "<f4").tobytes()]), "logprobs must be finite"),
         (lambda header, arrays: (header, [arrays[0], np.array([0, 0, 0, np.inf], "<f4").tobytes()]), "logprobs must be finite"),
-        (lambda header, arrays: (spoiled(header, spans=[(0, 2)]), arrays), "spans must cover all 3 tokens"),
-        (lambda header, arrays: (spoiled(header, spans=[(0, 4), (1, -1)]), arrays), "spans must be non-empty"),
+        (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must cover all 3 tokens"),
+        (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
+        (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
+        (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must have"),
         (lambda header, arrays: (spoiled(header, scores={}), arrays), "must carry the same rewards"),
         (lambda header, arrays: (spoiled(header, scores={"r": {"value": 1.0, "failure": "x"}}), arrays), "not both"),
     ],
