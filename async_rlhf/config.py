@@ -19,7 +19,7 @@ from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConf
 from buffers.bound import Bound
 from buffers.config import QueueConfig, Section, SecurityConfig
 from buffers.errors import ConfigError, did_you_mean
-from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 
 
 class EvaluationConfig(Section):
@@ -60,7 +60,9 @@ class Config(Section):
     queue: QueueConfig = QueueConfig()
     security: SecurityConfig = SecurityConfig()
     learner: LearnerConfig = LearnerConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 

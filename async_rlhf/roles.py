@@ -73,6 +73,7 @@ def make_trainer(run: RunDir, config: Config, feed: Feed) -> Trainer:
             reward_weights=config.rewards.weights,
             max_failed_ratio=config.rewards.max_failed_ratio,
             sampled_groups=config.sampled_groups,
+            advantage=config.advantage,
         ),
     )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
 from learner.batch import Row
+from learner.targets import Observation
 
 # What every backend reports of every step; a loss adds its own.
 STEP_METRICS = (
@@ -42,6 +43,10 @@ class StepReport:
 
 class Backend(Protocol):
     """Owns model, optimizer and schedule. Waits for nothing."""
+
+    def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
+        """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
+        ...
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""

@@ -2,31 +2,41 @@
 
 A row holds one prompt and several of its completions: the prompt is computed once and every completion attends to it
 and to itself, never to its siblings. Everything the loss needs is flat over the N loss-bearing tokens of a micro-batch,
-so padding never reaches it. Called by the trainer; no gradient, no model here.
+so padding never reaches it. A completion is never cut, and where a loss compares siblings neither is a group. Called by
+the trainer; no gradient, no model here.
 
-Axes: R rows, L positions of a row, N loss-bearing tokens.
+Axes: R rows, L positions of a row, N loss-bearing tokens, S completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.record import Group, Int32Array, Rollout
+from buffers.record import Float32Array, Group, Int32Array, Rollout
+from learner.targets import TokenTargets
 
 
 @dataclass(frozen=True)
 class Member:
-    """One completion to learn from: its rollout, its advantage, and its index in the batch."""
+    """One completion to learn from: its rollout, its advantage, its index in the batch, and what is believed by token."""
 
     rollout: Rollout
     advantage: float
     index: int
+    targets: TokenTargets | None = None
+
+    @property
+    def advantages(self) -> Float32Array:
+        """float32 [T]"""
+        if self.targets is not None and self.targets.advantage is not None:
+            return self.targets.advantage
+        return np.full(self.rollout.num_tokens, self.advantage, np.float32)
 
 
 @dataclass(frozen=True)
@@ -47,32 +57,56 @@ class Row:
 class MicroBatch:
     """Tensors of one forward pass.
 
-    ids_RL, positions_RL: int64. mask_RLL: bool, True where query (second axis) may attend to key (third).
+    ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m in its m-th completion, -1 in padding.
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token.
-    target_N: int64 token ids. member_N: int64, which completion of the batch a token belongs to.
-    logp_behaviour_N, advantage_N, temperature_N: float32. version_N: int64.
+    target_N: int64 token ids. sequence_N: int64, ascending from 0. version_N: int64.
+    logp_behaviour_N, advantage_N, temperature_N: float32. member_S: int64, which completion of the batch it is.
+    group_S: int64, number of its group. What follows is float32 [N], None where nobody asked for it.
     """
 
     ids_RL: Tensor
     positions_RL: Tensor
-    mask_RLL: Tensor
+    segments_RL: Tensor
     source_N: Tensor
     target_N: Tensor
-    member_N: Tensor
+    sequence_N: Tensor
+    version_N: Tensor
     logp_behaviour_N: Tensor
     advantage_N: Tensor
     temperature_N: Tensor
-    version_N: Tensor
+    member_S: Tensor
+    group_S: Tensor
+    mask_N: Tensor | None = None
+    logp_proximal_N: Tensor | None = None
+    logp_reference_N: Tensor | None = None
+    value_N: Tensor | None = None
+    return_N: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.target_N)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is of it, by name; `MicroBatch(**batch.tensors())` is the same batch."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def make_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], row_tokens: int) -> list[Row]:
+def make_rows(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float | None]],
+    row_tokens: int,
+    targets: Mapping[int, TokenTargets] | None = None,
+) -> list[Row]:
     """Rows of at most `row_tokens` (one completion at least). A None advantage leaves the completion out.
 
-    `advantages[g][m]` belongs to member m of group g; members are numbered over the whole batch.
+    `advantages[g][m]` belongs to member m of group g; members are numbered over the whole batch, and `targets` are by
+    that number.
     """
+    targets = targets or {}
     rows: list[Row] = []
     index = 0
     for group, values in zip(groups, advantages, strict=True):
@@ -83,7 +117,7 @@ def make_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float | Non
                 if members and length + rollout.num_tokens - 1 > row_tokens:
                     rows.append(Row(group.number, group.prompt_ids, group.temperature, tuple(members)))
                     members, length = [], len(group.prompt_ids)
-                members.append(Member(rollout, advantage, index))
+                members.append(Member(rollout, advantage, index, targets.get(index)))
                 length += rollout.num_tokens - 1
             index += 1
         if members:
@@ -98,23 +132,39 @@ def deal(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def make_micro_batches(rows: Sequence[Row], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least)."""
+def make_micro_batches(rows: Sequence[Row], micro_batch_tokens: int, *, whole_groups: bool = False) -> list[MicroBatch]:
+    """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least).
+
+    With `whole_groups` the rows of a group stay together, however many they are.
+    """
+    units = [list(same) for _, same in groupby(rows, key=lambda row: row.group)] if whole_groups else [[row] for row in rows]
+    width = {id(unit): max(row.length for row in unit) for unit in units}
     batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: row.length, reverse=True):
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].length > micro_batch_tokens:
+    widest = 0
+    for unit in sorted(units, key=lambda unit: width[id(unit)], reverse=True):
+        if not batches or (len(batches[-1]) + len(unit)) * widest > micro_batch_tokens:
             batches.append([])
-        batches[-1].append(row)
+            widest = width[id(unit)]
+        batches[-1] += unit
     return [_tensors(batch) for batch in batches]
+
+
+def attention_mask(segments_RL: Tensor) -> Tensor:
+    """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far."""
+    length = segments_RL.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
+    keys = segments_RL[:, None, :]
+    return causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
 
 
 def _tensors(rows: Sequence[Row]) -> MicroBatch:
     width = max(row.length for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
-    # 0 is the prompt, which all may read; m >= 1 is a completion, which only itself may read; -1 is padding
     segments = np.full((len(rows), width), -1, np.int64)
-    sources, members, temperatures = [], [], []
+    sources, temperatures = [], []
+    members: list[Member] = []
+    groups: list[int] = []
     for r, row in enumerate(rows):
         prompt = len(row.prompt_ids)
         ids[r, :prompt] = row.prompt_ids
@@ -129,21 +179,40 @@ def _tensors(rows: Sequence[Row]) -> MicroBatch:
             # the first token is predicted by the prompt's last position, each other by the token before it
             sources.append(r * width + np.concatenate([[prompt - 1], np.arange(start, start + read)]))
             members.append(member)
+            groups.append(row.group)
             temperatures.append(row.temperature)
             start += read
     lengths = [member.rollout.num_tokens for member in members]
-    causal = np.tri(width, dtype=bool)
-    same = segments[:, :, None] == segments[:, None, :]
-    mask = causal & (same | (segments[:, None, :] == 0))
     return MicroBatch(
         ids_RL=torch.from_numpy(ids),
         positions_RL=torch.from_numpy(positions),
-        mask_RLL=torch.from_numpy(mask),
+        segments_RL=torch.from_numpy(segments),
         source_N=torch.from_numpy(np.concatenate(sources)),
         target_N=torch.from_numpy(np.concatenate([m.rollout.completion_ids for m in members]).astype(np.int64)),
-        member_N=torch.from_numpy(np.repeat([m.index for m in members], lengths)),
-        logp_behaviour_N=torch.from_numpy(np.concatenate([m.rollout.logprobs for m in members]).astype(np.float32)),
-        advantage_N=torch.from_numpy(np.repeat([m.advantage for m in members], lengths).astype(np.float32)),
-        temperature_N=torch.from_numpy(np.repeat(temperatures, lengths).astype(np.float32)),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)),
         version_N=torch.from_numpy(np.concatenate([m.rollout.versions for m in members]).astype(np.int64)),
+        logp_behaviour_N=torch.from_numpy(np.concatenate([m.rollout.logprobs for m in members]).astype(np.float32)),
+        advantage_N=torch.from_numpy(np.concatenate([_advantage(m) for m in members])),
+        temperature_N=torch.from_numpy(np.repeat(temperatures, lengths).astype(np.float32)),
+        member_S=torch.tensor([member.index for member in members]),
+        group_S=torch.tensor(groups),
+        mask_N=_optional(members, lambda targets: targets.mask),
+        logp_proximal_N=_optional(members, lambda targets: targets.observed.logp_proximal),
+        logp_reference_N=_optional(members, lambda targets: targets.observed.logp_reference),
+        value_N=_optional(members, lambda targets: targets.observed.value),
+        return_N=_optional(members, lambda targets: targets.returns),
     )
+
+
+def _advantage(member: Member) -> Float32Array:
+    if member.targets is not None and member.targets.advantage is not None:
+        return member.targets.advantage.astype(np.float32)
+    return np.full(member.rollout.num_tokens, member.advantage, np.float32)
+
+
+def _optional(members: Sequence[Member], of: Callable[[TokenTargets], Float32Array | None]) -> Tensor | None:
+    """float32 [N] of what all members have, else None."""
+    found = [None if member.targets is None else of(member.targets) for member in members]
+    if any(each is None for each in found):
+        return None
+    return torch.from_numpy(np.concatenate([each for each in found if each is not None]).astype(np.float32))

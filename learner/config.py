@@ -8,24 +8,123 @@ from pydantic import Field
 
 from buffers.config import Section
 
+Interval = tuple[float, float]
+
+
+class AdvantageConfig(Section):
+    """What a completion, or each of its tokens, is worth."""
+
+    kind: Literal["group_relative", "leave_one_out", "reinforce_pp", "gae", "v_trace", "traced"] = "group_relative"
+    """From rewards alone: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a
+    critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights."""
+    scale_by_std: bool = True
+    """`group_relative`: divide a group's centred rewards by their standard deviation."""
+    constant_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal: kept (their advantage is 0), or dropped from the batch and counted."""
+    max_constant_batches: int = Field(default=10, ge=1)
+    """`drop`: so many batches in a row without a group to learn from end the run."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
+    rho_cap: float = Field(default=1.0, gt=0)
+    """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
+    c_cap: float = Field(default=1.0, gt=0)
+    """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
+    normalise: bool = True
+    """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """A new value counts as at most this far from the value at the start of the step; `"none"`: no clipping."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.kind in {"gae", "v_trace", "traced"}
+
 
 class LossConfig(Section):
-    """The objective and its correction for data sampled by other weights."""
+    """The objective and its corrections for data sampled by other weights."""
 
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    """`ppo_clip`: clipped surrogate around the policy at the start of the step, times a truncated importance weight."""
+    kind: Literal[
+        "decoupled_ppo",
+        "ppo_clip",
+        "cispo",
+        "gspo",
+        "topr",
+        "truncated_is",
+        "proximal_rloo",
+        "online_dpo",
+        "best_of_n",
+    ] = "decoupled_ppo"
+    """`decoupled_ppo` clips around the policy at the start of the step and weighs against the one that sampled; `ppo_clip`
+    clips around the one that sampled. The table in `docs/learner.md` has all of them."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio to the start of the step is clipped at 1 - clip_low."""
+    """The ratio that a loss clips is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The ratio to the start of the step is clipped at 1 + clip_high."""
-    dual_clip: float = Field(default=3.0, gt=1)
-    """With a negative advantage the surrogate stops growing at this ratio."""
+    """The ratio that a loss clips is clipped at 1 + clip_high."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """With a negative advantage a clipped surrogate stops growing at this ratio; `"none"`: it does not."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """Where the policy at the start of the step comes from: computed, or log-linear between behaviour and current by the
+    staleness of each version span, which spares a forward pass for every update after the first."""
     is_cap: float | None = Field(default=2.0, gt=0)
-    """Upper truncation of the weight proximal / behaviour, per token; `"none"`: no weight, as if data were on-policy."""
+    """Upper truncation of the importance weight of a token; `"none"`: no weight, as if data were on-policy."""
+    token_mask: Interval | None = None
+    """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
+    sequence_cap: float | None = Field(default=None, gt=0)
+    """Upper truncation of the importance weight of a completion, in place of the token's."""
+    sequence_mask: Interval | None = None
+    """Completions whose ratio proximal / behaviour lies outside are masked."""
+    sequence_ratio: Literal["geometric", "product"] = "geometric"
+    """The ratio of a completion: the geometric mean over its tokens, or their product (which shrinks or explodes with
+    the length)."""
+    second_moment: float | None = Field(default=None, gt=0)
+    """The most off-policy tokens are masked until the mean squared log-ratio of the batch is at most this (M2PO: 0.04)."""
+    off_policy_delta: float | None = Field(default=None, gt=0)
+    """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     allow_uncorrected: bool = False
     """Permit staleness above 0 without an importance weight."""
-    scale_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation."""
+    reduction: Literal["token", "sequence", "fixed"] = "token"
+    """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
+    fixed_length: int | None = Field(default=None, ge=1)
+    """`fixed`: tokens that a completion counts for; as a rule `generation.max_completion_length`."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the frozen initial model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """log p/q, its square halved, or q/p - 1 - log q/p, with p the policy and q the reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence is subtracted: as a term of the loss, or from the reward of each token."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """`online_dpo`: how strongly the policy is held to the reference."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities under the frozen initial model are wanted."""
+        return self.kl_coef > 0 or self.kind == "online_dpo"
+
+    def needs_observation(self, advantage: AdvantageConfig) -> bool:
+        """Whether the whole batch must be looked at before the first update."""
+        in_reward = self.kl_coef > 0 and self.kl_in == "reward"
+        return advantage.needs_critic or in_reward or self.second_moment is not None
+
+
+class GuardConfig(Section):
+    """The adaptive guard: the staleness aimed at moves below its hard bound while the data look too old to learn from."""
+
+    enabled: bool = False
+    min_ess: float = Field(default=0.5, gt=0, lt=1)
+    """Aim lower when the effective sample size, as a share of the tokens, falls below this."""
+    max_second_moment: float = Field(default=0.1, gt=0)
+    """Aim lower when the mean squared log-ratio rises above this."""
+    max_clip_ratio: float = Field(default=0.3, gt=0, lt=1)
+    """Aim lower when this share of tokens is clipped or masked."""
+    patience: int = Field(default=3, ge=1)
+    """Steps in a row that must look bad before the aim goes down by one."""
+    recovery: int = Field(default=10, ge=1)
+    """Steps in a row that must look good (by a margin) before the aim goes up by one."""
+    margin: float = Field(default=0.2, ge=0, lt=1)
+    """How much better than the limit is good."""
 
 
 class LearnerConfig(Section):

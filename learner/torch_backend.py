@@ -22,7 +22,8 @@ from learner.batch import MicroBatch, Row, make_micro_batches
 from learner.config import LearnerConfig, LossConfig
 from learner.corrections import effective_sample_size, ratio
 from learner.logprobs import token_entropy, token_logprobs
-from learner.losses import LOSSES, LossInputs
+from learner.losses import LOSSES, Counts, LossInputs, divisor, objective
+from learner.targets import Observation
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
 _OWN_FILES = ("config.json", "model")
@@ -40,9 +41,10 @@ class TorchBackend:
     def __init__(self, model_dir: Path, config: LearnerConfig, loss: LossConfig, publish_dtype: str = "float32") -> None:
         torch.set_num_threads(config.threads)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
-        self._config, self._loss_config, self._loss = config, loss, LOSSES[loss.kind]
+        self._config, self._loss_config, self._loss = config, loss, objective
         self._model_dir, self._device = model_dir, _device(config.device)
         self._model = self._load_model(model_dir)
+        self._reference = self._load_model(model_dir).requires_grad_(False) if loss.needs_reference else None
         model: Any = self._model
         vocabulary = model.get_input_embeddings().num_embeddings
         self._probe = np.random.default_rng(0).integers(vocabulary, size=_PROBE_TOKENS)
@@ -64,36 +66,81 @@ class TorchBackend:
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """See `Backend.step`. The proximal policy is the one before the first update."""
-        micro = [
-            [batch.to(self._device) for batch in make_micro_batches(rows, self._config.micro_batch_tokens)] for rows in updates
-        ]
+        micro = [self._micro_batches(rows) for rows in updates]
         proximal = self._proximal(micro)
         seen = _Seen()
         applied = all(self._update(batches, known, step, seen) for batches, known in zip(micro, proximal, strict=True))
         return StepReport(seen.metrics(), seen.weights, applied)
 
+    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        whole_groups = LOSSES[self._loss_config.kind].level == "pair"
+        batches = make_micro_batches(rows, self._config.micro_batch_tokens, whole_groups=whole_groups)
+        return [batch.to(self._device) for batch in batches]
+
+    @torch.no_grad()
+    def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
+        found = {}
+        for batch in self._micro_batches(rows):
+            proximal_N = self._logprobs(self._model, batch).numpy(force=True)
+            reference_N = None if self._reference is None else self._logprobs(self._reference, batch).numpy(force=True)
+            member_N = batch.member_N.numpy(force=True)
+            for member in set(member_N.tolist()):
+                own = member_N == member
+                found[member] = Observation(proximal_N[own], None if reference_N is None else reference_N[own])
+        return found
+
+    def _logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        """[N] of the chosen tokens under `model`."""
+        return token_logprobs(self._logits(batch, model), batch.target_N, batch.temperature_N)
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        if self._reference is None or batch.logp_reference_N is not None:
+            return batch.logp_reference_N
+        with torch.no_grad():
+            return self._logprobs(self._reference, batch)
+
     def _proximal(self, micro: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
         """Log-probabilities before the first update; None where the first update computes them anyway."""
+        if self._loss_config.proximal == "interpolate":  # the loss finds it between the other two
+            return [[None for _ in batches] for batches in micro]
         first: list[Tensor | None] = [None for _ in micro[0]]
         with torch.no_grad():
-            later = [[token_logprobs(self._logits(b), b.target_N, b.temperature_N) for b in batches] for batches in micro[1:]]
+            later = [[self._logprobs(self._model, batch) for batch in batches] for batches in micro[1:]]
         return [first, *[list[Tensor | None](logps) for logps in later]]
 
     def _update(self, batches: Sequence[MicroBatch], proximal: Sequence[Tensor | None], step: int, seen: _Seen) -> bool:
         """One optimizer update; False, and nothing changed, when loss or gradient is not finite."""
         self._optimizer.zero_grad(set_to_none=True)
-        num_tokens = sum(len(batch.target_N) for batch in batches)
+        counts = Counts(
+            num_tokens=sum(len(batch.target_N) for batch in batches),
+            num_sequences=sum(len(batch.group_S) for batch in batches),
+            num_groups=len({group for batch in batches for group in batch.group_S.tolist()}),
+        )
+        divided_by = divisor(self._loss_config, counts)
         loss = 0.0
         for batch, known in zip(batches, proximal, strict=True):
             logits_NV = self._logits(batch)
             current_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N)
+            known = batch.logp_proximal_N if batch.logp_proximal_N is not None else known
             proximal_N = current_N.detach() if known is None else known
-            inputs = LossInputs(current_N, proximal_N, batch.logp_behaviour_N, batch.advantage_N)
+            entropy_N = token_entropy(logits_NV, batch.temperature_N)
+            inputs = LossInputs(
+                logp_current_N=current_N,
+                logp_proximal_N=proximal_N,
+                logp_behaviour_N=batch.logp_behaviour_N,
+                advantage_N=batch.advantage_N,
+                sequence_N=batch.sequence_N,
+                group_S=batch.group_S,
+                staleness_N=step - batch.version_N,
+                mask_N=batch.mask_N,
+                logp_reference_N=self._reference_logprobs(batch),
+                entropy_N=entropy_N,
+            )
             outputs = self._loss(inputs, self._loss_config)
-            (outputs.total / num_tokens).backward()  # type: ignore[no-untyped-call]
-            loss += float(outputs.total.detach())
-            seen.add(batch, outputs.sums, proximal_N, token_entropy(logits_NV, batch.temperature_N))
-        seen.loss += loss
+            (outputs.total / divided_by).backward()  # type: ignore[no-untyped-call]
+            loss += float(outputs.total.detach()) / divided_by
+            seen.add(batch, outputs.sums, proximal_N, entropy_N)
+        seen.losses.append(loss)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         seen.grad_norms.append(norm)
         if not math.isfinite(loss) or not bool(torch.isfinite(norm)):
@@ -104,11 +151,11 @@ class TorchBackend:
         self._optimizer.step()
         return True
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
+    def _logits(self, batch: MicroBatch, model: torch.nn.Module | None = None) -> Tensor:
         """[N, V]: logits at the positions that predict a loss-bearing token."""
         mask = torch.zeros(batch.mask_RLL.shape, dtype=torch.float32, device=self._device)
         mask.masked_fill_(~batch.mask_RLL, torch.finfo(torch.float32).min)
-        out: Any = self._model(
+        out: Any = (model or self._model)(
             input_ids=batch.ids_RL, position_ids=batch.positions_RL, attention_mask=mask[:, None], use_cache=False
         )
         logits: Tensor = out.logits
@@ -173,7 +220,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.loss = 0.0
+        self.losses: list[float] = []
         self.entropy = 0.0
         self.sums: dict[str, float] = {}
         self.ratios: list[Tensor] = []
@@ -196,7 +243,7 @@ class _Seen:
         """Means over tokens; `is/*` of the ratio proximal / behaviour before truncation."""
         ratio_N = torch.cat(self.ratios)
         return {
-            "loss": self.loss / self.num_tokens,
+            "loss": sum(self.losses) / len(self.losses),
             "entropy": self.entropy / self.num_tokens,
             "grad_norm": float(torch.stack(self.grad_norms).mean()),
             "is/ratio_max": float(ratio_N.max()),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from learner.advantages import group_relative
 from learner.backend import Backend, StepReport
 from learner.batch import deal, make_rows
 from learner.checkpoint import Checkpoints
-from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+from learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
 from learner.feed import Feed
 from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
 
@@ -48,6 +48,7 @@ class TrainerConfig:
     max_failed_ratio: float
     sampled_groups: int
     """Groups of every step written to `rollouts.jsonl`."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
 
 
 class Trainer:
@@ -107,7 +108,7 @@ class Trainer:
         rewards = [[combine(r.scores, config.reward_weights) for r in group.rollouts] for group in batch.groups]
         data = data_metrics(batch.groups, config.reward_weights, step, config.max_staleness)
         self._check_rewards(batch.groups, data["rewards/failed_ratio"])
-        advantages = [group_relative(values, scale_by_std=config.loss.scale_by_std) for values in rewards]
+        advantages = [group_relative(values, scale_by_std=config.advantage.scale_by_std) for values in rewards]
         report = self._update(batch.groups, advantages)
         self._tell(lambda: self._client.trained(step))
         self.step = step + 1

@@ -1,32 +1,45 @@
-"""PPO's clipped surrogate with a truncated importance weight against the behaviour policy."""
+"""PPO's clipped surrogate, around the policy that sampled or, decoupled, around the one that began the step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from learner.config import LossConfig
-from learner.corrections import ratio, truncated_weight
-from learner.losses.base import LossInputs, LossOutputs
+from learner.corrections import ratio
+from learner.losses.base import LossInputs
 
 
-def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """L = - sum_t w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t), for A_t < 0 never below c A_t
+def ppo_clip(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """[N]: - w_t S(r_t, A_t) with r = p_current / p_behaviour: `ppo_clip`. The clip region is that of the stale policy."""
+    loss_N, outside_N = surrogate(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.advantage_N, config)
+    return weight_N * loss_N, {"clip_ratio/region_mean": outside_N.float().sum()}
 
-    with r = p_current / p_proximal and w = min(p_proximal / p_behaviour, cap).
 
-    The clipped surrogate is Schulman et al. 2017 (arXiv 1707.06347, eq. 7); the split into a proximal policy, around
-    which it clips, and a behaviour policy, against which it weighs, is Hilton et al. 2021 (arXiv 2110.00641); the lower
-    limit for negative advantages (dual clip) is Ye et al. 2020 (arXiv 1912.09729, eq. 5). In the first update of a step
-    r = 1 and the gradient is that of truncated importance-weighted policy gradient.
+def decoupled_ppo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """[N]: - w_t S(r_t, A_t) with r = p_current / p_proximal, and w the correction of proximal against behaviour.
+
+    Hilton et al. 2021 (arXiv 2110.00641) split PPO's old policy into a proximal one, around which it clips, and a
+    behaviour one, against which it weighs; AReaL (arXiv 2505.24298, eq. 5) uses it for stale data. In the first update of
+    a step r = 1, and the gradient is that of truncated importance-weighted policy gradient.
     """
-    advantage = inputs.advantage_N
-    r = ratio(inputs.logp_current_N, inputs.logp_proximal_N)
-    clipped = r.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = torch.minimum(r * advantage, clipped * advantage)
-    surrogate = torch.where(advantage < 0, torch.maximum(surrogate, config.dual_clip * advantage), surrogate)
-    if config.is_cap is None:
-        weight = torch.ones_like(advantage)
-    else:
-        weight = truncated_weight(inputs.logp_proximal_N, inputs.logp_behaviour_N, config.is_cap)
-    outside = ((r > 1 + config.clip_high) & (advantage > 0)) | ((r < 1 - config.clip_low) & (advantage < 0))
-    return LossOutputs(total=-(weight * surrogate).sum(), sums={"clip_ratio/region_mean": outside.float().sum()})
+    loss_N, outside_N = surrogate(inputs.logp_current_N, inputs.logp_proximal_N, inputs.advantage_N, config)
+    return weight_N * loss_N, {"clip_ratio/region_mean": outside_N.float().sum()}
+
+
+def surrogate(logp_N: Tensor, logp_old_N: Tensor, advantage_N: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """[N], bool [N]: -S(r, A) and where its gradient is clipped away.
+
+    S(r, A) = min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7), and for A < 0 never
+    below c A, the dual clip of Ye et al. 2020 (arXiv 1912.09729, eq. 5): without it S has no lower limit in r.
+    """
+    r_N = ratio(logp_N, logp_old_N)
+    clipped_N = r_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    value_N = torch.minimum(r_N * advantage_N, clipped_N * advantage_N)
+    outside_N = ((r_N > 1 + config.clip_high) & (advantage_N > 0)) | ((r_N < 1 - config.clip_low) & (advantage_N < 0))
+    if config.dual_clip is not None:
+        value_N = torch.where(advantage_N < 0, torch.maximum(value_N, config.dual_clip * advantage_N), value_N)
+        outside_N = outside_N | ((r_N > config.dual_clip) & (advantage_N < 0))
+    return -value_N, outside_N

@@ -41,7 +41,7 @@ def test_a_kept_journal_is_shown_exported_and_learned_from_again(small: Any, tmp
     first = (result.checkpoint / "model.safetensors").read_bytes()
     assert (again / "checkpoints" / "latest" / "model" / "model.safetensors").read_bytes() == first
 
-    code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "other", "--set", "loss.scale_by_std=false")
+    code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "other", "--set", "advantage.scale_by_std=false")
     assert code == 0, output
     other = result.run_dir.parent / "other" / "checkpoints" / "latest" / "model" / "model.safetensors"
     assert other.read_bytes() != first
