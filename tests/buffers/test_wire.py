@@ -284,7 +284,7 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must cover all 3 tokens"),
         (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
         (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
-        (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must have"),
+        (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must be"),
         (lambda header, arrays: (spoiled(header, scores={}), arrays), "must carry the same rewards"),
         (lambda header, arrays: (spoiled(header, scores={"r": {"value": 1.0, "failure": "x"}}), arrays), "not both"),
     ],
