@@ -12,8 +12,8 @@ from pathlib import Path
 
 from buffers import packing, wire
 from buffers.errors import JournalError
-from buffers.journal import Put, Take, records
 from buffers.record import Group
+from buffers.segment import Put, records
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
     for record in records(queue_dir):
         if isinstance(record, Put):
             waiting[record.number] = record.payload
-        elif isinstance(record, Take) and all(number in waiting for number in record.numbers):
+        elif all(number in waiting for number in record.numbers):
             payloads = [waiting.pop(number) for number in sorted(record.numbers)]
             yield ArchivedBatch(record.step, tuple(_group(payload) for payload in payloads))
 

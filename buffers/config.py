@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +23,9 @@ class Section(BaseModel):
         return {key: None if key in optional and value == "none" else value for key, value in values.items()}
 
 
+Fsync = Literal["group", "interval", "off"]
+
+
 class QueueConfig(Section):
     """The replay queue: how old data may be, in which order it is consumed, how it survives."""
 
@@ -36,8 +39,13 @@ class QueueConfig(Section):
     """Seconds an actor may be silent before its groups are given to others."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at one group before it is quarantined."""
-    fsync: bool = True
-    """Acknowledge a group only after it is on disk (one fsync for all groups that arrived together)."""
+    fsync: Fsync = "group"
+    """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
+    loses it. "interval": when the operating system has it; a power failure may lose the groups of the last
+    `fsync_interval_s`, which are made again, but never a batch that was given to the learner. "off": when the operating
+    system has it; nothing is promised when the power fails. Whatever it is, no process that dies loses a group."""
+    fsync_interval_s: float = Field(default=1.0, gt=0)
+    """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False

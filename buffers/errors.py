@@ -9,6 +9,7 @@
     ├── StalenessError       a token older than the bound was about to be trained on
     ├── WeightsError         a weight set that is not the one its manifest names
     ├── JournalError         the durable queue cannot be read or written
+    │   └── DiskFullError    … for want of room: nothing has changed, and the same can be tried again
     ├── EngineError          a request an engine cannot serve
     ├── RewardError          a reward function that cannot be loaded, or fails too often
     └── NonFiniteError       a loss or gradient that is not a number
@@ -61,6 +62,10 @@ class WeightsError(AsyncRLHFError):
 
 class JournalError(AsyncRLHFError):
     """The durable queue cannot be read or written."""
+
+
+class DiskFullError(JournalError):
+    """There is no room on the disk. Nothing has changed; the same can be tried again."""
 
 
 class EngineError(AsyncRLHFError, ValueError):

@@ -60,7 +60,12 @@ class Hub:
     ) -> None:
         self._clock, self._ledger = clock, directory / "ledger.json"
         self._journal = Journal(
-            directory / "queue", segment_bytes=config.segment_bytes, fsync=config.fsync, keep=config.keep_rollouts
+            directory / "queue",
+            segment_bytes=config.segment_bytes,
+            fsync=config.fsync,
+            interval_s=config.fsync_interval_s,
+            keep=config.keep_rollouts,
+            clock=clock,
         )
         weights = WeightStore(directory / "weights" if config.exact else None)
         self._exchange = _CountingExchange(config, bound, self._journal, weights, clock, secrets.token_hex(8))

@@ -1,45 +1,53 @@
 """The queue's memory on disk: an append-only log of groups and decisions, replayed after a crash.
 
 Never decides anything and knows no message format: payloads are bytes. Owned by one process (an exclusive lock says so).
+A directory of segments `000001.log`, `000002.log`, …; what they look like inside is `segment`'s. Every segment begins with
+a STATE record, so that older segments can be deleted as soon as nothing in them is live.
 
-A directory of segments `000001.log`, `000002.log`, … Each record is
+What is promised when `sync` returns, by `fsync`:
 
-    type (1 byte) | length (4 bytes, little endian) | CRC-32 of type, length and payload (4 bytes) | payload
+    group      everything appended is on disk: neither a process that dies nor a machine that loses power loses it. One
+               fsync, however much that is
+    interval   everything appended is with the operating system: no process that dies loses it. Power that fails loses the
+               groups of the last `interval_s` seconds and no others, and they are then made again: batches and states
+               (`sync(durable=True)`) are on disk with everything before them, so nothing that was trained on is lost
+    off        everything appended is with the operating system, and nothing is promised when the power fails
 
-and every segment begins with a STATE record, so that older segments can be deleted as soon as nothing in them is live.
-What was appended is durable when `sync` returns. A torn record at the very end (the crash came while it was written, so
-it was never acknowledged) is cut off on open. A bad record with a whole one behind it, in an older segment, or a missing
-segment raises JournalError with file and offset: something that was acknowledged would be lost.
+A torn record at the very end (the crash came while it was written, so it was never acknowledged) is cut off on open. A bad
+record with a whole one behind it, in an older segment, or a missing segment raises JournalError with file and offset:
+something that was acknowledged would be lost.
+
+A full disk raises DiskFullError from `sync` and `state`, and changes nothing: what was appended stays in memory, and the
+next call cuts off what was half written and writes all of it again. So whoever waits until `sync` returns is never lied to.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import re
-import struct
-import zlib
-from collections.abc import Iterable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgpack
-
-from buffers.errors import JournalError
+from buffers import segment
+from buffers.config import Fsync
+from buffers.errors import DiskFullError, JournalError
 from buffers.files import DISK, File, Files
 from buffers.ledger import Entry, Restored
 
 _log = logging.getLogger(__name__)
-_HEAD = struct.Struct("<BII")
-_STATE, _PUT, _TAKE = 1, 2, 3
-_KINDS = re.compile(b"[\x01\x02\x03]")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
 class _Place:
     segment: int
-    offset: int  # of the payload
+    offset: int  # of the group's bytes
     length: int
     checksum: int
 
@@ -58,81 +66,106 @@ class Journal:
     """Owns the segment files. Waits only for the disk. On close: syncs and releases the lock.
 
     Raises JournalError when the directory belongs to a running hub or holds a damaged record, and from every method when
-    the disk does not do what it should.
+    the disk does not do what it should; of those DiskFullError can be waited out. `clock` counts `interval_s`.
     """
 
     def __init__(
-        self, directory: Path, *, segment_bytes: int = 16 << 20, fsync: bool = True, keep: bool = False, files: Files = DISK
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = 16 << 20,
+        fsync: Fsync = "group",
+        interval_s: float = 1.0,
+        keep: bool = False,
+        files: Files = DISK,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        files.make(directory)
         self._files, self._directory, self._segment_bytes = files, directory, segment_bytes
-        self._fsync, self._keep = fsync, keep
-        try:
-            self._lock = files.lock(directory / "lock")
-        except OSError as error:
-            raise JournalError(f"{directory} is in use by another hub; stop that run first") from error
-        self._places: dict[int, _Place] = {}  # group number -> payload
+        self._fsync, self._interval_s, self._keep, self._clock = fsync, interval_s, keep, clock
+        self._places: dict[int, _Place] = {}  # group number -> where its bytes are
         self._takes: dict[int, int] = {}  # step -> segment
+        self._live: Counter[int] = Counter()  # segment -> places and takes in it
         self._readers: dict[int, File] = {}
+        self._file: File | None = None  # made by the first write to its segment
+        self._pending: list[bytes] = []  # appended and not promised yet
+        self._end = 0  # of the present segment, with what is pending
+        self._good = 0  # of the present segment, without
+        self._unsynced = False  # something was written that no fsync followed
+        self._torn = False  # a write broke off in the middle
+        self._synced_at = clock()
         try:
-            self.replay = self._read()
-            self._segment = max(self._segments(), default=0)
-            self._file = self._begin_segment(self.replay.state)
+            with self._disk():
+                files.make(directory)
+                self._lock = files.lock(directory / "lock")
+        except BlockingIOError as error:
+            raise JournalError(f"{directory} is in use by another hub; stop that run first") from error
+        try:
+            with self._disk():
+                self.replay = self._read()
         except JournalError:
             self._lock.close()
             raise
+        self._begin_segment(self.replay.state)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def put(self, number: int, entry: Entry, payload: bytes) -> None:
-        """Append a group; durable after `sync`."""
-        head = msgpack.packb([number, entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens])
-        offset = self._append(_PUT, struct.pack("<I", len(head)) + head + payload)
-        self._places[number] = _Place(self._segment, offset + 4 + len(head), len(payload), zlib.crc32(payload))
+    def put(self, number: int, entry: Entry, *payload: bytes) -> None:
+        """Append a group, its bytes in parts; promised after `sync`."""
+        start = segment.put_head(number, entry)
+        offset = self._append(segment.PUT, start, *payload) + len(start)
+        place = _Place(self._segment, offset, sum(map(len, payload)), segment.checksum(payload))
+        self._remember(number, place)
 
     def take(self, step: int, numbers: Iterable[int]) -> None:
-        """Append the make-up of batch `step`; durable after `sync`."""
-        self._append(_TAKE, msgpack.packb([step, list(numbers)]))
+        """Append the make-up of batch `step`; on disk after `sync(durable=True)`."""
+        self._append(segment.TAKE, segment.take_payload(step, list(numbers)))
         self._takes[step] = self._segment
+        self._live[self._segment] += 1
 
     def state(self, state: Restored, deletable: Iterable[int] = ()) -> None:
         """Append the queue's state, make it durable, and only then delete segments that hold nothing live."""
-        self._append(_STATE, msgpack.packb(asdict(state)))
-        self.sync()
         for number in deletable:
-            self._places.pop(number, None)
+            self._forget(number)
         for step in [step for step in self._takes if step < state.committed_step]:
-            del self._takes[step]
-        if self._file.tell() > self._segment_bytes:
-            self._file.close()
-            self._file = self._begin_segment(state)
-        if self._keep:
-            return
-        live = {place.segment for place in self._places.values()} | set(self._takes.values()) | {self._segment}
-        for segment in self._segments():  # oldest first, so that a crash meanwhile leaves no gap
-            if segment < min(live):
-                if segment in self._readers:
-                    self._readers.pop(segment).close()
-                self._files.unlink(self._path(segment))
+            self._live[self._takes.pop(step)] -= 1
+        self._append(segment.STATE, segment.state_payload(state))
+        self.sync(durable=True)
+        if not self._keep:
+            self._trim()
+        if self._end > self._segment_bytes:
+            self._begin_segment(state)
 
-    def sync(self) -> None:
-        """Make everything appended so far durable (one fsync however much that is)."""
+    def sync(self, *, durable: bool = False) -> None:
+        """Keep the promise of the module docstring for everything appended so far; `durable`: that of batches and states."""
+        due = durable or self._fsync == "group" or self._clock() - self._synced_at >= self._interval_s
+        wanted = self._fsync != "off" and due
+        if not self._pending and not (wanted and self._unsynced):
+            return
         with self._disk():
-            self._file.flush()
-            if self._fsync:
-                self._files.sync(self._file)
+            file = self._open()
+            self._torn = bool(self._pending)
+            for data in _chunks(self._pending):
+                _write(file, data)
+        if wanted:
+            # What was written earlier and never synced may be gone when this fails, whatever a later fsync says.
+            with self._disk(mends=not self._unsynced):
+                self._files.sync(file)
+                if self._good == 0:
+                    self._files.sync_path(self._directory)
+            self._synced_at = self._clock()
+        self._unsynced = not wanted
+        self._torn, self._good = False, self._end
+        self._pending.clear()
 
     def read(self, number: int) -> bytes:
-        """The payload of a group that was put and not deleted. Raises KeyError for any other."""
+        """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
         place = self._places[number]
         with self._disk():
-            if place.segment == self._segment:
-                self._file.flush()
             reader = self._readers.get(place.segment)
             if reader is None:
                 reader = self._readers[place.segment] = self._files.reader(self._path(place.segment))
             payload = self._files.read_at(reader, place.length, place.offset)
-        if zlib.crc32(payload) != place.checksum:
+        if segment.checksum([payload]) != place.checksum:
             raise JournalError(
                 f"{self._path(place.segment)} is damaged: group {number}, {place.length} bytes from byte {place.offset} on, "
                 "is not what was written. Restore the file, or start a new run directory."
@@ -142,169 +175,155 @@ class Journal:
     @property
     def num_bytes(self) -> int:
         """Size of all segments on disk."""
-        return sum(self._files.size(self._path(segment)) for segment in self._segments())
+        with self._disk():
+            return self._good + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
 
     def close(self) -> None:
         try:
-            if not self._file.closed:
-                self.sync()
+            self.sync(durable=True)
         finally:
             with self._disk():
                 for reader in self._readers.values():
                     reader.close()
                 self._lock.close()
-                self._file.close()
+                if self._file is not None:
+                    self._file.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _disk(self) -> Iterator[None]:
+    def _disk(self, *, mends: bool = True) -> Iterator[None]:
+        """`mends`: when the disk is full, the same can be done again once it is not."""
         try:
             yield
+        except BlockingIOError:
+            raise
         except OSError as error:
-            raise JournalError(
+            waits = mends and error.errno in _FULL
+            raise (DiskFullError if waits else JournalError)(
                 f"{self._directory} cannot be written or read: {error}. Nothing acknowledged is lost; "
-                "free space or mend the disk, then resume the run."
+                + ("the hub goes on when there is room." if waits else "free space or mend the disk, then resume the run.")
             ) from error
 
-    def _append(self, kind: int, payload: bytes) -> int:
-        with self._disk():
-            offset = self._file.tell() + _HEAD.size
-            self._file.write(_record(kind, payload))
+    def _begin_segment(self, state: Restored) -> None:
+        """Go on in another segment. The one before is durable and is not written to again."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self._segment += 1
+        self._segments.append(self._segment)
+        self._end = self._good = 0
+        self._append(segment.STATE, segment.state_payload(state))
+
+    def _open(self) -> File:
+        """The present segment, without what a broken write left behind its good part."""
+        if self._file is None:
+            self._file = self._files.append(self._path(self._segment))
+        if self._torn:
+            self._files.truncate(self._path(self._segment), self._good)
+            self._torn = False
+        return self._file
+
+    def _append(self, kind: int, *parts: bytes) -> int:
+        """Where the payload of the record will be."""
+        head = segment.head(kind, parts)
+        offset = self._end + len(head)
+        self._pending += (head, *parts)
+        self._end = offset + sum(map(len, parts))
         return offset
 
-    def _begin_segment(self, state: Restored) -> File:
-        self._segment += 1
+    def _trim(self) -> None:
+        """Delete segments older than everything live, the oldest first, so that a crash meanwhile leaves no gap."""
+        first = min((number for number, count in self._live.items() if count), default=self._segment)
         with self._disk():
-            file = self._files.append(self._path(self._segment))
-            file.write(_record(_STATE, msgpack.packb(asdict(state))))
-            file.flush()
-            if self._fsync:
-                self._files.sync(file)
-                self._files.sync_path(self._directory)
-        return file
+            while self._segments[0] < first:
+                if self._segments[0] in self._readers:
+                    self._readers.pop(self._segments[0]).close()
+                self._files.unlink(self._path(self._segments[0]))
+                del self._live[self._segments.pop(0)]
 
-    def _segments(self) -> list[int]:
-        return sorted(int(name[:-4]) for name in self._files.names(self._directory) if name.endswith(".log"))
+    def _remember(self, number: int, place: _Place) -> None:
+        self._forget(number)
+        self._places[number] = place
+        self._live[place.segment] += 1
 
-    def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:06d}.log"
+    def _forget(self, number: int) -> None:
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._live[place.segment] -= 1
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:06d}.log"
 
     def _read(self) -> Replay:
         replay = Replay()
-        segments = self._segments()
-        for segment in segments:
-            path = self._path(segment)
-            if segment - 1 not in (segments[0] - 1, *segments):
-                raise JournalError(f"{self._path(segment - 1)} is missing: the groups in it would be lost. Restore it.")
+        names = self._files.names(self._directory)
+        self._segments = sorted(int(name[:-4]) for name in names if name.endswith(".log"))
+        self._segment = max(self._segments, default=0)
+        for number in self._segments:
+            path = self._path(number)
+            if number - 1 not in (self._segments[0] - 1, *self._segments):
+                raise JournalError(f"{self._path(number - 1)} is missing: the groups in it would be lost. Restore it.")
             data = self._files.read(path)
             good = 0
-            while good < len(data):
-                record = _parse(data, good)
-                if record is None:
-                    behind = _next_record(data, good + 1)
-                    if segment != segments[-1] or behind is not None:
-                        lost = f"bytes {good} to {len(data) if behind is None else behind} of {len(data)}"
-                        raise JournalError(
-                            f"{path} is damaged at byte {good}: the groups and batches in {lost} cannot be read. "
-                            "Restore the file, or start a new run directory."
-                        )
-                    replay.torn_bytes = len(data) - good
-                    _log.warning("%s: cut off %d bytes of an unfinished write", path, replay.torn_bytes)
-                    self._files.truncate(path, good)
-                    break
-                kind, payload = record
-                self._apply(replay, kind, payload, segment, good + _HEAD.size)
-                good += _HEAD.size + len(payload)
-            if segment == segments[-1]:
+            while (found := segment.parse(data, good)) is not None:
+                self._apply(replay, found[0], number, good + segment.HEAD.size)
+                good = found[1]
+            if good < len(data):
+                self._cut_off(replay, number, data, good)
+            if number == self._segments[-1]:
                 # Durable before a later segment exists: torn bytes, or a tail that a hub left unsynced when its disk was
                 # full and the machine loses next, would be damage in an older one.
                 self._files.sync_path(path)
         return replay
 
-    def _apply(self, replay: Replay, kind: int, payload: bytes, segment: int, offset: int) -> None:
-        if kind == _PUT:
-            (length,) = struct.unpack_from("<I", payload)
-            number, *entry = msgpack.unpackb(payload[4 : 4 + length])
-            replay.entries[number] = Entry(*entry)
-            group = payload[4 + length :]
-            self._places[number] = _Place(segment, offset + 4 + length, len(group), zlib.crc32(group))
-        elif kind == _TAKE:
-            step, numbers = msgpack.unpackb(payload)
-            replay.batches[step] = numbers
-            self._takes[step] = segment
+    def _cut_off(self, replay: Replay, number: int, data: bytes, good: int) -> None:
+        """What is behind byte `good` is no whole record: an unfinished write, or damage (JournalError)."""
+        path, behind = self._path(number), segment.next_record(data, good + 1)
+        if number != self._segments[-1] or behind is not None:
+            lost = f"bytes {good} to {len(data) if behind is None else behind} of {len(data)}"
+            raise JournalError(
+                f"{path} is damaged at byte {good}: the groups and batches in {lost} cannot be read. "
+                "Restore the file, or start a new run directory."
+            )
+        replay.torn_bytes = len(data) - good
+        _log.warning("%s: cut off %d bytes of an unfinished write", path, replay.torn_bytes)
+        self._files.truncate(path, good)
+
+    def _apply(self, replay: Replay, record: segment.Record, number: int, offset: int) -> None:
+        match record:
+            case segment.Put():
+                replay.entries[record.number] = record.entry
+                place = _Place(number, offset + record.start, len(record.payload), segment.checksum([record.payload]))
+                self._remember(record.number, place)
+            case segment.Take():
+                replay.batches[record.step] = record.numbers
+                self._takes[record.step] = number
+                self._live[number] += 1
+            case Restored():
+                replay.state = record
+                for step in [step for step in replay.batches if step < record.committed_step]:
+                    self._live[self._takes.pop(step)] -= 1
+                    for committed in replay.batches.pop(step):
+                        replay.entries.pop(committed, None)
+                        self._forget(committed)
+
+
+def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces."""
+    small: list[bytes] = []
+    for part in parts:
+        if len(part) < _SMALL:
+            small.append(part)
         else:
-            fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False)
-            replay.state = Restored(**fields)
-            for step in [step for step in replay.batches if step < replay.state.committed_step]:
-                self._takes.pop(step)
-                for number in replay.batches.pop(step):
-                    replay.entries.pop(number, None)
-                    self._places.pop(number, None)
+            yield b"".join(small)
+            small.clear()
+            yield part
+    yield b"".join(small)
 
 
-@dataclass(frozen=True)
-class Put:
-    """A group that was put."""
-
-    number: int
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class Take:
-    """The make-up of a batch."""
-
-    step: int
-    numbers: list[int]
-
-
-def records(directory: Path) -> Iterator[Put | Take]:
-    """Puts and takes in the order in which they were written, up to the first record that is not whole. Only reads.
-
-    Raises JournalError when there is no journal, or a segment other than the newest is damaged.
-    """
-    paths = sorted(directory.glob("[0-9]*.log"))
-    if not paths:
-        raise JournalError(f"{directory} holds no journal")
-    for path in paths:
-        data, at = path.read_bytes(), 0
-        while (record := _parse(data, at)) is not None:
-            kind, payload = record
-            at += _HEAD.size + len(payload)
-            if kind == _PUT:
-                (length,) = struct.unpack_from("<I", payload)
-                yield Put(msgpack.unpackb(payload[4 : 4 + length])[0], payload[4 + length :])
-            elif kind == _TAKE:
-                yield Take(*msgpack.unpackb(payload))
-        if at < len(data) and path != paths[-1]:
-            raise JournalError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
-
-
-def _record(kind: int, payload: bytes) -> bytes:
-    return _HEAD.pack(kind, len(payload), _checksum(kind, payload)) + payload
-
-
-def _checksum(kind: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<BI", kind, len(payload))))
-
-
-def _parse(data: bytes, at: int) -> tuple[int, bytes] | None:
-    """The record at byte `at`, or None when it is cut short or damaged."""
-    if at + _HEAD.size > len(data):
-        return None
-    kind, length, checksum = _HEAD.unpack_from(data, at)
-    if kind not in (_STATE, _PUT, _TAKE) or at + _HEAD.size + length > len(data):
-        return None
-    payload = data[at + _HEAD.size : at + _HEAD.size + length]
-    if _checksum(kind, payload) != checksum:
-        return None
-    return kind, payload
-
-
-def _next_record(data: bytes, start: int) -> int | None:
-    """Where the next whole record begins, or None when nothing behind `start` is one."""
-    for match in _KINDS.finditer(data, start):
-        if _parse(data, match.start()) is not None:
-            return match.start()
-    return None
+def _write(file: File, data: bytes) -> None:
+    """All of it: a disk that is nearly full takes less than it is given."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]

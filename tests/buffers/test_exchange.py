@@ -77,11 +77,11 @@ def honest(event: str, status: dict[str, Any], credited: list[wire.CreditItem]) 
 def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -> None:
     now = 0.0
     config = QueueConfig(
-        max_staleness=1, exact=exact, lease_s=10.0, max_frame_bytes=1 << 20, segment_bytes=1 << 12, fsync=False
+        max_staleness=1, exact=exact, lease_s=10.0, max_frame_bytes=1 << 20, segment_bytes=1 << 12, fsync="off"
     )
     bound = Bound(groups_per_batch=2, max_staleness=1, num_groups=20, exact=exact)
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync=False)
+        journal = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
         exchange = Exchange(config, bound, journal, WeightStore(), lambda: now, "x")
         try:
             credited: list[wire.CreditItem] = []
@@ -105,7 +105,7 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
                 exchange.outbox.clear()
         finally:
             journal.close()
-        again = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync=False)
+        again = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
         try:
             before, after = status["ledger"], Exchange(config, bound, again, WeightStore(), lambda: now, "y").status()["ledger"]
             for kept in ("committed", "quarantined"):
