@@ -31,7 +31,7 @@ def concise(completion: str) -> float:
     too_short = max(0.0, (FEWEST - words) / FEWEST)
     too_long = min(1.0, max(0.0, (words - MOST) / MOST))
     unfinished = 0.0 if completion.rstrip().endswith((".", "!", "?", '"')) else 0.5
-    return -min(1.0, too_short + too_long + unfinished)
+    return 0.0 - min(1.0, too_short + too_long + unfinished)
 
 
 @functools.cache
