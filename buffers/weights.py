@@ -63,7 +63,6 @@ class WeightSet:
             fence=self.fence,
             version=self.version,
             num_bytes=len(self.blob),
-            num_chunks=self.num_chunks,
             tensors=list(self.specs),
             canary=self.canary,
         )

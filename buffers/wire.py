@@ -7,7 +7,7 @@ WireError, which the receiver counts and answers; nothing is ever unpickled.
     actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack, Stop
     learner -> hub  Register, Take, Trained, Commit                    hub -> learner  Registered, Batch (+ arrays),
                                                                                        Waiting, Ended, Done
-    weights -> hub  Publish, Chunk (+ bytes), Fetch, FetchChunk        hub -> peer     Manifest, Chunk (+ bytes), Done
+    weights         see `weight_messages`
     anybody -> hub  GetStatus, Drain, Gone, Halt                       hub -> anybody  Status, Done
 
     every request may be answered with Refused.
@@ -18,10 +18,24 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from buffers.errors import WireError
+from buffers.message import MessageBase, Name
 from buffers.record import FinishReason
+from buffers.weight_messages import Adopt as Adopt
+from buffers.weight_messages import Canary as Canary
+from buffers.weight_messages import Check as Check
+from buffers.weight_messages import Checked as Checked
+from buffers.weight_messages import Chunk as Chunk
+from buffers.weight_messages import DeltaSpec as DeltaSpec
+from buffers.weight_messages import Fetch as Fetch
+from buffers.weight_messages import FetchChunk as FetchChunk
+from buffers.weight_messages import Manifest as Manifest
+from buffers.weight_messages import Place as Place
+from buffers.weight_messages import Publish as Publish
+from buffers.weight_messages import TensorSpec as TensorSpec
+from buffers.weight_messages import Wanted as Wanted
 
 PROTOCOL = 2
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
@@ -30,15 +44,10 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_FRAME_BYTES = 1 << 30
 _MAX_ITEMS = 1 << 16
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
 Frames = list[bytes]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Hello(_Message):
+class Hello(MessageBase):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on."""
 
     type: Literal["hello"] = "hello"
@@ -46,26 +55,26 @@ class Hello(_Message):
     capacity: int
     fence: int
     version: int
-    holding: list[tuple[int, int]] = []
+    holding: list[tuple[int, int]] = Field(default_factory=list)
 
 
-class Beat(_Message):
+class Beat(MessageBase):
     """An actor lives: how many groups it can hold now, which weights it serves, and its counters."""
 
     type: Literal["beat"] = "beat"
     capacity: int
     fence: int
     version: int
-    telemetry: dict[str, float] = {}
+    telemetry: dict[str, float] = Field(default_factory=dict)
 
 
-class ScoreHeader(_Message):
+class ScoreHeader(MessageBase):
     value: float | None = None
     failure: str | None = None
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
 
 
-class RolloutHeader(_Message):
+class RolloutHeader(MessageBase):
     num_tokens: int = Field(ge=1)
     spans: list[tuple[int, int, int | None]]
     num_support: int | None = None
@@ -75,7 +84,7 @@ class RolloutHeader(_Message):
     timings: dict[str, float]
 
 
-class GroupHeader(_Message):
+class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames.
 
     int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs.
@@ -94,23 +103,23 @@ class GroupHeader(_Message):
     columns: dict[str, JsonValue]
 
 
-class Put(_Message):
+class Put(MessageBase):
     type: Literal["put"] = "put"
     group: GroupHeader
 
 
-class Release(_Message):
+class Release(MessageBase):
     """An actor gives groups up because they can no longer keep the bound."""
 
     type: Literal["release"] = "release"
     numbers: list[int]
 
 
-class Bye(_Message):
+class Bye(MessageBase):
     type: Literal["bye"] = "bye"
 
 
-class Welcome(_Message):
+class Welcome(MessageBase):
     """The actor is known; whatever it was credited before and did not name in its Hello is somebody else's now."""
 
     type: Literal["welcome"] = "welcome"
@@ -118,26 +127,18 @@ class Welcome(_Message):
     max_frame_bytes: int
 
 
-class CreditItem(_Message):
+class CreditItem(MessageBase):
     number: int
     attempt: int
     lowest_version: int
 
 
-class Credits(_Message):
+class Credits(MessageBase):
     type: Literal["credits"] = "credits"
     credits: list[CreditItem]
 
 
-class Adopt(_Message):
-    """Serve this version, published by the learner incarnation `fence`."""
-
-    type: Literal["adopt"] = "adopt"
-    fence: int
-    version: int
-
-
-class Ack(_Message):
+class Ack(MessageBase):
     """What became of a Put; `accepted` means it is durable."""
 
     type: Literal["ack"] = "ack"
@@ -147,12 +148,12 @@ class Ack(_Message):
     reason: str = ""
 
 
-class Stop(_Message):
+class Stop(MessageBase):
     type: Literal["stop"] = "stop"
     reason: str
 
 
-class Register(_Message):
+class Register(MessageBase):
     """A learner (re)starts with `step` steps done and a durable checkpoint of `committed`; its fence is in the answer."""
 
     type: Literal["register"] = "register"
@@ -160,19 +161,19 @@ class Register(_Message):
     committed: int
 
 
-class Registered(_Message):
+class Registered(MessageBase):
     type: Literal["registered"] = "registered"
     fence: int
     incarnation: str
 
 
-class Take(_Message):
+class Take(MessageBase):
     type: Literal["take"] = "take"
     fence: int
     step: int
 
 
-class Batch(_Message):
+class Batch(MessageBase):
     """Followed by three frames a group: its Put as the actor sent it, header and arrays."""
 
     type: Literal["batch"] = "batch"
@@ -180,7 +181,7 @@ class Batch(_Message):
     telemetry: dict[str, float]
 
 
-class Waiting(_Message):
+class Waiting(MessageBase):
     """The batch is not there yet: for whom the learner waits."""
 
     type: Literal["waiting"] = "waiting"
@@ -188,20 +189,20 @@ class Waiting(_Message):
     detail: str
 
 
-class Ended(_Message):
+class Ended(MessageBase):
     """No batch will come: the data ended, or the run drains."""
 
     type: Literal["ended"] = "ended"
     reason: str
 
 
-class Trained(_Message):
+class Trained(MessageBase):
     type: Literal["trained"] = "trained"
     fence: int
     step: int
 
 
-class Commit(_Message):
+class Commit(MessageBase):
     """A checkpoint of `step` steps is durable."""
 
     type: Literal["commit"] = "commit"
@@ -209,107 +210,47 @@ class Commit(_Message):
     step: int
 
 
-class GetStatus(_Message):
+class GetStatus(MessageBase):
     type: Literal["get_status"] = "get_status"
 
 
-class Status(_Message):
+class Status(MessageBase):
     type: Literal["status"] = "status"
     status: dict[str, Any]
 
 
-class Drain(_Message):
+class Drain(MessageBase):
     type: Literal["drain"] = "drain"
 
 
-class Gone(_Message):
+class Gone(MessageBase):
     """The supervisor saw this actor's process end."""
 
     type: Literal["gone"] = "gone"
     actor: Name
 
 
-class Halt(_Message):
+class Halt(MessageBase):
     """The supervisor ends the hub: it writes its ledger and exits."""
 
     type: Literal["halt"] = "halt"
 
 
-class Done(_Message):
+class Done(MessageBase):
     type: Literal["done"] = "done"
 
 
-class Refused(_Message):
+class Refused(MessageBase):
     type: Literal["refused"] = "refused"
     reason: str
     detail: str
-
-
-class TensorSpec(_Message):
-    name: Name
-    dtype: Name
-    shape: list[int]
-    digest: Name
-
-
-class Canary(_Message):
-    """A fixed probe and what the publisher's own model says of it: log-probability of each token but the first.
-
-    Whoever adopts the weights must find the same, to the precision of its arithmetic.
-    """
-
-    ids: list[int] = Field(min_length=2, max_length=4096)
-    logprobs: list[float] = Field(max_length=4096)
-
-
-class Publish(_Message):
-    """The learner announces a weight set of `num_bytes`, sent next as chunks in order."""
-
-    type: Literal["publish"] = "publish"
-    fence: int
-    version: int
-    num_bytes: int = Field(ge=0)
-    tensors: list[TensorSpec]
-    canary: Canary | None = None
-
-
-class Chunk(_Message):
-    """Followed by one frame of bytes: part `index` of the set."""
-
-    type: Literal["chunk"] = "chunk"
-    fence: int
-    version: int
-    index: int = Field(ge=0)
-
-
-class Fetch(_Message):
-    type: Literal["fetch"] = "fetch"
-    fence: int
-    version: int
-
-
-class Manifest(_Message):
-    type: Literal["manifest"] = "manifest"
-    fence: int
-    version: int
-    num_bytes: int
-    num_chunks: int
-    tensors: list[TensorSpec]
-    canary: Canary | None = None
-
-
-class FetchChunk(_Message):
-    type: Literal["fetch_chunk"] = "fetch_chunk"
-    fence: int
-    version: int
-    index: int = Field(ge=0)
 
 
 Message = (
     Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Stop
     | Register | Registered | Take | Batch | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Halt | Done | Refused
-    | Publish | Chunk | Fetch | Manifest | FetchChunk
+    | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
