@@ -70,8 +70,8 @@ class LossConfig(Section):
     """Upper truncation of the importance weight of a token; `"none"`: no weight, as if data were on-policy."""
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
-    sequence_cap: float | None = Field(default=None, gt=0)
-    """Upper truncation of the importance weight of a completion, in place of the token's."""
+    is_level: Literal["token", "sequence"] = "token"
+    """Whose importance weight: the token's or its completion's. Losses whose terms are completions always take the latter."""
     sequence_mask: Interval | None = None
     """Completions whose ratio proximal / behaviour lies outside are masked."""
     sequence_ratio: Literal["geometric", "product"] = "geometric"
@@ -127,6 +127,29 @@ class GuardConfig(Section):
     """How much better than the limit is good."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (peft) instead of full weights; off at rank 0."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of each adapter; 0 trains the full weights."""
+    alpha: float = Field(default=16.0, gt=0)
+    """An adapter's product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get one (`"q_proj"`), or `"all-linear"` for every linear layer but the output layer."""
+
+
+class CriticConfig(Section):
+    """An estimate of the return from each token on, for the advantages that need one."""
+
+    kind: Literal["none", "head", "model"] = "none"
+    """`head`: one more output on the policy's own trunk. `model`: a trunk of its own, begun as a copy of the policy's."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    coefficient: float = Field(default=0.5, gt=0)
+    """Weight of the value loss beside the policy's."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which only the critic learns."""
+
+
 class LearnerConfig(Section):
     """The optimiser and the machine it runs on."""
 
@@ -139,20 +162,44 @@ class LearnerConfig(Section):
     """Gradients are scaled down to this norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to `final_learning_rate`."""
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Steps after which the learning rate has fallen, warm-up included; as a rule `max_steps`."""
+    final_learning_rate: float = Field(default=0.0, ge=0)
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer updates made from one batch (minibatches of whole groups)."""
+    """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
     """Padded tokens of one forward and backward pass."""
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
+    logits_mib: int = Field(default=64, ge=1)
+    """Memory (MiB) of one chunk of float32 logits; a smaller one costs no accuracy, a larger one saves a little time."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What products are computed in; weights and optimizer stay float32."""
+    gradient_checkpointing: bool = False
+    """Layers compute their activations again in the backward pass instead of keeping them."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads."""
+    """CPU threads of each rank."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """So many refused steps in a row end the run."""
+    ranks: int = Field(default=1, ge=1, le=64)
+    """Processes that share the gradient of a batch."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds a rank may keep the others waiting before the learner ends and begins again at its last checkpoint."""
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """`torch`: every rank holds everything. `deepspeed`: ZeRO shares it out."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """`deepspeed`: what is shared out: optimizer state (1), gradients too (2), parameters too (3)."""
+    deepspeed_config: str | None = None
+    """`deepspeed`: a JSON file laid over the configuration made from these settings."""
+    lora: LoraConfig = LoraConfig()
+    critic: CriticConfig = CriticConfig()
 
 
 class CheckpointConfig(Section):
@@ -162,3 +209,7 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints (the last step always makes one)."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints of steps that are a multiple of this are kept for good."""
+    background: bool = True
+    """Write while the next step runs."""

@@ -67,7 +67,10 @@ class Counts:
 
 
 class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by the level of its `Loss`, and sums over tokens."""
+    """Returns the loss of each token [N], sequence [S] or pair, by the level of its `Loss`, and sums over tokens.
+
+    `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
+    """
 
     def __call__(self, inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
@@ -79,6 +82,10 @@ class Loss:
     function: LossFunction
     level: Literal["token", "sequence", "pair"] = "token"
     """What one term of the loss belongs to: a token, a whole completion, or two completions of a group."""
+    corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
+    """What it multiplies its terms by. A loss with the ratio to the behaviour policy in itself takes masks only."""
+    learns_from: Literal["all", "pair", "best"] = "all"
+    """Members of a group that it is given."""
 
 
 def denominator(level: str, config: LossConfig, counts: Counts) -> float:

@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from learner.config import LossConfig
-from learner.corrections import truncated_weight
+from learner.corrections import correct
+from learner.corrections.proximal import interpolated
+from learner.kl import kl_loss
 from learner.losses.base import Counts, LossInputs, LossOutputs, denominator
 from learner.losses.table import LOSSES
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """The sum to differentiate for the tokens of one call; divide by `divisor(config, counts)`."""
+    """The sum to differentiate for the tokens of one call; divide by `divisor(config, counts)`.
+
+    sum over terms of the loss, times its correction, + kl_coef KL(current | reference) - entropy_coef entropy per token.
+    """
     loss = LOSSES[config.kind]
+    if config.proximal == "interpolate":
+        between_N = interpolated(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.staleness_N)
+        inputs = replace(inputs, logp_proximal_N=between_N)
+    sums: dict[str, Tensor] = {}
     weight_N = torch.ones_like(inputs.advantage_N)
-    if config.kind == "decoupled_ppo" and config.is_cap is not None:
-        weight_N = truncated_weight(inputs.logp_proximal_N, inputs.logp_behaviour_N, config.is_cap)
-    terms, sums = loss.function(inputs, weight_N, config)
+    if loss.corrects != "nothing":
+        correction = correct(
+            inputs, config, weigh=loss.corrects == "weights and masks", whole_sequences=loss.level == "sequence"
+        )
+        weight_N, sums = correction.weight_N, dict(correction.sums)
+    terms, own_sums = loss.function(inputs, weight_N, config)
+    per_token_N = _per_token(inputs, config, sums)
     if loss.level == "token":
-        terms = reduce_tokens(terms, inputs.sequence_N, config)
-    return LossOutputs(total=terms.sum(), sums=sums)
-
-
-def reduce_tokens(loss_N: Tensor, sequence_N: Tensor, config: LossConfig) -> Tensor:
-    """[N]: per-token losses weighed so that their sum over `divisor` is the reduction asked for."""
-    if config.reduction != "sequence":
-        return loss_N
-    lengths_S = torch.bincount(sequence_N)
-    return loss_N / lengths_S[sequence_N]
+        total = _reduced(terms + per_token_N, inputs.sequence_N, loss.level, config)
+    else:
+        total = terms.sum() + _reduced(per_token_N, inputs.sequence_N, loss.level, config)
+    return LossOutputs(total=total, sums={**sums, **own_sums})
 
 
 def divisor(config: LossConfig, counts: Counts) -> float:
     """See `base.denominator`."""
     return denominator(LOSSES[config.kind].level, config, counts)
+
+
+def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) -> Tensor:
+    """[N]: the terms every loss may have besides its own."""
+    total_N = torch.zeros_like(inputs.advantage_N)
+    if config.kl_coef > 0 and config.kl_in == "loss":
+        if inputs.logp_reference_N is None:
+            raise ValueError("loss.kl_coef needs log-probabilities under the reference")
+        total_N = total_N + config.kl_coef * kl_loss(
+            inputs.logp_current_N, inputs.logp_behaviour_N, inputs.logp_reference_N, config.kl_estimator, config.is_cap
+        )
+    if config.entropy_coef > 0:
+        if inputs.entropy_N is None:
+            raise ValueError("loss.entropy_coef needs the entropy of each token's distribution")
+        total_N = total_N - config.entropy_coef * inputs.entropy_N
+    if inputs.logp_reference_N is not None:
+        sums["kl/reference"] = (inputs.logp_current_N.detach() - inputs.logp_reference_N).sum()
+    return total_N
+
+
+def _reduced(loss_N: Tensor, sequence_N: Tensor, level: str, config: LossConfig) -> Tensor:
+    """Scalar: per-token terms summed so that the division by `divisor` makes the reduction asked for.
+
+    Beside a loss of whole completions or pairs they are averaged over each completion.
+    """
+    if level == "token" and config.reduction != "sequence":
+        return loss_N.sum()
+    return (loss_N / torch.bincount(sequence_N)[sequence_N]).sum()

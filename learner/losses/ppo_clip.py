@@ -30,16 +30,20 @@ def decoupled_ppo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> t
 
 
 def surrogate(logp_N: Tensor, logp_old_N: Tensor, advantage_N: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """[N], bool [N]: -S(r, A) and where its gradient is clipped away.
+    """[N], bool [N]: `clipped_surrogate` of the ratio of each token."""
+    return clipped_surrogate(ratio(logp_N, logp_old_N), advantage_N, config)
+
+
+def clipped_surrogate(r: Tensor, advantage: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """-S(r, A), and where its gradient is clipped away; both of the shape of r.
 
     S(r, A) = min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7), and for A < 0 never
     below c A, the dual clip of Ye et al. 2020 (arXiv 1912.09729, eq. 5): without it S has no lower limit in r.
     """
-    r_N = ratio(logp_N, logp_old_N)
-    clipped_N = r_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-    value_N = torch.minimum(r_N * advantage_N, clipped_N * advantage_N)
-    outside_N = ((r_N > 1 + config.clip_high) & (advantage_N > 0)) | ((r_N < 1 - config.clip_low) & (advantage_N < 0))
+    high, low = 1 + config.clip_high, 1 - config.clip_low
+    value = torch.minimum(r * advantage, r.clamp(low, high) * advantage)
+    outside = ((r > high) & (advantage > 0)) | ((r < low) & (advantage < 0))
     if config.dual_clip is not None:
-        value_N = torch.where(advantage_N < 0, torch.maximum(value_N, config.dual_clip * advantage_N), value_N)
-        outside_N = outside_N | ((r_N > config.dual_clip) & (advantage_N < 0))
-    return -value_N, outside_N
+        value = torch.where(advantage < 0, torch.maximum(value, config.dual_clip * advantage), value)
+        outside = outside | ((r > config.dual_clip) & (advantage < 0))
+    return -value, outside

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.corrections import MAX_LOG_RATIO, effective_sample_size, ratio, truncated_weight
+from learner.corrections import MAX_LOG_RATIO, effective_sample_size, ratio
+from learner.corrections.weights import truncated_weight
 
 logps = st.lists(st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32)), min_size=1, max_size=20)
 

@@ -1,8 +1,4 @@
-"""What a completion is worth compared with its siblings. Pure functions over rewards; no torch.
-
-The baseline is computed here, when a group is consumed, from the members that count: a failed score never becomes a
-number and never moves a mean.
-"""
+"""What a completion is worth compared with its siblings."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 # Keeps the division finite; a group this close to constant is treated as constant.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
@@ -25,7 +21,21 @@ def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> li
         return [None if reward is None else 0.0 for reward in rewards]
     mean = math.fsum(counting) / len(counting)
     std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))  # squares could overflow
-    if std < _EPSILON:
+    if std < EPSILON:
         return [None if reward is None else 0.0 for reward in rewards]
     scale = std if scale_by_std else 1.0
     return [None if reward is None else (reward - mean) / scale for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
+    """A_i = r_i - mean of the others' rewards, over the members that count.
+
+    RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740, eq. 5): the baseline of a completion does not contain
+    its own reward, so the gradient is unbiased. None stays None; a member without siblings that count has advantage 0.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    if len(counting) < 2:
+        return [None if reward is None else 0.0 for reward in rewards]
+    mean = math.fsum(counting) / len(counting)
+    scale = len(counting) / (len(counting) - 1)  # r_i - (sum - r_i) / (n - 1) = n / (n - 1) (r_i - mean)
+    return [None if reward is None else scale * (reward - mean) for reward in rewards]
