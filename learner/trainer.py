@@ -22,9 +22,9 @@ from typing import Any
 from buffers.client import HubRestartedError, TakenBatch
 from buffers.errors import NonFiniteError, RewardError, StalenessError
 from buffers.record import Group, combine
-from learner.advantages import group_relative
 from learner.backend import Backend, StepReport
 from learner.batch import deal, make_rows
+from learner.beliefs import Beliefs, believe, choose
 from learner.checkpoint import Checkpoints
 from learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
 from learner.feed import Feed
@@ -70,7 +70,7 @@ class Trainer:
         self._samples = StepFile(directory / "rollouts.jsonl", self.step)
         self._registered = False
         self._published = self.step
-        self._refused_in_a_row = 0
+        self._refused_in_a_row = self._constant_in_a_row = 0
         self._broadcast_s = 0.0
         self._waited_s = 0.0
         self._recorded_at = time.monotonic()
@@ -108,14 +108,15 @@ class Trainer:
         rewards = [[combine(r.scores, config.reward_weights) for r in group.rollouts] for group in batch.groups]
         data = data_metrics(batch.groups, config.reward_weights, step, config.max_staleness)
         self._check_rewards(batch.groups, data["rewards/failed_ratio"])
-        advantages = [group_relative(values, scale_by_std=config.advantage.scale_by_std) for values in rewards]
-        report = self._update(batch.groups, advantages)
+        beliefs = self._believe(batch.groups, rewards)
+        advantages = beliefs.advantages
+        report = self._update(batch.groups, beliefs)
         self._tell(lambda: self._client.trained(step))
         self.step = step + 1
         self._broadcast_s = 0.0
         if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
             self._tell(self._publish)
-        self._record(batch, data, report)
+        self._record(batch, {**data, "groups/silent": beliefs.silent_groups}, report)
         self._sample(batch.groups, advantages, report)
         if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
             self._save()
@@ -144,10 +145,28 @@ class Trainer:
             }
         )
 
-    def _update(self, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> StepReport:
+    def _believe(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> Beliefs:
+        """Advantages and token targets. Counts batches in which no group had anything to say, and ends on too many."""
+        config, learner = self._config, self._config.learner
+        chosen = choose(rewards, config.advantage, config.loss)
+        scored = any(reward is not None for group in rewards for reward in group)
+        nothing = scored and all(reward is None for group in chosen for reward in group)
+        self._constant_in_a_row = self._constant_in_a_row + 1 if nothing else 0
+        if self._constant_in_a_row >= config.advantage.max_constant_batches:
+            raise RewardError(
+                f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
+                "there is nothing to learn from. Look at the rewards in rollouts.jsonl: the prompts are all too easy or all "
+                "too hard, or the reward is constant."
+            )
+        rows = make_rows(groups, chosen, learner.row_tokens) if config.loss.needs_observation(config.advantage) else []
+        observed = self._backend.observe(rows) if rows else {}
+        return believe(groups, rewards, chosen, observed, config.advantage, config.loss)
+
+    def _update(self, groups: Sequence[Group], beliefs: Beliefs) -> StepReport:
         """The optimizer's part: whole groups dealt to the updates of this step in order."""
         learner = self._config.learner
-        updates = deal(make_rows(groups, advantages, learner.row_tokens), learner.updates_per_step)
+        rows = make_rows(groups, beliefs.advantages, learner.row_tokens, beliefs.targets)
+        updates = deal(rows, learner.updates_per_step)
         if not updates:
             return StepReport.of_nothing()
         report = self._backend.step(updates, self.step)

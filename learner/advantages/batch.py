@@ -30,4 +30,5 @@ def normalised(advantage_N: Float32Array) -> Float32Array:
     """[N]: mean 0 and standard deviation 1 over all tokens; only the mean is taken off what is constant."""
     centred = advantage_N.astype(np.float64) - advantage_N.mean(dtype=np.float64)
     std = float(np.sqrt(np.mean(centred**2)))
-    return (centred / std if std >= EPSILON else centred).astype(np.float32)
+    scaled: Float32Array = (centred / std if std >= EPSILON else centred).astype(np.float32)
+    return scaled
