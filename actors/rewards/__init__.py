@@ -6,22 +6,30 @@ A reward is an ordinary function. The canonical form asks for what it needs by n
     def exact(completion: str, answer: str) -> float | None: ...
 
 and gets the fields of the completion (`FIELDS`) and the columns of its prompt's row. TRL's form
-`f(prompts, completions, **columns) -> list[float | None]` works unchanged; `async def` works for both. A number is a
-value, None is not applicable, anything raised is failed. Never here: processes and time-outs (`actors.scoring`).
+`f(prompts, completions, **columns) -> list[float | None]` and those of other systems (`adapters`) work unchanged; `async
+def` works for all. A number is a value, None is not applicable, anything raised is failed. Never here: processes and
+time-outs (`actors.scoring`).
 """
 
+from actors.rewards.answer import Answer, failed
 from actors.rewards.loading import BUILTINS, RewardSpec, load, resolve, spec_of
-from actors.rewards.signature import FIELDS, Answer, Signature, failed, reward
+from actors.rewards.settings import Settings, TransientError, reward, settings_of
+from actors.rewards.signature import FIELDS, Signature
+from buffers.score import Score
 
 __all__ = [
     "BUILTINS",
     "FIELDS",
     "Answer",
     "RewardSpec",
+    "Score",
+    "Settings",
     "Signature",
+    "TransientError",
     "failed",
     "load",
     "resolve",
     "reward",
+    "settings_of",
     "spec_of",
 ]

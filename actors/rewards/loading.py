@@ -11,21 +11,24 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from actors.rewards.signature import RewardFunction, Signature, name_of
+from actors.rewards.adapters import ADAPTERS, adapted
+from actors.rewards.settings import RewardFunction, Scope, settings_of
+from actors.rewards.signature import Signature
 from buffers.errors import ConfigError, RewardError, did_you_mean
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
+_HERE = "actors.rewards.builtins"
 BUILTINS = {
-    "exact": "actors.rewards.builtins.exact:exact",
-    "math_verify": "actors.rewards.builtins.mathematics:math_verify",
-    "reasoning_gym": "actors.rewards.builtins.gym:reasoning_gym",
+    "exact": f"{_HERE}.exact:exact",
+    "math_verify": f"{_HERE}.mathematics:math_verify",
+    "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -35,16 +38,28 @@ _FIX = "another process cannot import it; define it with 'def' at the top level 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward by name. Plain data.
+    """A reward by name, and how it is to be called. Plain data.
 
-    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in.
-    fields: the fields and columns its calls can use, None for all.
+    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` when the form is told.
+    fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
+    The rest is what `@reward` says (`actors.rewards.settings.reward`); None is the default of the configuration.
     """
 
     name: str
     target: str
     kind: Literal["sync", "async"]
     fields: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    scope: Scope = "completion"
+    weight: float = 1.0
+    timeout_s: float | None = None
+    retries: int = 0
+    max_concurrency: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    batch_size: int = 1
+    batch_wait_s: float = 0.0
+    workers: int = 0
 
     def __post_init__(self) -> None:
         # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
@@ -52,29 +67,67 @@ class RewardSpec:
             object.__setattr__(self, "fields", tuple(self.fields))
 
 
-def resolve(targets: Iterable[str], base_dir: Path, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+def resolve(
+    targets: Iterable[str],
+    base_dir: Path,
+    columns: AbstractSet[str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[RewardSpec, ...]:
     """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
 
-    base_dir: folder that relative file targets start from. columns: those of the data; without them parameters are
-    not checked. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that is no column,
-    for two rewards of one name and for none at all.
+    targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
+    from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
+    parameters that are no columns. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that
+    can get no value, for two rewards of one name and for none at all.
     """
+    options = options or {}
     specs: dict[str, RewardSpec] = {}
-    for target in map(functools.partial(_absolute, base_dir=base_dir), targets):
-        function = _function(target)
-        signature = Signature.of(function)
-        name = name_of(function, default=target.rpartition(":")[2].rpartition(".")[2])
-        if name in specs:
+    for given in targets:
+        own_name, _, target = given.rpartition("=")
+        spec = _spec(own_name, _absolute(target, base_dir), columns, options)
+        if spec.name in specs:
             raise ConfigError(
-                f"two rewards are called {name!r}: {specs[name].target} and {target}; "
-                f'rename one with @reward(name="...") or remove it'
+                f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
+                f'rename one ("other_name={spec.target}", or @reward(name="...")) or remove it'
             )
-        if columns is not None:
-            signature.check(name, columns)
-        specs[name] = RewardSpec(name, target, "async" if signature.is_async else "sync", signature.fields)
+        specs[spec.name] = spec
     if not specs:
         raise ConfigError("no reward is configured, so there is nothing to learn; name one in rewards.functions")
+    if unknown := set(options) - set(specs):
+        name = min(unknown)
+        raise ConfigError(f"rewards.options.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
     return tuple(specs.values())
+
+
+def _spec(own_name: str, target: str, columns: AbstractSet[str] | None, options: Mapping[str, Mapping[str, Any]]) -> RewardSpec:
+    function = _function(target)
+    signature, settings = Signature.of(function), settings_of(function)
+    name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
+    chosen = dict(options.get(name, {}))
+    if columns is not None:
+        signature.check(name, columns, chosen.keys())
+    if settings.batch_size > 1 and signature.form != "list":
+        raise ConfigError(
+            f"reward {name!r} has batch_size = {settings.batch_size} but takes one completion; "
+            f"take lists (`prompts`, `completions`), or leave batch_size out"
+        )
+    return RewardSpec(
+        name=name,
+        target=target,
+        kind="async" if signature.is_async else "sync",
+        fields=signature.fields,
+        options=chosen,
+        scope=settings.scope,
+        weight=settings.weight,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        max_concurrency=settings.max_concurrency,
+        requests_per_minute=settings.requests_per_minute,
+        tokens_per_minute=settings.tokens_per_minute,
+        batch_size=settings.batch_size,
+        batch_wait_s=settings.batch_wait_s if settings.batch_size > 1 else 0.0,
+        workers=settings.workers,
+    )
 
 
 def load(spec: RewardSpec) -> RewardFunction:
@@ -110,26 +163,35 @@ def spec_of(function: Callable[..., Any]) -> str:
 
 
 def _absolute(target: str, base_dir: Path) -> str:
-    place, _, name = target.rpartition(":")
-    return f"{(base_dir / place).resolve()}:{name}" if place.endswith(".py") else target
+    scheme, rest = _scheme(target)
+    place, _, name = rest.rpartition(":")
+    return f"{scheme}{':' * bool(scheme)}{(base_dir / place).resolve()}:{name}" if place.endswith(".py") else target
+
+
+def _scheme(target: str) -> tuple[str, str]:
+    """The form that is told before the first colon ("" for none), and what follows."""
+    scheme, _, rest = target.partition(":")
+    return (scheme, rest) if scheme in ADAPTERS and rest else ("", target)
 
 
 def _function(target: str) -> RewardFunction:
-    place, _, name = BUILTINS.get(target, target).rpartition(":")
+    scheme, rest = _scheme(target)
+    place, _, name = BUILTINS.get(rest, rest).rpartition(":")
     if not place:
         raise RewardError(
             f"reward {target!r} is no built-in: {did_you_mean(target, BUILTINS)}; "
             f"name your own as 'package.module:name' or 'path.py:name'"
         )
     module = _file_module(Path(place)) if place.endswith(".py") else _module(place, target)
-    function = _attribute(module, name)
-    if function is None:
+    found = _attribute(module, name)
+    if found is None:
         public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         hint = did_you_mean(name, public) if public else "it defines no function"
         raise RewardError(f"reward {target!r}: no {name!r} at the top level of {place}; {hint}")
-    if not callable(function) or isinstance(function, type):
-        raise RewardError(f"reward {target!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    try:
+        return adapted(found, scheme)
+    except RewardError as error:
+        raise RewardError(f"reward {target!r} {error}") from error
 
 
 def _attribute(module: ModuleType, name: str) -> Any:

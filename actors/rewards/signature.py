@@ -1,4 +1,10 @@
-"""How a reward is called and how its answer is read: the decorator, its parameters, the verdict.
+"""How a reward is called: which of a completion's fields and columns go to which of its parameters.
+
+Three forms, told by the parameters' names and the decorator:
+
+    one      f(completion, prompt, answer, ...)                   -> one score
+    list     f(prompts, completions, answer, ...)                 -> a list; TRL's form: every argument is a list
+    group    @reward(scope="group") f(completions, prompt, ...)   -> a list, one for each member of the prompt's group
 
 Never here: finding a function by name (`loading`), or what calls it and when (`actors.scoring`).
 """
@@ -6,72 +12,26 @@ Never here: finding a function by name (`loading`), or what calls it and when (`
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal
 
+from actors.rewards.answer import Answer, read, read_list
+from actors.rewards.settings import RewardFunction, settings_of
 from buffers.errors import ConfigError, RewardError, did_you_mean
-
-RewardFunction = Callable[..., Any]
-Decorated = TypeVar("Decorated", bound=RewardFunction)
 
 # What every completion has; a reward may ask for these and for any column of the data.
 FIELDS = frozenset({"completion", "prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
-TRL_PLURALS = {"prompts": "prompt", "completions": "completion"}
+_LISTED = {"prompts": "prompt", "completions": "completion"}
+# The members' own fields in the group form; everything else belongs to the prompt, which they share.
+_GROUPED = {"completions": "completion", "completion_ids": "completion_ids", "finish_reasons": "finish_reason"}
 # What TRL passes and an actor does not have: never passed here, so a function may not require them.
-TRL_ONLY = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-
-# A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
-MAX_FAILURE_CHARS = 500
-
-_NAME = "__reward_name__"
-
-
-@overload
-def reward(function: Decorated, /) -> Decorated: ...
-@overload
-def reward(*, name: str) -> Callable[[Decorated], Decorated]: ...
-def reward(function: RewardFunction | None = None, /, *, name: str | None = None) -> Any:
-    """Mark a function as a reward, as `@reward` or `@reward(name="exact")`. It stays callable as it was.
-
-    name: how scores and metrics call it; the function's own name by default.
-    """
-
-    def mark(marked: RewardFunction) -> RewardFunction:
-        setattr(marked, _NAME, name or marked.__name__)
-        return marked
-
-    return mark if function is None else mark(function)
-
-
-def name_of(function: RewardFunction, default: str) -> str:
-    """The name given by `@reward`, else `default`."""
-    return str(getattr(function, _NAME, default))
-
-
-class Answer(NamedTuple):
-    """What one call came to: a value, None for not applicable, or why it failed. Plain data: it crosses processes.
-
-    traceback: of an exception, in full. seconds: how long the call ran.
-    """
-
-    value: float | None
-    failure: str | None = None
-    traceback: str = ""
-    seconds: float = 0.0
-
-
-def failed(error: BaseException) -> Answer:
-    """The answer of a call that raised, with its traceback. Call it while the exception is being handled."""
-    # TracebackException survives an exception whose own __str__ raises.
-    told = traceback.TracebackException.from_exception(error)
-    return Answer(None, f"{type(error).__name__}: {told}"[:MAX_FAILURE_CHARS], "".join(told.format()))
+_TRL_ONLY = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
+# An adapter's parameter that any one of several columns can fill: name -> the columns, in order.
+ALTERNATIVES = "__reward_alternatives__"
 
 
 @dataclass(frozen=True)
@@ -81,8 +41,9 @@ class Signature:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     any_column: bool
-    is_trl: bool
+    form: Literal["one", "list", "group"]
     is_async: bool
+    alternatives: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, function: RewardFunction) -> Signature:
@@ -95,12 +56,14 @@ class Signature:
         if positional:
             raise RewardError(f"{function!r} takes {positional} by position; arguments are given by name: remove the '/'")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        form: Literal["one", "list", "group"] = "list" if any(p.name in _LISTED for p in named) else "one"
         return cls(
             required=tuple(p.name for p in named if p.default is p.empty),
             optional=tuple(p.name for p in named if p.default is not p.empty),
             any_column=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            is_trl=any(p.name in TRL_PLURALS for p in named),
+            form="group" if settings_of(function).scope == "group" else form,
             is_async=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
+            alternatives=getattr(function, ALTERNATIVES, ()),
         )
 
     @property
@@ -108,52 +71,57 @@ class Signature:
         """Names of the fields and columns a call can use, None for all: what has to travel to another process."""
         if self.any_column:
             return None
-        asked = self.required + self.optional
-        return tuple(TRL_PLURALS.get(name, name) if self.is_trl else name for name in asked)
+        return tuple(self._renamed.get(name, name) for name in self.required + self.optional)
 
-    def check(self, name: str, columns: AbstractSet[str]) -> None:
-        """Raises ConfigError when a required parameter is neither a field of a completion nor a column of the data."""
-        known = FIELDS | columns | (TRL_PLURALS.keys() if self.is_trl else set())
+    def check(self, name: str, columns: AbstractSet[str], options: AbstractSet[str] = frozenset()) -> None:
+        """Raises ConfigError when a parameter can get no value: no field, no column of the data, no option."""
+        known = FIELDS | columns | options | self._renamed.keys()
         for parameter in self.required:
-            if self.is_trl and parameter in TRL_ONLY - columns:
+            if self.form == "list" and parameter in _TRL_ONLY - columns - options:
                 raise ConfigError(
                     f"reward {name!r} requires TRL's {parameter!r}, which an actor does not have; give it a default of None"
                 )
             if parameter not in known:
                 raise ConfigError(
                     f"reward {name!r} asks for {parameter!r}, which is neither a field of a completion "
-                    f"({', '.join(sorted(FIELDS))}) nor a column of the data ({', '.join(sorted(columns)) or 'none'}); "
-                    f"{did_you_mean(parameter, known)}"
+                    f"({', '.join(sorted(FIELDS))}) nor a column of the data ({', '.join(sorted(columns)) or 'none'}) "
+                    f"nor an option (rewards.options.{name}); {did_you_mean(parameter, known)}"
                 )
+        for choices in self.alternatives:
+            if not known.intersection(choices):
+                raise ConfigError(
+                    f"reward {name!r} needs one of the columns {', '.join(choices)}; "
+                    f"the data has: {', '.join(sorted(columns)) or 'none'}. Rename one with data.columns"
+                )
+        if not self.any_column and (unknown := options - set(self.required + self.optional)):
+            option = min(unknown)
+            hint = did_you_mean(option, self.required + self.optional)
+            raise ConfigError(f"rewards.options.{name}.{option}: reward {name!r} has no such parameter; {hint}")
 
-    def arguments(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of one call; TRL's form gets lists of one element."""
-        if self.is_trl:
-            plural = {ours: theirs for theirs, ours in TRL_PLURALS.items()}
-            fields = {plural.get(name, name): [value] for name, value in fields.items()}
+    def arguments(self, members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of one call. members: the fields of each completion it is about, one for form "one"."""
+        if self.form == "one":
+            (given,) = members
+        else:
+            given = self._gathered(members)
+        given = {**given, **options}
         if self.any_column:
-            return dict(fields)
-        return {name: fields[name] for name in self.required + self.optional if name in fields}
+            return given
+        return {name: given[name] for name in self.required + self.optional if name in given}
 
-    def verdict(self, result: Any) -> Answer:
-        """Read what the function returned: a finite number (bool counts), None, or a failure that says what it was."""
-        if self.is_trl:
-            if not isinstance(result, list | tuple) or len(result) != 1:
-                return Answer(None, f"returned {_shown(result)} for 1 completion; a list of 1 score was expected")
-            result = result[0]
-        # Scalars of numpy and torch are zero-dimensional arrays; their `item()` is the plain number.
-        if getattr(result, "shape", None) == () and hasattr(result, "item"):
-            result = result.item()
-        if result is None:
-            return Answer(None)
-        if inspect.iscoroutine(result):
-            result.close()
-            return Answer(None, "returned a coroutine; declare the reward with 'async def'")
-        if not isinstance(result, numbers.Real):
-            return Answer(None, f"returned {_shown(result)}; a number or None was expected")
-        value = float(result)
-        return Answer(value) if math.isfinite(value) else Answer(None, f"returned {value}; a score must be finite")
+    def read(self, result: Any, count: int) -> tuple[Answer, ...]:
+        """The answers for `count` completions in what the function returned."""
+        return (read(result),) if self.form == "one" else read_list(result, count)
 
+    @property
+    def _renamed(self) -> Mapping[str, str]:
+        """The parameters that are called otherwise than our fields."""
+        return {"one": {}, "list": _LISTED, "group": _GROUPED}[self.form]
 
-def _shown(result: Any) -> str:
-    return f"{type(result).__name__} {result!r:.60}"
+    def _gathered(self, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        own = {ours: theirs for theirs, ours in self._renamed.items()}
+        shared = self.form == "group"
+        return {
+            own.get(name, name): value if shared and name not in own else [member.get(name) for member in members]
+            for name, value in members[0].items()
+        }

@@ -7,26 +7,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import heapq
 import logging
 import os
 import pickle
-import queue
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from multiprocessing.connection import Pipe, wait
 
 from actors.rewards import Answer, RewardSpec, failed
-from actors.scoring.async_worker import serve
+from actors.scoring.async_worker import SHOW_STACK, serve
 from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
 from actors.scoring.processes import WorkerContext
+from actors.scoring.turns import TurnBoard
 from buffers.errors import DeadlineError, RewardError
 
 logger = logging.getLogger(__name__)
 
-# A healthy loop cancels a call at its time-out; this long after it, the loop itself must be blocked.
+# A healthy loop cancels a call at its time-out; this long after it, the call itself must refuse to end.
 GRACE_S = 2.0
+# One turn on the loop that takes longer than this holds up everybody else, and is told once for each reward.
+LONG_TURN_S = 1.0
+# While calls are in flight somebody must look whether one of them blocks the loop.
+LOOK_S = 0.25
 # Nothing in flight and nobody ringing: look up now and then all the same.
 LONGEST_WAIT_S = 60.0
 
@@ -35,16 +41,17 @@ class AsyncCalls:
     """Runs calls of asynchronous rewards, at most `max_concurrency` in flight.
 
     Owns: one thread, one child process. The thread waits for the child's answers, for the bell that `submit` and
-    `close` ring, and for the earliest deadline of a call in flight. On close: the child is killed.
-    A child that dies, or leaves a call unanswered past its time-out, is replaced; its calls are answered as failed.
+    `close` ring, for the earliest deadline of a call in flight, and looks four times a second who runs on the loop.
+    On close: the child is killed. A child that dies, whose loop one call blocks past its time-out, or in which a call
+    refuses to end, is replaced: the call at fault fails, the others are begun again. Where nobody can be named, all fail.
     """
 
-    def __init__(self, specs: tuple[RewardSpec, ...], timeout_s: float, max_concurrency: int, answered: Answered) -> None:
+    def __init__(self, specs: tuple[RewardSpec, ...], max_concurrency: int, answered: Answered) -> None:
         self._specs = specs
-        self._timeout_s = timeout_s
         self._max_concurrency = max_concurrency
         self._answered = answered
-        self._waiting: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._waiting: deque[Call] = deque()
+        self._told: set[str] = set()
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -57,7 +64,7 @@ class AsyncCalls:
         atexit.register(self._kill)
 
     def submit(self, call: Call) -> None:
-        self._waiting.put(call)
+        self._waiting.append(call)
         self._ring()
 
     def check(self) -> None:
@@ -88,8 +95,8 @@ class AsyncCalls:
     def _run(self) -> None:
         failed_starts = 0
         while not self._closing and self._broken is None:
-            child = self._child = _Child(self._specs, self._timeout_s)
-            reason = self._attend(child)
+            child = self._child = _Child(self._specs)
+            reason, at_fault = self._attend(child)
             child.end()
             if self._closing:
                 return
@@ -100,54 +107,77 @@ class AsyncCalls:
                     f"the process of asynchronous rewards {names} ended {failed_starts} times in a row before it was "
                     f"ready: {reason}; see what it wrote to stderr, and try the import in a fresh interpreter"
                 )
-            logger.warning("%s; the process is replaced, %d calls failed", reason, len(child.deadlines))
-            for call_id in child.deadlines:
-                self._answered(call_id, Answer(None, reason))
+            self._lose(child, reason, at_fault)
 
-    def _attend(self, child: _Child) -> str:
-        """Serve calls until the child must be replaced; returns why."""
+    def _lose(self, child: _Child, reason: str, at_fault: Call | None) -> None:
+        """The child is gone with everything in flight: who is at fault fails, the others are begun again."""
+        lost = [at_fault] if at_fault is not None else list(child.calls.values())
+        again = [call for call in child.calls.values() if call not in lost]
+        logger.warning("%s; the process is replaced, %d calls failed, %d begin again", reason, len(lost), len(again))
+        self._waiting.extendleft(reversed(again))
+        for call in lost:
+            self._answered(call.id, (Answer(None, reason, retry_after_s=0.0),))
+
+    def _attend(self, child: _Child) -> tuple[str, Call | None]:
+        """Serve calls until the child must be replaced; returns why, and the call that made it necessary if one did."""
         while not self._closing:
             try:
                 self._send_waiting(child)
-                patience_s = min(child.earliest_deadline - time.monotonic(), LONGEST_WAIT_S)
-                wait([child.connection, self._bell], max(0.0, patience_s))
+                wait([child.connection, self._bell], max(0.0, child.patience_s()))
                 self._hush()
                 while child.connection.poll():
                     self._receive(child)
             except BlockingIOError:
-                return f"timed out: the event loop of asynchronous rewards took no call for {GRACE_S:g} s"
+                return f"timed out: the event loop of asynchronous rewards took no call for {GRACE_S:g} s", child.runs_now()
             except (EOFError, OSError):
-                return f"the process of asynchronous rewards ended with {child.exit_code()}"
-            if time.monotonic() >= child.earliest_deadline:
-                if not child.is_ready:
-                    return f"the process of asynchronous rewards was not ready within {START_LIMIT_S:g} s"
-                return (
-                    f"timed out: the event loop of asynchronous rewards was blocked for more than {self._timeout_s:g} s; "
-                    f"a reward that does not await belongs in a plain 'def'"
-                )
-        return "closed"
+                return f"the process of asynchronous rewards ended with {child.exit_code()}", child.runs_now()
+            if (ends := self._look(child)) is not None:
+                return ends
+        return "closed", None
+
+    def _look(self, child: _Child) -> tuple[str, Call | None] | None:
+        """Whether the child must be replaced: it never got ready, a call blocks its loop, or refuses to end."""
+        now = time.monotonic()
+        if not child.is_ready:
+            late = now >= child.ready_by
+            return (f"the process of asynchronous rewards was not ready within {START_LIMIT_S:g} s", None) if late else None
+        call, turn_s = child.turn(now)
+        if call is not None and turn_s > min(LONG_TURN_S, call.timeout_s) and call.spec.name not in self._told:
+            self._told.add(call.spec.name)
+            logger.warning("reward %r has kept the event loop to itself for %.1f s; its stack follows", call.spec.name, turn_s)
+            child.show_stack()
+        if call is not None and turn_s > call.timeout_s:
+            return (
+                f"timed out: it blocked the event loop of asynchronous rewards for more than {call.timeout_s:g} s; "
+                "a reward that does not await belongs in a plain 'def'",
+                call,
+            )
+        if (late_call := child.overdue(now)) is not None:
+            return (
+                f"timed out after {late_call.timeout_s:g} s and refused to be cancelled for {GRACE_S:g} s more; "
+                "let asyncio.CancelledError through",
+                late_call,
+            )
+        return None
 
     def _send_waiting(self, child: _Child) -> None:
-        while child.is_ready and len(child.deadlines) < self._max_concurrency:
-            try:
-                call = self._waiting.get_nowait()
-            except queue.Empty:
-                return
-            child.deadlines[call.id] = time.monotonic() + self._timeout_s + GRACE_S
+        while child.is_ready and self._waiting and len(child.calls) < self._max_concurrency:
+            call = self._waiting.popleft()
+            child.expect(call)
             try:
                 child.connection.send(call)
             except (TypeError, AttributeError, pickle.PicklingError) as error:  # Nothing was sent.
-                del child.deadlines[call.id]
-                self._answered(call.id, failed(error))
+                del child.calls[call.id]
+                self._answered(call.id, (failed(error),))
 
     def _receive(self, child: _Child) -> None:
         message = child.connection.recv()
         if message is None:
             child.is_ready = True
             return
-        call_id, answer = message
-        del child.deadlines[call_id]
-        self._answered(call_id, answer)
+        call_id, answers = message
+        del child.calls[call_id]
+        self._answered(call_id, answers)
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -156,26 +186,50 @@ class AsyncCalls:
 
 
 class _Child:
-    """One child process, its connection, and the deadline of each call in flight, in the order they were sent."""
+    """One child process, its connection, the calls in flight by id, and their deadlines in monotonic seconds."""
 
-    def __init__(self, specs: tuple[RewardSpec, ...], timeout_s: float) -> None:
+    def __init__(self, specs: tuple[RewardSpec, ...]) -> None:
         self.connection, theirs = Pipe()
         # The child reads at once unless a reward holds the interpreter lock; a send must not wait for that for ever.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
-        self.process = WorkerContext().Process(target=serve, args=(theirs, specs, timeout_s), name="async-rewards")
+        self._board = TurnBoard()
+        self.process = WorkerContext().Process(target=serve, args=(theirs, specs, self._board), name="async-rewards")
         self.process.start()
         theirs.close()
         self.is_ready = False
-        self.deadlines: dict[int, float] = {}
-        self._ready_by = time.monotonic() + START_LIMIT_S
+        self.calls: dict[int, Call] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self.ready_by = time.monotonic() + START_LIMIT_S
 
-    @property
-    def earliest_deadline(self) -> float:
-        """Monotonic seconds. All calls have the same time-out, so the first one sent is the first one due."""
+    def expect(self, call: Call) -> None:
+        self.calls[call.id] = call
+        heapq.heappush(self._deadlines, (time.monotonic() + call.timeout_s + GRACE_S, call.id))
+
+    def overdue(self, now: float) -> Call | None:
+        """A call that should have been answered by now."""
+        while self._deadlines and self._deadlines[0][1] not in self.calls:
+            heapq.heappop(self._deadlines)
+        return self.calls[self._deadlines[0][1]] if self._deadlines and self._deadlines[0][0] <= now else None
+
+    def patience_s(self) -> float:
+        """How long to wait before looking round."""
         if not self.is_ready:
-            return self._ready_by
-        return next(iter(self.deadlines.values()), float("inf"))
+            return self.ready_by - time.monotonic()
+        return LOOK_S if self.calls else LONGEST_WAIT_S
+
+    def turn(self, now: float) -> tuple[Call | None, float]:
+        """The call whose turn it is on the loop, and for how long it has been."""
+        turn = self._board.look()
+        return (None, 0.0) if turn is None else (self.calls.get(turn.call_id), now - turn.since)
+
+    def runs_now(self) -> Call | None:
+        return self.turn(time.monotonic())[0]
+
+    def show_stack(self) -> None:
+        """Has the child write to its stderr where its main thread stands."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, SHOW_STACK)
 
     def exit_code(self) -> str:
         self.process.join(GRACE_S)

@@ -1,37 +1,44 @@
 """The child process that runs asynchronous rewards on one event loop. Started and killed by `async_calls`.
 
 Protocol, over one Connection: the child sends `None` once its rewards are loaded, receives `Call`s and sends
-`(call id, Answer)` for each, in any order. It limits the time of each call; how many run at once is the parent's rule.
+`(call id, Answers)` for each, in any order. It limits the time of each call; how many run at once is the parent's rule.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from actors.rewards import Answer, RewardSpec, failed
-from actors.scoring.calls import Call, ready, timed_out
+from actors.rewards import Answer, RewardSpec
+from actors.scoring.calls import Answers, Call, ready, timed_out
 from actors.scoring.processes import obey_parent
+from actors.scoring.turns import TurnBoard, Watched
+
+# Asks the child to write where it stands to its stderr; works while a reward holds the interpreter lock.
+SHOW_STACK = signal.SIGUSR1
 
 
-def serve(connection: Connection, specs: tuple[RewardSpec, ...], timeout_s: float) -> None:
+def serve(connection: Connection, specs: tuple[RewardSpec, ...], board: TurnBoard) -> None:
     """Runs until the parent kills the process or is gone."""
     obey_parent()
+    faulthandler.register(SHOW_STACK, all_threads=False)
     for spec in specs:
         ready(spec)
-    asyncio.run(_serve(connection, timeout_s))
+    asyncio.run(_serve(connection, board))
 
 
-async def _serve(connection: Connection, timeout_s: float) -> None:
+async def _serve(connection: Connection, board: TurnBoard) -> None:
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
     def start(call: Call) -> None:
-        task = loop.create_task(_answer(connection, call, timeout_s))
+        task = loop.create_task(_answer(connection, call, board))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -51,21 +58,21 @@ def _read(connection: Connection, start: Callable[[Call], object]) -> None:
             os._exit(0)
 
 
-async def _answer(connection: Connection, call: Call, timeout_s: float) -> None:
-    began = time.perf_counter()
-    answer = await _call(call, timeout_s)
+async def _answer(connection: Connection, call: Call, board: TurnBoard) -> None:
+    answers = await _call(call, board)
     # The parent always reads, so this does not block the loop.
-    connection.send((call.id, answer._replace(seconds=time.perf_counter() - began)))
+    connection.send((call.id, answers))
 
 
-async def _call(call: Call, timeout_s: float) -> Answer:
+async def _call(call: Call, board: TurnBoard) -> Answers:
     reward = ready(call.spec)
     if isinstance(reward, Answer):
-        return reward
-    scope = asyncio.timeout(timeout_s)
+        return (reward,)
+    began = time.time()
+    scope = asyncio.timeout(call.timeout_s)
     try:
         async with scope:
-            result = await reward.function(**reward.signature.arguments(call.fields))
-        return reward.signature.verdict(result)
+            result = await Watched(reward.function(**reward.arguments(call)), board, call.id)
+        return reward.read(call, result, began)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
-        return timed_out(timeout_s) if scope.expired() else failed(error)
+        return (timed_out(call.timeout_s),) if scope.expired() else reward.failed(error, began)

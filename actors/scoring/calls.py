@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from actors.rewards import Answer, RewardSpec, Signature, failed, load
+from actors.rewards import Answer, RewardSpec, Signature, failed, load, settings_of
 
 # Longest time a worker may take to import its rewards, models they load at import included.
 START_LIMIT_S = 300.0
@@ -15,15 +16,23 @@ MAX_FAILED_STARTS = 3
 
 
 class Call(NamedTuple):
-    """`fields` holds what the reward can use: fields of the completion and columns of its prompt's row."""
+    """Asks one reward for one completion, or for those of one list.
+
+    members: of each completion, what the reward can use: its fields and the columns of its prompt's row.
+    timeout_s: seconds it may run.
+    """
 
     id: int
     spec: RewardSpec
-    fields: Mapping[str, Any]
+    members: tuple[Mapping[str, Any], ...]
+    timeout_s: float
 
 
-# Hands an answer to the pool, from any thread.
-Answered = Callable[[int, Answer], None]
+Answers = tuple[Answer, ...]
+"""One for each member of a call; one alone speaks for all of them."""
+
+# Hands the answers of a call to the dispatcher, from any thread.
+Answered = Callable[[int, Answers], None]
 
 
 class Ready(NamedTuple):
@@ -31,6 +40,19 @@ class Ready(NamedTuple):
 
     function: Callable[..., Any]
     signature: Signature
+    retry_on: tuple[type[BaseException], ...]
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        return self.signature.arguments(call.members, call.spec.options)
+
+    def read(self, call: Call, result: Any, began: float) -> Answers:
+        """What the function returned, or raises what reading it raises."""
+        ended = time.time()
+        return tuple(a._replace(began=began, ended=ended) for a in self.signature.read(result, len(call.members)))
+
+    def failed(self, error: BaseException, began: float) -> Answers:
+        """Call it while the exception is being handled."""
+        return (failed(error, self.retry_on)._replace(began=began, ended=time.time()),)
 
 
 @functools.cache
@@ -38,10 +60,13 @@ def ready(spec: RewardSpec) -> Ready | Answer:
     """Load a reward once per process; a reward that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec)
-        return Ready(function, Signature.of(function))
+        return Ready(function, Signature.of(function), settings_of(function).retry_on)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
         return failed(error)
 
 
 def timed_out(timeout_s: float) -> Answer:
-    return Answer(None, f"timed out after {timeout_s:g} s (rewards.timeout_s)", seconds=timeout_s)
+    """The cause may pass, so it may be asked again."""
+    now = time.time()
+    reason = f"timed out after {timeout_s:g} s (rewards.timeout_s)"
+    return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)

@@ -1,25 +1,25 @@
 """The scoring pool: judges each completion the moment it ends, while its group is still being generated.
 
 Used by the actor's loop, which must never block: `submit` and `poll` return at once, and `wake` is called from another
-thread when a poll may have something. Never here: running user code (`sync_calls`, `async_calls` do, in other processes).
+thread when a poll may have something. Never here: running user code (`sync_calls`, `async_calls` do, in other processes),
+or deciding who is called when (`lanes`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from actors.config import RewardsConfig
 from actors.rewards import Answer, RewardSpec
-from actors.scoring.async_calls import AsyncCalls
-from actors.scoring.calls import Call
-from actors.scoring.sync_calls import SyncCalls
+from actors.scoring.calls import Answers
+from actors.scoring.dispatcher import Dispatcher
+from actors.scoring.lanes import Task
 from buffers.errors import RewardError
 from buffers.record import Score
 
@@ -28,13 +28,32 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
 
 
+class Place(NamedTuple):
+    """Where a completion stands: a name for its group, its number among the members, and how many there are."""
+
+    group: Hashable
+    member: int
+    size: int
+
+
+class Interval(NamedTuple):
+    """When something ran, in seconds since the epoch."""
+
+    began: float
+    ended: float
+
+
 @dataclass(frozen=True)
 class Scored(Generic[Key]):
-    """A completion that every reward has answered for. seconds: from `submit` to the last answer."""
+    """A completion that every reward has answered for.
+
+    seconds: from `submit` to the last answer. stages: when each reward's call ran (the last one, where it was made again).
+    """
 
     key: Key
     scores: Mapping[str, Score]
     seconds: float
+    stages: Mapping[str, Interval] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,17 +69,19 @@ class RewardCounters:
 @dataclass
 class _Pending(Generic[Key]):
     key: Key
+    fields: Mapping[str, Any]
     num_unanswered: int
     submitted_s: float
+    task_ids: set[int] = field(default_factory=set)
     scores: dict[str, Score] = field(default_factory=dict)
+    stages: dict[str, Interval] = field(default_factory=dict)
 
 
 class ScoringPool(Generic[Key]):
     """Scores completions with every reward of a run.
 
-    Owns: worker processes for synchronous rewards, one process for asynchronous ones, and the threads that talk to
-    them. Waits for nothing. Woken by `submit` and `poll`, both called from one thread. On close: kills the processes.
-    `counters` has one entry per reward.
+    Owns: a dispatcher with the processes it needs. Waits for nothing. Woken by `submit` and `poll`, both called from one
+    thread. On close: kills the processes. `counters` has one entry per reward.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], config: RewardsConfig, wake: Callable[[], None] = lambda: None) -> None:
@@ -68,82 +89,109 @@ class ScoringPool(Generic[Key]):
             raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
         self._wake = wake
-        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
-        self._call_ids = itertools.count()
-        self._calls: dict[int, tuple[_Pending[Key], str]] = {}
+        self._answers: queue.SimpleQueue[tuple[int, Answers]] = queue.SimpleQueue()
+        self._task_ids = itertools.count()
+        self._tasks: dict[int, tuple[str, list[_Pending[Key]]]] = {}
         self._pending: dict[Key, _Pending[Key]] = {}
+        self._groups: dict[Hashable, dict[int, _Pending[Key]]] = {}
         self.counters = {spec.name: RewardCounters() for spec in self._specs}
-        self._runners: dict[str, SyncCalls | AsyncCalls] = {}
-        if specs := tuple(spec for spec in self._specs if spec.kind == "sync"):
-            self._runners["sync"] = SyncCalls(specs, config.timeout_s, config.workers, self._answered)
-        if specs := tuple(spec for spec in self._specs if spec.kind == "async"):
-            self._runners["async"] = AsyncCalls(specs, config.timeout_s, config.max_concurrency, self._answered)
+        self._dispatcher = Dispatcher(self._specs, config, self._answered)
 
     @property
     def num_pending(self) -> int:
         """Completions submitted and neither returned by `poll` nor discarded."""
         return len(self._pending)
 
-    def submit(self, key: Key, fields: Mapping[str, Any]) -> None:
-        """Score one completion.
+    def submit(self, key: Key, fields: Mapping[str, Any], place: Place | None = None) -> None:
+        """Score one completion; a reward of groups is called when the last member of its group has come.
 
         fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
-        every column of the prompt's row; plain data. Raises RewardError for a key that is being scored already.
+        every column of the prompt's row; plain data. place: without it the completion is a group of its own.
+        Raises RewardError for a key that is being scored already.
         """
         if key in self._pending:
             raise RewardError(f"{key} is being scored already; poll or discard it first")
-        pending = self._pending[key] = _Pending(key, len(self._specs), time.monotonic())
+        place = place or Place(key, 0, 1)
+        pending = self._pending[key] = _Pending(key, fields, len(self._specs), time.monotonic())
+        group = self._groups.setdefault(place.group, {})
+        group[place.member] = pending
+        is_whole = len(group) == place.size
+        if is_whole:
+            del self._groups[place.group]
         for spec in self._specs:
-            call_id = next(self._call_ids)
-            self._calls[call_id] = (pending, spec.name)
-            usable = fields if spec.fields is None else {name: fields[name] for name in spec.fields if name in fields}
-            self._runners[spec.kind].submit(Call(call_id, spec, dict(usable)))
+            if spec.scope == "completion":
+                self._ask(spec, [pending])
+            elif is_whole:
+                self._ask(spec, [group[member] for member in sorted(group)])
 
     def poll(self) -> list[Scored[Key]]:
         """The completions whose every reward has answered since the last poll. Never waits.
 
         Raises RewardError when the processes of a reward end again and again before they can answer anything.
         """
-        for runner in self._runners.values():
-            runner.check()
+        self._dispatcher.check()
         scored = []
         # No more than what is there now: rewards that answer faster than this loop must not hold the actor up.
         for _ in range(self._answers.qsize()):
-            call_id, answer = self._answers.get_nowait()
-            if (done := self._settle(call_id, answer)) is not None:
-                scored.append(done)
+            scored += self._settle(*self._answers.get_nowait())
         return scored
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Forget these completions; their calls run on, unseen. Unknown keys are ignored."""
-        for key in keys:
-            self._pending.pop(key, None)
+        """Forget these completions: what was not begun is not begun, what runs is not listened to. Unknown keys are ignored."""
+        gone = [pending for key in keys if (pending := self._pending.pop(key, None)) is not None]
+        if not gone:
+            return
+        lost = {id(pending) for pending in gone}
+        self._groups = {
+            name: members
+            for name, members in self._groups.items()
+            if not any(id(pending) in lost for pending in members.values())
+        }
+        # A task is dropped only when nobody is left who waits for it.
+        touched = {task_id for pending in gone for task_id in pending.task_ids if task_id in self._tasks}
+        dropped = {task_id for task_id in touched if not self._awaited(self._tasks[task_id][1])}
+        for task_id in dropped:
+            del self._tasks[task_id]
+        self._dispatcher.discard(dropped)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Kill all processes; what is pending is never scored. Raises DeadlineError if one is left after `deadline_s`."""
-        end_s = time.monotonic() + deadline_s
-        with contextlib.ExitStack() as closing:  # One that fails to close does not keep the other open.
-            for runner in self._runners.values():
-                closing.callback(_close, runner, end_s)
-        self._runners.clear()
+        self._dispatcher.close(deadline_s)
 
-    def _answered(self, call_id: int, answer: Answer) -> None:
-        """Called from the runners' threads."""
-        self._answers.put((call_id, answer))
+    def _ask(self, spec: RewardSpec, asking: list[_Pending[Key]]) -> None:
+        task_id = next(self._task_ids)
+        self._tasks[task_id] = (spec.name, asking)
+        for pending in asking:
+            pending.task_ids.add(task_id)
+        members = tuple(_usable(spec, pending.fields) for pending in asking)
+        tokens = 0 if spec.tokens_per_minute is None else sum(_tokens(pending.fields) for pending in asking)
+        self._dispatcher.submit(spec.name, Task(task_id, members, tokens))
+
+    def _answered(self, task_id: int, answers: Answers) -> None:
+        """Called from the dispatcher's thread."""
+        self._answers.put((task_id, answers))
         self._wake()
 
-    def _settle(self, call_id: int, answer: Answer) -> Scored[Key] | None:
-        entry = self._calls.pop(call_id, None)
-        if entry is None:
-            return None  # A second answer: the call was given up just as it ended.
-        pending, name = entry
-        self._count(name, answer)
-        pending.scores[name] = Score(value=answer.value, failure=answer.failure)
-        pending.num_unanswered -= 1
-        if pending.num_unanswered or self._pending.get(pending.key) is not pending:
-            return None
-        del self._pending[pending.key]
-        return Scored(pending.key, pending.scores, time.monotonic() - pending.submitted_s)
+    def _settle(self, task_id: int, answers: Answers) -> list[Scored[Key]]:
+        if task_id not in self._tasks:
+            return []  # Nobody waits for it any more.
+        name, asking = self._tasks.pop(task_id)
+        own = answers * len(asking) if len(answers) == 1 else answers
+        done = []
+        for pending, answer in zip(asking, own, strict=True):
+            self._count(name, answer)
+            pending.scores[name] = answer.score()
+            pending.stages[name] = Interval(answer.began, answer.ended)
+            pending.num_unanswered -= 1
+            if not pending.num_unanswered and self._pending.get(pending.key) is pending:
+                del self._pending[pending.key]
+                seconds = time.monotonic() - pending.submitted_s
+                scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
+                done.append(Scored(pending.key, scores, seconds, pending.stages))
+        return done
+
+    def _awaited(self, asking: list[_Pending[Key]]) -> bool:
+        return any(self._pending.get(pending.key) is pending for pending in asking)
 
     def _count(self, name: str, answer: Answer) -> None:
         counters = self.counters[name]
@@ -160,5 +208,13 @@ class ScoringPool(Generic[Key]):
             counters.scored += 1
 
 
-def _close(runner: SyncCalls | AsyncCalls, end_s: float) -> None:
-    runner.close(max(0.0, end_s - time.monotonic()))
+def _usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward can use of a completion's fields: only that travels."""
+    if spec.fields is None:
+        return dict(fields)
+    return {name: fields[name] for name in spec.fields if name in fields}
+
+
+def _tokens(fields: Mapping[str, Any]) -> int:
+    """What judging it will probably cost: its own length in the policy's tokens."""
+    return len(fields.get("prompt_ids", ())) + len(fields.get("completion_ids", ()))

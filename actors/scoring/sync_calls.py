@@ -12,12 +12,11 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from actors.rewards import Answer, RewardSpec, failed
-from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call, ready, timed_out
+from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
 from actors.scoring.processes import WorkerContext, obey_parent
 from buffers.errors import DeadlineError, RewardError
 
@@ -28,13 +27,14 @@ class SyncCalls:
     """Runs calls of synchronous rewards.
 
     Owns: a pebble pool with its worker processes and three threads. Waits for: nothing; answers come from pebble's
-    threads. Woken by: `submit`, and by `check`, which the pool's `poll` calls. On close: the workers are killed.
+    threads. Woken by: `submit` and `check`, both called by the dispatcher. On close: the workers are killed.
+    longest_s: the longest time-out of its calls.
     A pool that breaks (a worker killed between two calls) or falls silent is replaced; its calls are answered as failed.
     """
 
-    def __init__(self, specs: tuple[RewardSpec, ...], timeout_s: float, workers: int, answered: Answered) -> None:
+    def __init__(self, specs: tuple[RewardSpec, ...], longest_s: float, workers: int, answered: Answered) -> None:
         self._specs = specs
-        self._timeout_s = timeout_s
+        self._longest_s = longest_s
         self._workers = workers
         self._answered = answered
         self._waiting: dict[int, None] = {}
@@ -46,15 +46,15 @@ class SyncCalls:
             self._progress_s = time.monotonic()
         self._waiting[call.id] = None
         try:
-            future = self._pool.schedule(run_call, args=(call.spec, call.fields), timeout=self._timeout_s)
+            future = self._pool.schedule(run_call, args=(call,), timeout=call.timeout_s)
         except RuntimeError:
             return  # The pool has just broken; `check` answers this call with the others.
-        future.add_done_callback(functools.partial(self._done, call.id))
+        future.add_done_callback(functools.partial(self._done, call))
 
     def check(self) -> None:
         """Replace a pool that can answer no more. Raises RewardError when workers keep ending before they are ready."""
         silent_s = time.monotonic() - self._progress_s if self._waiting else 0.0
-        if self._pool.active and silent_s < self._timeout_s + START_LIMIT_S:
+        if self._pool.active and silent_s < self._longest_s + START_LIMIT_S:
             return
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
@@ -69,7 +69,7 @@ class SyncCalls:
         lost, self._waiting = self._waiting, {}
         self._pool = self._start()
         for call_id in tuple(lost):
-            self._answered(call_id, Answer(None, reason))
+            self._answered(call_id, (Answer(None, reason),))
 
     def close(self, deadline_s: float) -> None:
         """Kill the workers; calls without an answer get none. Raises DeadlineError if some are left after `deadline_s`."""
@@ -92,22 +92,22 @@ class SyncCalls:
         if future.exception() is None:
             self._failed_starts = 0
 
-    def _done(self, call_id: int, future: Future[Answer]) -> None:
+    def _done(self, call: Call, future: Future[Answers]) -> None:
         """Runs in a thread of pebble's."""
         error = future.exception()
         if isinstance(error, BrokenProcessPool):
             return  # `check` answers for the whole pool.
         self._progress_s = time.monotonic()
-        self._waiting.pop(call_id, None)
+        self._waiting.pop(call.id, None)
         if error is None:
-            answer = future.result()
+            answers = future.result()
         elif isinstance(error, TimeoutError):
-            answer = timed_out(self._timeout_s)
+            answers = (timed_out(call.timeout_s),)
         elif isinstance(error, ProcessExpired):
-            answer = Answer(None, f"its worker process ended with exit code {error.exitcode}")
+            answers = (Answer(None, f"its worker process ended with exit code {error.exitcode}"),)
         else:
-            answer = failed(error)  # What was to be sent cannot be pickled.
-        self._answered(call_id, answer)
+            answers = (failed(error),)  # What was to be sent cannot be pickled.
+        self._answered(call.id, answers)
 
 
 def _stop(pool: ProcessPool) -> None:
@@ -125,17 +125,16 @@ def start_worker(specs: tuple[RewardSpec, ...]) -> None:
         ready(spec)
 
 
-def run_call(spec: RewardSpec, fields: dict[str, Any]) -> Answer:
+def run_call(call: Call) -> Answers:
     """Call the reward; whatever it does short of ending the process becomes an answer."""
-    reward = ready(spec)
+    reward = ready(call.spec)
     if isinstance(reward, Answer):
-        return reward
-    began = time.perf_counter()
+        return (reward,)
+    began = time.time()
     try:
-        answer = reward.signature.verdict(reward.function(**reward.signature.arguments(fields)))
+        return reward.read(call, reward.function(**reward.arguments(call)), began)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
-        answer = failed(error)
-    return answer._replace(seconds=time.perf_counter() - began)
+        return reward.failed(error, began)
 
 
 def _nothing() -> None:

@@ -29,8 +29,9 @@ COMPLETION = {
 
 def ask(function: Callable[..., Any], **changes: Any) -> Answer:
     signature = Signature.of(function)
-    result = function(**signature.arguments({**COMPLETION, **changes}))
-    return signature.verdict(asyncio.run(result) if signature.is_async else result)
+    result = function(**signature.arguments([{**COMPLETION, **changes}], {}))
+    (answer,) = signature.read(asyncio.run(result) if signature.is_async else result, 1)
+    return answer
 
 
 # Asking and reading.

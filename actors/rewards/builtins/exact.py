@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.rewards.signature import reward
+from actors.rewards.settings import reward
 
 
 @reward

@@ -8,7 +8,7 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
-from actors.rewards.signature import reward
+from actors.rewards.settings import reward
 
 
 @reward

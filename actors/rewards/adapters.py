@@ -1,0 +1,237 @@
+"""Rewards written for other systems, called the way they expect and answered the way they answer.
+
+    form         asked as                                                          known by
+    trl          f(prompts, completions, **columns) -> list                        its parameters
+    verl         f(data_source, solution_str, ground_truth, extra_info) -> number or {"score": ...}    its parameters
+    openrlhf     f(queries, prompts, labels) -> list, tensor or {"rewards": ...}   its parameters
+    gym          f(answer, entry) -> number (a reasoning-gym scorer)               `gym:TARGET`
+    verifiers    a Rubric: functions with weights over messages                    its attributes
+
+TRL's form needs no adapter, it is one of ours (`signature`). Each `from_*` takes the foreign object and gives a function
+of ours; `adapted` chooses by what it sees. The functions themselves stay unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actors.rewards.answer import shown
+from actors.rewards.settings import SETTINGS, RewardFunction, settings_of
+from actors.rewards.signature import ALTERNATIVES
+from buffers.errors import RewardError
+from buffers.score import Score
+
+# Where the right answer may stand, in the order in which it is looked for.
+_TRUTH = ("ground_truth", "answer", "label", "labels", "reward_model", "solution")
+
+
+def adapted(target: Any, scheme: str = "") -> RewardFunction:
+    """A function of ours that does what `target` does. Raises RewardError for what is no reward in any known form."""
+    if scheme:
+        return ADAPTERS[scheme](target)
+    if _is_rubric(target):
+        return from_verifiers(target)
+    if not callable(target) or isinstance(target, type):
+        raise RewardError(f"is a {type(target).__name__}, not a function")
+    names = _parameters(target)
+    if {"solution_str", "ground_truth"} <= names:
+        return from_verl(target)
+    if {"queries", "labels"} <= names:
+        return from_openrlhf(target)
+    return target  # type: ignore[no-any-return]
+
+
+def from_trl(function: RewardFunction) -> RewardFunction:
+    """A TRL reward, which is one of ours already."""
+    return function
+
+
+def from_verl(function: RewardFunction) -> RewardFunction:
+    """verl's `compute_score`. The truth is a column `ground_truth` (or `answer`, ...); a dict's other numbers are metrics."""
+    optional = _parameters(function)
+
+    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = {
+            **fields,
+            "data_source": fields.get("data_source", ""),
+            "solution_str": fields["completion"],
+            "ground_truth": _truth(fields),
+            "extra_info": fields.get("extra_info"),
+        }
+        return given if _open(function) else {name: given[name] for name in optional if name in given}
+
+    def answered(result: Any) -> Any:
+        if not isinstance(result, Mapping):
+            return result[0] if isinstance(result, tuple | list) and result else result
+        if "score" not in result:
+            raise ValueError(f"returned {shown(result)} without a 'score'")
+        return _scored(result["score"], {name: value for name, value in result.items() if name != "score"})
+
+    return _adapter(function, asked, answered, _TRUTH)
+
+
+def from_openrlhf(function: RewardFunction) -> RewardFunction:
+    """OpenRLHF's `reward_func(queries, prompts, labels)`: a query is prompt and completion; `extra_logs` are metrics."""
+
+    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+        query = fields["prompt"] + fields["completion"]
+        given = {"queries": [query], "prompts": [fields["prompt"]], "labels": [_truth(fields)]}
+        return given if _open(function) else {name: given[name] for name in _parameters(function) if name in given}
+
+    def answered(result: Any) -> Any:
+        if not isinstance(result, Mapping):
+            return _only(result)
+        if "rewards" not in result:
+            raise ValueError(f"returned {shown(result)} without 'rewards'")
+        logs = {name: _only(value) for name, value in (result.get("extra_logs") or {}).items()}
+        return _scored(_only(result["rewards"]), logs)
+
+    return _adapter(function, asked, answered, _TRUTH)
+
+
+def from_reasoning_gym(scorer: RewardFunction) -> RewardFunction:
+    """A reasoning-gym scorer, `dataset.score_answer`: its `answer` is the completion, its `entry` the column of that name."""
+
+    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"answer": fields["completion"], "entry": fields["entry"]}
+
+    return _adapter(scorer, asked, lambda result: result, ("entry",))
+
+
+def from_verifiers(rubric: Any) -> RewardFunction:
+    """A verifiers Rubric: the weighted sum of its functions, each one's own value kept as a metric.
+
+    Prompt and completion are lists of messages, as in a chat; `answer`, `info` and `task` are columns.
+    """
+    functions = list(_attribute(rubric, "funcs", "reward_funcs"))
+    weights = [float(weight) for weight in _attribute(rubric, "weights", "reward_weights")] or [1.0] * len(functions)
+    if not functions or len(weights) != len(functions):
+        raise RewardError(f"is a rubric of {len(functions)} functions and {len(weights)} weights; as many of both are needed")
+
+    def ask(function: RewardFunction, given: Mapping[str, Any]) -> Any:
+        names = given.keys() if _open(function) else _parameters(function) & given.keys()
+        return function(**{name: given[name] for name in names})
+
+    def total(values: Sequence[float]) -> Score:
+        metrics = {function.__name__: value for function, value in zip(functions, values, strict=True)}
+        return Score(sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics=metrics)
+
+    if any(map(inspect.iscoroutinefunction, functions)):
+
+        async def judged(**fields: Any) -> Score:
+            given = _conversation(fields, getattr(rubric, "parser", None))
+            answers = [ask(function, given) for function in functions]
+            return total([_number(await answer if inspect.isawaitable(answer) else answer) for answer in answers])
+
+    else:
+
+        def judged(**fields: Any) -> Score:  # type: ignore[misc]
+            given = _conversation(fields, getattr(rubric, "parser", None))
+            return total([_number(ask(function, given)) for function in functions])
+
+    judged.__name__ = getattr(rubric, "__name__", type(rubric).__name__)
+    return judged
+
+
+ADAPTERS: Mapping[str, Callable[[Any], RewardFunction]] = {
+    "trl": from_trl,
+    "verl": from_verl,
+    "openrlhf": from_openrlhf,
+    "gym": from_reasoning_gym,
+    "verifiers": from_verifiers,
+}
+
+
+def _adapter(
+    function: RewardFunction,
+    asked: Callable[[Mapping[str, Any]], dict[str, Any]],
+    answered: Callable[[Any], Any],
+    alternatives: Sequence[str],
+) -> RewardFunction:
+    """A function of ours that takes every column; the names of which one must be there are left on it for the check."""
+    if inspect.iscoroutinefunction(function):
+
+        async def call(**fields: Any) -> Any:
+            return answered(await function(**asked(fields)))
+
+    else:
+
+        def call(**fields: Any) -> Any:  # type: ignore[misc]
+            return answered(function(**asked(fields)))
+
+    call.__name__ = getattr(function, "__name__", type(function).__name__)
+    setattr(call, ALTERNATIVES, (tuple(alternatives),))
+    setattr(call, SETTINGS, settings_of(function))
+    return call
+
+
+def _truth(fields: Mapping[str, Any]) -> Any:
+    found = next((fields[name] for name in _TRUTH if name in fields), None)
+    # verl's own data sets nest it.
+    return found["ground_truth"] if isinstance(found, Mapping) and "ground_truth" in found else found
+
+
+def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": fields["prompt"]}]
+    completion = [{"role": "assistant", "content": fields["completion"]}]
+    about = {
+        "answer": fields.get("answer", ""),
+        "info": fields.get("info", {}),
+        "task": fields.get("task", "default"),
+    }
+    state = {"prompt": prompt, "completion": completion, **about, "responses": [], "turn": 1}
+    return {**fields, "prompt": prompt, "completion": completion, **about, "state": state, "parser": parser}
+
+
+def _scored(value: Any, metrics: Mapping[str, Any]) -> Any:
+    """The value with those of the metrics that are numbers; what else a value may be, its reader says."""
+    numbers = {name: _number(each) for name, each in metrics.items() if _is_number(each)}
+    if not _is_number(value):
+        return value
+    return Score(_number(value), metrics=numbers)
+
+
+def _is_number(value: Any) -> bool:
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    return isinstance(plain, int | float) and math.isfinite(plain)
+
+
+def _number(value: Any) -> float:
+    if not _is_number(value):
+        raise ValueError(f"returned {shown(value)}; a finite number was expected")
+    return float(value)
+
+
+def _only(result: Any) -> Any:
+    """The one element of a list or tensor of one; a plain number is itself."""
+    plain = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(plain, list | tuple):
+        return plain
+    if len(plain) != 1:
+        raise ValueError(f"returned {shown(plain)} for 1 completion; a list of 1 score was expected")
+    return plain[0]
+
+
+def _is_rubric(target: Any) -> bool:
+    return not isinstance(target, type) and any(
+        isinstance(getattr(target, name, None), list) for name in ("funcs", "reward_funcs")
+    )
+
+
+def _attribute(rubric: Any, *names: str) -> Sequence[Any]:
+    return next((getattr(rubric, name) for name in names if getattr(rubric, name, None) is not None), ())
+
+
+def _parameters(function: Any) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _open(function: Any) -> bool:
+    """Whether it takes any keyword."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())

@@ -1,0 +1,96 @@
+"""What one call of a reward came to, and how what it returned is read. Plain data: it crosses processes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from buffers.score import Score
+
+# A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
+MAX_FAILURE_CHARS = 500
+_MAX_METRICS = 32
+
+
+class Answer(NamedTuple):
+    """A value, None for not applicable, or why it failed.
+
+    traceback: of an exception, in full. began, ended: when the call ran, in seconds since the epoch; 0 where nobody knows.
+    retry_after_s: the cause may pass, and the call may be made again after so many seconds; None: it would fail again.
+    """
+
+    value: float | None
+    failure: str | None = None
+    traceback: str = ""
+    metrics: Mapping[str, float] = {}
+    began: float = 0.0
+    ended: float = 0.0
+    retry_after_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def score(self) -> Score:
+        return Score(self.value, self.failure, dict(self.metrics))
+
+
+def failed(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> Answer:
+    """The answer of a call that raised, with its traceback. Call it while the exception is being handled."""
+    # TracebackException survives an exception whose own __str__ raises.
+    told = traceback.TracebackException.from_exception(error)
+    retry_after_s = float(getattr(error, "after_s", 0.0)) if isinstance(error, retry_on) else None
+    return Answer(
+        None,
+        f"{type(error).__name__}: {told}"[:MAX_FAILURE_CHARS],
+        "".join(told.format()),
+        retry_after_s=retry_after_s,
+    )
+
+
+def read(result: Any) -> Answer:
+    """One returned score: a finite number (bool counts), None, a `Score`, or a failure that says what it was."""
+    if isinstance(result, Score):
+        return _read_score(result)
+    # Scalars of numpy and torch are zero-dimensional arrays; their `item()` is the plain number.
+    if getattr(result, "shape", None) == () and hasattr(result, "item"):
+        result = result.item()
+    if result is None:
+        return Answer(None)
+    if inspect.iscoroutine(result):
+        result.close()
+        return Answer(None, "returned a coroutine; declare the reward with 'async def'")
+    if not isinstance(result, numbers.Real):
+        return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
+    value = float(result)
+    return Answer(value) if math.isfinite(value) else Answer(None, f"returned {value}; a score must be finite")
+
+
+def read_list(result: Any, count: int) -> tuple[Answer, ...]:
+    """One score for each of `count` completions; a failure for all of them when there are not as many."""
+    if hasattr(result, "tolist") and getattr(result, "shape", ()) != ():
+        result = result.tolist()
+    if not isinstance(result, list | tuple) or len(result) != count:
+        told = f"{count} completion{'s' * (count != 1)}; a list of {count} score{'s' * (count != 1)} was expected"
+        return (Answer(None, f"returned {shown(result)} for {told}"),) * count
+    return tuple(map(read, result))
+
+
+def shown(result: Any) -> str:
+    return f"{type(result).__name__} {result!r:.60}"
+
+
+def _read_score(score: Score) -> Answer:
+    if score.failure is not None:
+        return Answer(None, str(score.failure)[:MAX_FAILURE_CHARS], metrics=_plain(score.metrics))
+    answer = read(score.value)
+    return answer._replace(metrics=_plain(score.metrics))
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """As plain numbers, whatever kind they were; few enough to travel with every rollout."""
+    return {str(name): float(value) for name, value in list(metrics.items())[:_MAX_METRICS]}

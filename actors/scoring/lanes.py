@@ -1,0 +1,154 @@
+"""The lane of one reward: who is called next, when, with whom together, and whether to try again. Pure: no clock, no thread.
+
+    task -> waiting -> (batched) -> concurrency -> requests and tokens per minute -> a call
+                ^                                                                      |
+                +----------- after a pause, when the cause may pass and tries are left +--> an answer
+
+Time is an argument. Trying again is decided here and not around the function, so that a call that waits for its next try
+holds no worker, obeys the limits, and its time-out counts each try alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.rewards import Answer, RewardSpec
+from actors.scoring.limits import WindowLimit
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+
+
+@dataclass
+class Task:
+    """What a reward is asked about one completion, or about one whole group.
+
+    members: one completion, or all of a group. tokens: what it will probably cost. tries: calls already made.
+    """
+
+    id: int
+    members: tuple[Mapping[str, Any], ...]
+    tokens: int = 0
+    tries: int = 0
+    not_before: float = -math.inf
+    waits_since: float = 0.0
+
+
+class Lane:
+    """See the module docstring. `offer`, `due` and `ended` are called by one thread."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self._spec = spec
+        self._waiting: deque[Task] = deque()
+        self._again: list[Task] = []
+        self._num_running = 0
+        self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
+        self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
+
+    def offer(self, task: Task, now: float) -> None:
+        """Take a task in."""
+        task.waits_since = now
+        self._waiting.append(task)
+
+    def discard(self, task_ids: set[int]) -> None:
+        """Forget tasks that nobody waits for any more; those that run are not touched."""
+        self._waiting = deque(task for task in self._waiting if task.id not in task_ids)
+        self._again = [task for task in self._again if task.id not in task_ids]
+
+    def due(self, now: float) -> list[tuple[Task, ...]]:
+        """What is to be called now, each entry in one call. A task that could never be called is left for `impossible`."""
+        self._return_paused(now)
+        calls = []
+        while self._free() and self._ripe_at(now) <= now:
+            batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
+            cost = _cost(batch)
+            if self._allowed_at(now, cost) > now:
+                break
+            for task in batch:
+                self._waiting.popleft()
+                task.tries += 1
+            self._charge(now, cost)
+            self._num_running += 1
+            calls.append(batch)
+        return calls
+
+    def next_due(self, now: float) -> float:
+        """The earliest time at which `due` may have something without anything else happening; infinity for never."""
+        paused = min((task.not_before for task in self._again), default=math.inf)
+        if not self._waiting or not self._free():
+            return paused
+        batch = itertools.islice(self._waiting, self._spec.batch_size)
+        return min(paused, max(self._ripe_at(now), self._allowed_at(now, _cost(batch))))
+
+    def impossible(self) -> list[tuple[Task, Answer]]:
+        """Takes out the tasks that cost more than a whole minute's tokens, with the reason."""
+        if self._tokens is None:
+            return []
+        limit = self._tokens.limit
+        found = [task for task in self._waiting if task.tokens > limit]
+        for task in found:
+            self._waiting.remove(task)
+        return [(t, Answer(None, f"needs {t.tokens} tokens, tokens_per_minute allows {limit:.0f}")) for t in found]
+
+    def ended(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> list[tuple[Task, Sequence[Answer]]]:
+        """The tasks of a call that are answered for good; the others are tried again later.
+
+        answers: as many as members in all, or one for all of them.
+        """
+        self._num_running -= 1
+        self._correct(batch, answers, now)
+        final: list[tuple[Task, Sequence[Answer]]] = []
+        start = 0
+        for task in batch:
+            own = answers if len(answers) == 1 else answers[start : start + len(task.members)]
+            start += len(task.members)
+            pauses = [answer.retry_after_s for answer in own if answer.retry_after_s is not None]
+            if pauses and task.tries <= self._spec.retries:
+                pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (task.tries - 1))
+                task.not_before = now + max(pause, *pauses)
+                self._again.append(task)
+            else:
+                final.append((task, own))
+        return final
+
+    def _return_paused(self, now: float) -> None:
+        """Those whose pause is over go first: they have waited longest."""
+        over = [task for task in self._again if task.not_before <= now]
+        if over:
+            self._again = [task for task in self._again if task.not_before > now]
+            self._waiting.extendleft(sorted(over, key=lambda task: -task.id))
+
+    def _free(self) -> bool:
+        return self._spec.max_concurrency is None or self._num_running < self._spec.max_concurrency
+
+    def _ripe_at(self, now: float) -> float:
+        """When those that wait make a call: at once when they fill one, else when the first has waited long enough."""
+        if not self._waiting:
+            return math.inf
+        full = len(self._waiting) >= self._spec.batch_size
+        return now if full else self._waiting[0].waits_since + self._spec.batch_wait_s
+
+    def _allowed_at(self, now: float, cost: float) -> float:
+        when = now if self._requests is None else self._requests.free_at(now)
+        return when if self._tokens is None else max(when, self._tokens.free_at(now, cost))
+
+    def _charge(self, now: float, cost: float) -> None:
+        if self._requests is not None:
+            self._requests.take(now)
+        if self._tokens is not None:
+            self._tokens.take(now, cost)
+
+    def _correct(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> None:
+        """A call that says what it really cost pays the difference when it was more."""
+        spent = sum(answer.metrics.get("tokens", 0.0) for answer in answers)
+        expected = _cost(batch)
+        if self._tokens is not None and spent > expected:
+            self._tokens.take(now, spent - expected)
+
+
+def _cost(batch: Iterable[Task]) -> float:
+    return float(sum(task.tokens for task in batch))

@@ -1,0 +1,179 @@
+"""The scoring pool with rewards that ask for more than one completion, limit themselves, or try again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import RewardsConfig
+from actors.rewards import resolve
+from actors.scoring.pool import Place, Scored, ScoringPool
+from buffers.record import Score
+
+JUDGES = """
+import asyncio, os, re, time
+from actors.rewards import Score, TransientError, reward
+
+@reward(scope="group")
+def best(completions, prompt, answer, completion_ids, finish_reasons):
+    assert prompt == "p" and answer == "a" and finish_reasons == ["stop"] * len(completions)
+    assert completion_ids == [[1, 2, 3]] * len(completions)
+    top = max(map(float, completions))
+    return [float(float(c) == top) for c in completions]
+
+@reward(scope="group")
+async def short_list(completions): return [1.0]
+
+@reward(batch_size=4, batch_wait_s=0.05)
+def batched(prompts, completions): return [Score(float(c), metrics={"batch": len(completions)}) for c in completions]
+
+@reward(scope="group", workers=1)
+def hangs(completions):
+    while True: pass
+
+@reward(retries=2)
+async def third_time(completion, tries=[]):
+    tries.append(completion)
+    if len(tries) < 3: raise TransientError("busy")
+    return len(tries)
+
+@reward(retries=3)
+def defect(completion): raise KeyError("once is enough")
+
+@reward(timeout_s=0.2)
+async def quick(completion): await asyncio.sleep(100)
+
+async def measured(completion): return Score(1.0, metrics={"length": len(completion), "words": 2})
+async def said_no(completion): return Score(failure="the judge declined")
+def nan_metric(completion): return Score(1.0, metrics={"bad": float("nan")})
+
+async def blocker(completion):
+    time.sleep(100)
+
+async def innocent(completion):
+    await asyncio.sleep(0.05)
+    return float(completion)
+
+async def dies(completion):
+    await asyncio.sleep(0.02)
+    os._exit(9)
+"""
+
+
+class Bench:
+    def __init__(self, folder: Path, rewards: str, settings: dict[str, Any]) -> None:
+        specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder)
+        self.answered = threading.Event()
+        self.pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(**settings), wake=self.answered.set)
+
+    def submit(self, key: int, completion: str, place: Place | None = None) -> None:
+        fields = {"prompt": "p", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", "answer": "a"}
+        self.pool.submit(key, {**fields, "completion": completion}, place)
+
+    def wait(self) -> dict[int, Scored[int]]:
+        """Everything that is pending, scored; fails after half a minute."""
+        found: dict[int, Scored[int]] = {}
+        until = time.monotonic() + 30
+        while self.pool.num_pending and time.monotonic() < until:
+            self.answered.wait(0.1)
+            self.answered.clear()
+            found |= {done.key: done for done in self.pool.poll()}
+        assert not self.pool.num_pending
+        return found
+
+    def one(self, completion: str = "1") -> dict[str, Score]:
+        self.submit(0, completion)
+        return dict(self.wait()[0].scores)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+    (tmp_path / "judges.py").write_text(JUDGES)
+
+    def make(rewards: str, **settings: Any) -> Bench:
+        made.append(Bench(tmp_path, rewards, settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.close()
+
+
+def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_own(bench: Callable[..., Bench]) -> None:
+    pool = bench("best measured")
+    for member in (2, 0, 1):
+        pool.submit(member, str(member), Place("g", member, 3))
+    scored = pool.wait()
+    assert [scored[member].scores["best"].value for member in range(3)] == [0.0, 0.0, 1.0]
+    assert scored[1].scores["measured"] == Score(1.0, metrics={"length": 1.0, "words": 2.0})
+    began, ended = scored[0].stages["best"]
+    assert 0 < began <= ended and scored[0].stages["best"] == scored[2].stages["best"]
+
+
+def test_a_group_that_gets_too_few_scores_fails_as_a_whole(bench: Callable[..., Bench]) -> None:
+    pool = bench("short_list")
+    for member in range(2):
+        pool.submit(member, "1", Place("g", member, 2))
+    assert {each.scores["short_list"].failure for each in pool.wait().values()} == {
+        "returned list [1.0] for 2 completions; a list of 2 scores was expected"
+    }
+
+
+def test_a_hanging_reward_of_groups_with_workers_of_its_own_holds_up_nobody(bench: Callable[..., Bench]) -> None:
+    pool = bench("hangs batched", timeout_s=0.5)
+    for member in range(2):
+        pool.submit(member, "1", Place("g", member, 2))
+    scores = pool.wait()[0].scores
+    assert "timed out" in (scores["hangs"].failure or "") and scores["batched"].value == 1.0
+
+
+def test_completions_are_gathered_into_batches(bench: Callable[..., Bench]) -> None:
+    pool = bench("batched")
+    for key in range(6):
+        pool.submit(key, str(key))
+    scored = pool.wait()
+    assert [scored[key].scores["batched"].value for key in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [scored[key].scores["batched"].metrics["batch"] for key in range(6)] == [4, 4, 4, 4, 2, 2]
+
+
+def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench]) -> None:
+    pool = bench("best")
+    pool.submit(0, "1", Place(("g", 0), 0, 2))
+    pool.pool.discard([0])
+    for member in range(2):
+        pool.submit(member, "7", Place(("g", 0), member, 2))
+    assert [each.scores["best"].value for each in pool.wait().values()] == [1.0, 1.0]
+
+
+def test_what_may_pass_is_tried_again_and_a_defect_is_not(bench: Callable[..., Bench]) -> None:
+    scores = bench("third_time defect").one()
+    assert scores["third_time"] == Score(3.0)
+    assert scores["defect"].failure == "KeyError: 'once is enough'"
+
+
+def test_a_reward_may_have_a_time_out_of_its_own(bench: Callable[..., Bench]) -> None:
+    assert "timed out after 0.2 s" in (bench("quick").one()["quick"].failure or "")
+
+
+def test_a_failure_may_be_returned_and_a_metric_must_be_finite(bench: Callable[..., Bench]) -> None:
+    scores = bench("said_no nan_metric").one()
+    assert scores["said_no"].failure == "the judge declined"
+    assert "metric 'bad' of a score must be finite" in (scores["nan_metric"].failure or "")
+
+
+@pytest.mark.parametrize(("culprit", "told"), [("blocker", "it blocked the event loop"), ("dies", "exit code 9")])
+def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, culprit: str, told: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        scores = bench(f"innocent {culprit}", timeout_s=0.5).one("7")
+    assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
+    if culprit == "blocker":
+        assert any("reward 'blocker' has kept the event loop to itself" in r.getMessage() for r in caplog.records)
