@@ -22,52 +22,37 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from buffers.bound import Bound
 from buffers.errors import RefusedError
+from buffers.failures import Failures
+from buffers.leases import Actor as Actor
+from buffers.leases import Credit as Credit
 from buffers.ledger import Entry, Ledger, Restored
 from buffers.order import Line
 from buffers.record import staleness
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Permission to begin one group, whose first token must come from `lowest_version` or newer."""
-
-    number: int
-    attempt: int
-    lowest_version: int
-
-
-@dataclass
-class Actor:
-    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when it was last heard."""
-
-    capacity: int
-    fence: int
-    version: int
-    heard_at: float
-    leases: dict[int, Credit] = field(default_factory=dict)
+from buffers.room import Room
 
 
 class Admission:
     """See the module docstring. Methods raise RefusedError with a reason word; nothing changes when they do, except that
     a `put` refused as `future` or `stale` ends its lease."""
 
-    def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0) -> None:
+    def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()
         self.bound = bound
+        self.failures = Failures(max_attempts)
+        self.room = Room(max_bytes)
         self.actors: dict[str, Actor] = {}
         self.fence = 0
+        self.owner = ""  # the learner that holds the fence
         self.step = 0
         self.committed_step = 0
         self.published: int | None = None
         self.draining = False
-        self._max_attempts, self._lease_s = max_attempts, lease_s
+        self._lease_s = lease_s
         self._line = Line(bound)
         self._newest = 0  # no version above this one can have sampled anything
-        self._failures: dict[int, int] = {}  # of numbers that are neither committed nor quarantined
         self._queued: dict[int, Entry] = {}
         self._batches: dict[int, dict[int, Entry]] = {}  # uncommitted batches by step
         self._taken: set[int] = set()  # batches the present learner holds or has trained
@@ -89,23 +74,23 @@ class Admission:
                 actor.leases[credit.number] = credit
                 del held[credit.number]
             else:
-                self._lose(credit.number)
+                self._lose(credit.number, f"{name} came back without it")
         self.actors[name] = actor
         for number, attempt in sorted(held.items()):
             if self._line.is_open(number) and self._line.lowest_version(number) <= self._newest:
                 self._lease(actor, number, attempt)
 
-    def leave(self, name: str) -> None:
-        """An actor is gone: its groups are lost and will be credited again."""
+    def leave(self, name: str, reason: str = "left") -> None:
+        """An actor is gone, why says `reason`: its groups are lost and will be credited again."""
         actor = self.actors.pop(name, None)
         for number in list(actor.leases) if actor else []:
-            self._lose(number)
+            self._lose(number, f"{name} {reason}")
 
     def expire(self, now: float) -> list[str]:
         """Drop the actors not heard for `lease_s` seconds; returns their names."""
         silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
         for name in silent:
-            self.leave(name)
+            self.leave(name, f"was silent for {self._lease_s:g} s")
         return silent
 
     def target(self, name: str) -> int | None:
@@ -131,7 +116,10 @@ class Admission:
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
+        leases = sum(len(actor.leases) for actor in self.actors.values())
         while not self.draining and (number := self._line.next_number()) is not None:
+            if not (self.room.has_credit(leases) or self._is_due(number)):
+                break
             moved_up = self._line.quarantined_below(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
@@ -144,12 +132,13 @@ class Admission:
             if not able:
                 break
             name = min(able)[1]
-            credit = self._lease(self.actors[name], number, self._failures.get(number, 0))
+            credit = self._lease(self.actors[name], number, self.failures.attempt(number))
             given.setdefault(name, []).append(credit)
+            leases += 1
         return given
 
     def put(self, name: str, number: int, entry: Entry) -> None:
-        """Admit a finished group. Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future` or `stale`."""
+        """Admit a finished group. Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future`, `stale` or `later`."""
         if not 0 <= number < self.bound.num_groups:
             raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_groups} of this run")
         actor = self.actors.get(name)
@@ -165,8 +154,11 @@ class Admission:
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)
             raise RefusedError("stale", f"group {number} has a token of version {entry.oldest_version}, needs {low}")
+        if not self.room.fits(entry.num_bytes) and not self._is_due(number):
+            raise RefusedError("later", f"{self.room.queued} bytes wait; {entry.num_bytes} more pass {self.room.max_bytes}")
         del actor.leases[number]
         self._queued[number] = entry
+        self.room.enter(entry.num_bytes)
 
     def release(self, name: str, numbers: Iterable[int]) -> None:
         """An actor cancels groups that can no longer keep the bound (it went back to older weights)."""
@@ -177,7 +169,7 @@ class Admission:
 
     # -- learner -----------------------------------------------------------------------------------------------------
 
-    def register(self, fence: int, step: int, committed: int) -> list[int]:
+    def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
         `committed` is the step of its newest durable checkpoint: lower than `step` when the learner lived on while the
@@ -194,7 +186,7 @@ class Admission:
             )
         if step > self.committed_step and step - 1 not in self._batches:
             raise RefusedError("unknown-step", f"no batch {step - 1} was ever taken; the journal belongs to another run")
-        self.fence, self.step, self.published = fence, step, None
+        self.fence, self.owner, self.step, self.published = fence, owner, step, None
         self._taken.clear()
         if self.bound.exact:
             self._drop_of_other_version()
@@ -218,10 +210,9 @@ class Admission:
         if step != self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")
         if step not in self._batches:
-            self._drop_too_old()
             wanted = min(self.bound.groups_per_batch, self.num_left)
             picked = self._line.pick(lambda number: number in self._queued, wanted)
-            if wanted == 0 or len(picked) < wanted:
+            if wanted == 0 or len(picked) < wanted or self._drop_too_old(picked):
                 return None
             self._make_up(step, picked)
         self._taken.add(step)
@@ -243,8 +234,7 @@ class Admission:
                 batch = self._batches.pop(index)
                 self._taken.discard(index)
                 numbers += batch
-                for number in batch:
-                    self._failures.pop(number, None)
+                self.failures.forget(batch)
                 self._committed_groups += len(batch)
                 self._committed_tokens += sum(entry.num_tokens for entry in batch.values())
         self.committed_step = max(self.committed_step, step)
@@ -271,9 +261,11 @@ class Admission:
             return False
         if self.num_left == 0:
             return True
+        if not self.draining:
+            return False
         wanted = min(self.bound.groups_per_batch, self.num_left)
         coming = self._line.pick(lambda number: number in self._queued or self._is_leased(number), wanted)
-        return self.draining and len(coming) < wanted
+        return len(coming) < wanted
 
     # -- memory and numbers ------------------------------------------------------------------------------------------
 
@@ -294,6 +286,8 @@ class Admission:
             stale=self._stale,
             stale_tokens=self._stale_tokens,
             failed=self._failed,
+            owner=self.owner,
+            failures=self.failures.remember(),
         )
 
     def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
@@ -304,7 +298,10 @@ class Admission:
         self.fence, self.committed_step, self.step = past.fence, past.committed_step, past.committed_step
         self._committed_groups, self._committed_tokens = past.committed_groups, past.committed_tokens
         self._stale, self._stale_tokens, self._failed = past.stale, past.stale_tokens, past.failed
-        self._queued, self._newest = dict(queued), past.committed_step
+        self._queued, self._newest, self.owner = dict(queued), past.committed_step, past.owner
+        self.failures.restore(past.failures)
+        for entry in queued.values():
+            self.room.enter(entry.num_bytes)
         self._line.restore(past.head, past.consumed, past.quarantined, queued)
         ended = self._committed_groups + len(queued) + self._stale + self._failed + len(past.quarantined)
         self._credited = ended
@@ -317,14 +314,10 @@ class Admission:
     @property
     def ledger(self) -> Ledger:
         """Every attempt ever credited, by where it is or how it ended; derived from the state above."""
-        trained = [entry for index, batch in self._batches.items() if index < self.step for entry in batch.values()]
-        held = [entry for i, b in self._batches.items() if i >= self.step and i in self._taken for entry in b.values()]
-        offered = [entry for i, b in self._batches.items() if i >= self.step and i not in self._taken for entry in b.values()]
-        waiting = [*offered, *self._queued.values()]
-
-        def tokens(entries: Iterable[Entry]) -> int:
-            return sum(entry.num_tokens for entry in entries)
-
+        trained, held, waiting = list[Entry](), list[Entry](), list(self._queued.values())
+        for index, batch in self._batches.items():
+            (trained if index < self.step else held if index in self._taken else waiting).extend(batch.values())
+        tokens = Ledger.tokens
         everything = tokens(trained) + tokens(held) + tokens(waiting) + self._committed_tokens + self._stale_tokens
         return Ledger(
             credited=self._credited, trained=self._committed_groups + len(trained), queued=len(waiting),
@@ -339,13 +332,13 @@ class Admission:
 
     def _has_room(self, actor: Actor, number: int) -> bool:
         """Whether an actor can take one more. A suspect is made alone: only then does losing it prove anything."""
-        if self._is_suspect(number):
+        if self.failures.is_suspect(number):
             return not actor.leases and actor.capacity > 0
-        return len(actor.leases) < actor.capacity and not any(map(self._is_suspect, actor.leases))
+        return len(actor.leases) < actor.capacity and not any(map(self.failures.is_suspect, actor.leases))
 
-    def _is_suspect(self, number: int) -> bool:
-        """Lost so often that one more failure quarantines it."""
-        return self._failures.get(number, 0) >= max(1, self._max_attempts - 1)
+    def _is_due(self, number: int) -> bool:
+        """Whether the next batch cannot do without this number (see `room`)."""
+        return self._line.rank(number) < self.bound.groups_per_batch
 
     def _lease(self, actor: Actor, number: int, attempt: int) -> Credit:
         """Move an open number into a lease."""
@@ -354,16 +347,14 @@ class Admission:
         self._credited += 1
         return credit
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, number: int, reason: str) -> None:
         """The lease of `number` ended with its actor."""
         for actor in self.actors.values():
             actor.leases.pop(number, None)
-        self._failures[number] = self._failures.get(number, 0) + 1
-        if self._failures[number] < self._max_attempts:
+        if not self.failures.lost(number, reason):
             self._failed += 1
             self._line.reopen(number)
             return
-        del self._failures[number]
         self._line.quarantine(number)
         if self.bound.exact:
             self._drop_of_other_version()
@@ -376,11 +367,13 @@ class Admission:
 
     def _make_up(self, step: int, numbers: Iterable[int]) -> None:
         self._batches[step] = {number: self._queued.pop(number) for number in numbers}
+        self.room.leave(sum(entry.num_bytes for entry in self._batches[step].values()))
         self._line.consume(self._batches[step])
 
     def _drop(self, number: int) -> None:
         """A queued group may not be trained on: it is counted and made again."""
         entry = self._queued.pop(number)
+        self.room.leave(entry.num_bytes)
         self._stale += 1
         self._stale_tokens += entry.num_tokens
         self._line.reopen(number)
@@ -390,11 +383,13 @@ class Admission:
         for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._line.lowest_version(n)]:
             self._drop(number)
 
-    def _drop_too_old(self) -> None:
-        """The second net: a queued group over the bound is counted and made again. By the proof there is none."""
+    def _drop_too_old(self, numbers: Iterable[int]) -> bool:
+        """The second net: groups over the bound are counted and made again. By the proof there are none."""
         oldest = self.bound.max_staleness
-        for number in [n for n, entry in self._queued.items() if staleness(entry.oldest_version, self.step) > oldest]:
+        old = [number for number in numbers if staleness(self._queued[number].oldest_version, self.step) > oldest]
+        for number in old:
             self._drop(number)
+        return bool(old)
 
     def _is_leased(self, number: int) -> bool:
         return any(number in actor.leases for actor in self.actors.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class Entry:
     oldest_version: int
     newest_version: int
     num_tokens: int
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Restored:
     stale: int = 0
     stale_tokens: int = 0
     failed: int = 0
+    owner: str = ""  # the learner that holds the fence
+    failures: Mapping[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +71,10 @@ class Ledger:
         )  # fmt: skip
         tokens = self.tokens_trained + self.tokens_queued + self.tokens_in_flight + self.tokens_stale
         return self.credited == groups and self.tokens_put == tokens and self.committed <= self.trained
+
+    @staticmethod
+    def tokens(entries: Iterable[Entry]) -> int:
+        return sum(entry.num_tokens for entry in entries)
 
     def as_dict(self) -> dict[str, int | bool]:
         return {**asdict(self), "closes": self.closes}

@@ -65,6 +65,11 @@ class Line:
     def quarantined_below(self, number: int) -> int:
         return bisect.bisect_left(self.quarantined, number)
 
+    def rank(self, number: int) -> int:
+        """How many live numbers below this one no batch has."""
+        below = number - self.head - (self.quarantined_below(number) - self.quarantined_below(self.head))
+        return below - sum(consumed < number for consumed in self.consumed)
+
     def is_quarantined(self, number: int) -> bool:
         place = bisect.bisect_left(self.quarantined, number)
         return place < len(self.quarantined) and self.quarantined[place] == number

@@ -56,7 +56,7 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
                 and lowest(self) <= actor.version <= self._newest
                 and begun < self.bound.max_ahead
             ):
-                given.setdefault(name, []).append(self._lease(actor, number, self._failures.get(number, 0)))
+                given.setdefault(name, []).append(self._lease(actor, number, self.failures.attempt(number)))
                 begun += 1
         return given
 
