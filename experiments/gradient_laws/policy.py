@@ -1,0 +1,101 @@
+"""A policy small enough to enumerate: 5 tokens, 3 to a completion, so 125 completions and exact expectations.
+
+Axes: Y = 125 completions, T = 3 tokens of each, N = Y T tokens in order, C = 31 prefixes, V = 5 tokens, P = C V parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from learner.config import LossConfig
+from learner.losses import LossInputs, objective
+
+V, T = 5, 3
+COMPLETIONS = torch.tensor(list(product(range(V), repeat=T)))
+Y = len(COMPLETIONS)
+C = sum(V**t for t in range(T))
+
+
+def prefixes() -> Tensor:
+    """int64 [Y, T]: which of the C prefixes each token follows."""
+    columns, offset = [], 0
+    for t in range(T):
+        codes = sum((COMPLETIONS[:, i] * V ** (t - 1 - i) for i in range(t)), torch.zeros(Y, dtype=torch.int64))
+        columns.append(offset + codes)
+        offset += V**t
+    return torch.stack(columns, dim=1)
+
+
+PREFIXES = prefixes()
+
+
+def rewards(seed: int = 0) -> Tensor:
+    """float64 [Y]: a reward for each completion, without structure."""
+    return torch.randn(Y, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def initial(seed: int = 1, scale: float = 0.5) -> Tensor:
+    """float64 [C, V]: logits."""
+    return scale * torch.randn(C, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """float64 [Y, T]: of every token of every completion."""
+    return torch.log_softmax(logits / temperature, -1)[PREFIXES, COMPLETIONS]
+
+
+def probabilities(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """float64 [Y], summing to 1."""
+    return logprobs(logits, temperature).sum(1).exp()
+
+
+def jacobian(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """float64 [N, P]: d log p(token) / d logits, in closed form: (onehot - softmax) / temperature at the token's prefix."""
+    p = torch.softmax(logits / temperature, -1)[PREFIXES]
+    full = torch.zeros(Y, T, C, V, dtype=torch.float64)
+    index = PREFIXES[..., None, None].expand(Y, T, 1, V)
+    own = torch.nn.functional.one_hot(COMPLETIONS, V).double() - p
+    return (full.scatter(2, index, own[:, :, None]) / temperature).reshape(Y * T, C * V)
+
+
+def exact_gradient(logits: Tensor, reward: Tensor, temperature: float = 1.0) -> Tensor:
+    """float64 [P]: of the expected reward under the policy itself."""
+    leaf = logits.clone().requires_grad_()
+    (probabilities(leaf, temperature) * reward).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return leaf.grad.flatten()
+
+
+def later(logits: Tensor, reward: Tensor, steps: int, learning_rate: float = 0.5) -> Tensor:
+    """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
+    for _ in range(steps):
+        logits = logits + learning_rate * exact_gradient(logits, reward).reshape(C, V)
+    return logits
+
+
+def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int, temperature: float = 1.0) -> LossInputs:
+    """Every completion once, as one call of a loss; the proximal policy is the current one, as at the start of a step."""
+    now = logprobs(current, temperature).flatten()
+    each = torch.arange(Y)
+    return LossInputs(
+        logp_current_N=now.clone().requires_grad_(),
+        logp_proximal_N=now,
+        logp_behaviour_N=logprobs(behaviour, temperature).flatten(),
+        advantage_N=advantage_Y.repeat_interleave(T),
+        sequence_N=each.repeat_interleave(T),
+        group_S=each,
+        staleness_N=torch.full((Y * T,), staleness),
+    )
+
+
+def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """float64 [Y, P]: the ascent direction each completion alone gives, in the unit of its sum over tokens."""
+    leaf = inputs.logp_current_N.detach().requires_grad_()
+    objective(replace(inputs, logp_current_N=leaf), config).total.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    per_token = -leaf.grad[:, None] * jacobian(logits, temperature)
+    return per_token.reshape(Y, T, C * V).sum(1)
