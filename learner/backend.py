@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
+from learner import diagnostics
 from learner.batch import Row
 from learner.targets import Observation
 
-# What every backend reports of every step; a loss adds its own.
+# What every backend reports of every step; a loss and a critic add their own.
 STEP_METRICS = (
     "loss",
     "entropy",
     "grad_norm",
-    "is/ratio_max",
-    "is/ratio_mean",
-    "is/ess",
-    "kl/behaviour",
     "clip_ratio/region_mean",
+    "is/weight_mean",
+    "is/masked_ratio",
+    "is/clamped_ratio",
+    *diagnostics.NAMES,
 )
 
 
@@ -29,7 +30,7 @@ STEP_METRICS = (
 class StepReport:
     """What one learner step did: metrics by name, and the mean ratio proximal / behaviour of each completion."""
 
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, Any]
     weight_of_member: Mapping[int, float]
     applied: bool
     """False when an update was refused because its loss or gradient is not finite. Weights and optimizer are then as
@@ -64,10 +65,15 @@ class Backend(Protocol):
         """The probe and its log-probabilities under the weights that `tensors` gives."""
         ...
 
+    def freeze(self) -> Callable[[Path], None]:
+        """Begin to save the present state. The writer that comes back may run in another thread while steps go on; it fills
+        an existing directory with `model/` (a Hugging Face directory), the optimizer's state and the critic."""
+        ...
+
     def save(self, directory: Path) -> None:
-        """Write `model/` (a Hugging Face directory) and the optimizer's state into an existing directory."""
+        """Freeze and write at once."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; training goes on bit for bit on CPU."""
+        """Restore what was saved, by any backend on any number of ranks; on CPU a lone torch rank goes on bit for bit."""
         ...

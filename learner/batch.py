@@ -86,6 +86,11 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return len(self.target_N)
 
+    @property
+    def member_N(self) -> Tensor:
+        """int64 [N]: which completion of the batch a token belongs to."""
+        return self.member_S[self.sequence_N]
+
     def to(self, device: torch.device) -> MicroBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 

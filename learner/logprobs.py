@@ -1,12 +1,19 @@
-"""Log-probabilities of chosen tokens, in float32. Pure.
+"""Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
-Axes: N tokens, V vocabulary.
+The logits of a few tokens at a time are made from the hidden states, used, and forgotten; the backward pass makes them
+again. What fits into one such chunk is remembered instead, so that small vocabularies pay nothing.
+
+Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+_FLOAT32_BYTES = 4
 
 
 def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
@@ -16,8 +23,128 @@ def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -
 
 
 def token_entropy(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """float32 [N]: entropy of softmax(logits / temperature) in nats; carries no gradient."""
-    with torch.no_grad():
-        logp = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
-        # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
-        return -(logp.exp() * logp.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    """float32 [N]: entropy of softmax(logits / temperature) in nats."""
+    logp = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+    # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
+    return -(logp.exp() * logp.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+
+
+def chunk_tokens(vocabulary: int, logits_mib: int) -> int:
+    """Tokens whose float32 logits fit into `logits_mib`; one at least."""
+    return max(1, logits_mib * 2**20 // (_FLOAT32_BYTES * vocabulary))
+
+
+def chunked_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
+
+    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunk_tokens`). Products are
+    computed in the autocast type where that is on, else in the type of `hidden`; everything after them is float32.
+    """
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    logp_N, entropy_N = _Chunked.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, rows, dtype)  # type: ignore[no-untyped-call]
+    return logp_N, entropy_N
+
+
+class _Chunked(torch.autograd.Function):
+    """With z = logits / T, p = softmax(z), H = -sum p log p: d log p[a] / dz = 1[a] - p and dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature_N: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        weight = weight_VD.to(dtype)
+        logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
+        entropy_N = torch.empty_like(logp_N)
+        whole = None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for part in _parts(len(target_N), rows):
+                logp_CV = _log_softmax(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part])
+                logp_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
+                entropy_N[part] = _entropy(logp_CV)
+                whole = logp_CV if len(target_N) <= rows else None
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, whole)
+        ctx.rows, ctx.dtype = rows, dtype
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, whole = ctx.saved_tensors
+        rows, dtype = ctx.rows, ctx.dtype
+        weight = weight_VD.to(dtype)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for part in _parts(len(target_N), rows):
+                hidden = hidden_ND[part].to(dtype)
+                logp_CV = _log_softmax(hidden, weight, bias_V, temperature_N[part]) if whole is None else whole
+                dz = _gradient(
+                    logp_CV,
+                    target_N[part],
+                    entropy_N[part],
+                    None if grad_logp_N is None else grad_logp_N[part] / temperature_N[part],
+                    None if grad_entropy_N is None else grad_entropy_N[part] / temperature_N[part],
+                )
+                if grad_bias is not None:
+                    grad_bias += dz.sum(0)
+                dz = dz.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = dz @ weight
+                if grad_weight is not None and dtype == torch.float32:
+                    grad_weight.addmm_(dz.T, hidden)
+                elif grad_weight is not None:
+                    grad_weight += dz.T @ hidden
+        as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, as_weight, as_bias, None, None, None, None
+
+
+def _parts(count: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def _log_softmax(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor) -> Tensor:
+    """float32 [C, V]; each step writes over the one before."""
+    z = hidden_CD @ weight_VD.T
+    if bias_V is not None:
+        z += bias_V.to(z.dtype)
+    z = z.float().div_(temperature_C[:, None])
+    return z.sub_(torch.logsumexp(z, dim=-1, keepdim=True))
+
+
+def _entropy(logp_CV: Tensor) -> Tensor:
+    # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
+    return -(logp_CV.exp().mul_(logp_CV.clamp(min=torch.finfo(torch.float32).min))).sum(-1)
+
+
+def _gradient(
+    logp_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+) -> Tensor:
+    """float32 [C, V]: gradient of the logits before the temperature; the incoming ones are divided by it already."""
+    p = logp_CV.exp()
+    if grad_entropy_C is None:
+        factor = torch.zeros_like(p) if grad_logp_C is None else -grad_logp_C[:, None] * p
+    else:
+        finite = logp_CV.clamp(min=torch.finfo(torch.float32).min)
+        factor = (finite + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+        factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p)
+    if grad_logp_C is not None:
+        factor.scatter_add_(-1, target_C[:, None], grad_logp_C[:, None])
+    return factor

@@ -1,254 +1,170 @@
-"""The seam on one device with plain torch."""
+"""The seam with plain torch: every rank holds everything, gradients are summed over the ranks."""
 
 from __future__ import annotations
 
-import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from buffers.errors import ConfigError
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
-from learner.backend import StepReport
-from learner.batch import MicroBatch, Row, make_micro_batches
+from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
-from learner.corrections import effective_sample_size, ratio
-from learner.logprobs import token_entropy, token_logprobs
-from learner.losses import LOSSES, Counts, LossInputs, divisor, objective
-from learner.targets import Observation
-
-# Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
-_OWN_FILES = ("config.json", "model")
+from learner.frozen import Frozen
+from learner.model_files import write_model
+from learner.optimizer import (
+    load_optimizer_state,
+    make_adamw,
+    optimizer_state,
+    parameter_groups,
+    set_learning_rate,
+)
+from learner.policy import Policy, load_model
+from learner.rank_backend import RankBackend
+from learner.ranks import Ranks
+from learner.update import Step
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 32
 
 
-class TorchBackend:
-    """See `backend.Backend`. Dropout is off: a policy gradient needs the policy that was sampled from.
+class TorchBackend(RankBackend):
+    """See `backend.Backend` and `update.Machine`.
 
     Raises ConfigError when `model_dir` holds no causal language model or the device is not there.
     """
 
-    def __init__(self, model_dir: Path, config: LearnerConfig, loss: LossConfig, publish_dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        loss: LossConfig,
+        publish_dtype: str = "float32",
+        ranks: Ranks | None = None,
+        value_clip: float | None = None,
+    ) -> None:
+        super().__init__(config, loss, ranks or Ranks())
         torch.set_num_threads(config.threads)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
-        self._config, self._loss_config, self._loss = config, loss, objective
-        self._model_dir, self._device = model_dir, _device(config.device)
-        self._model = self._load_model(model_dir)
-        self._reference = self._load_model(model_dir).requires_grad_(False) if loss.needs_reference else None
-        model: Any = self._model
-        vocabulary = model.get_input_embeddings().num_embeddings
-        self._probe = np.random.default_rng(0).integers(vocabulary, size=_PROBE_TOKENS)
-        # Fused AdamW does the same arithmetic in one kernel a parameter list, on CPU too.
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._model_dir, self._device = model_dir, find_device(config.device, self._ranks.rank)
+        self._value_clip = value_clip
+        self._policy = Policy(load_model(model_dir, self._device), config, with_critic=True)
+        self._model = self._policy.model
+        self._reference: Policy | None = None
+        if loss.needs_reference:
+            self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
+        critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
+        groups = parameter_groups(dict(self._model.named_parameters()), critic)
+        self._optimizer = make_adamw(groups, config, self._device)
+        self._frozen: Frozen | None = None
+        self._memory: dict[int, Tensor] = {}
 
-    def _load_model(self, directory: Path) -> torch.nn.Module:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
-        return cast(torch.nn.Module, model.to(self._device).eval())
+    def _step(self) -> Step:
+        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
 
-    def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
-        """See `Backend.step`. The proximal policy is the one before the first update."""
-        micro = [self._micro_batches(rows) for rows in updates]
-        proximal = self._proximal(micro)
-        seen = _Seen()
-        applied = all(self._update(batches, known, step, seen) for batches, known in zip(micro, proximal, strict=True))
-        return StepReport(seen.metrics(), seen.weights, applied)
+    # -- the machine of a step ---------------------------------------------------------------------------------------
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        whole_groups = LOSSES[self._loss_config.kind].level == "pair"
-        batches = make_micro_batches(rows, self._config.micro_batch_tokens, whole_groups=whole_groups)
-        return [batch.to(self._device) for batch in batches]
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `Machine.predict`."""
+        return self._policy(batch.to(self._device))  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
-        found = {}
-        for batch in self._micro_batches(rows):
-            proximal_N = self._logprobs(self._model, batch).numpy(force=True)
-            reference_N = None if self._reference is None else self._logprobs(self._reference, batch).numpy(force=True)
-            member_N = batch.member_N.numpy(force=True)
-            for member in set(member_N.tolist()):
-                own = member_N == member
-                found[member] = Observation(proximal_N[own], None if reference_N is None else reference_N[own])
-        return found
+    def reference(self, batch: MicroBatch) -> Tensor | None:
+        """See `Machine.reference`."""
+        return None if self._reference is None else self._reference(batch.to(self._device))[0]
 
-    def _logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-        """[N] of the chosen tokens under `model`."""
-        return token_logprobs(self._logits(batch, model), batch.target_N, batch.temperature_N)
-
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if self._reference is None or batch.logp_reference_N is not None:
-            return batch.logp_reference_N
-        with torch.no_grad():
-            return self._logprobs(self._reference, batch)
-
-    def _proximal(self, micro: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
-        """Log-probabilities before the first update; None where the first update computes them anyway."""
-        if self._loss_config.proximal == "interpolate":  # the loss finds it between the other two
-            return [[None for _ in batches] for batches in micro]
-        first: list[Tensor | None] = [None for _ in micro[0]]
-        with torch.no_grad():
-            later = [[self._logprobs(self._model, batch) for batch in batches] for batches in micro[1:]]
-        return [first, *[list[Tensor | None](logps) for logps in later]]
-
-    def _update(self, batches: Sequence[MicroBatch], proximal: Sequence[Tensor | None], step: int, seen: _Seen) -> bool:
-        """One optimizer update; False, and nothing changed, when loss or gradient is not finite."""
+    def begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        counts = Counts(
-            num_tokens=sum(len(batch.target_N) for batch in batches),
-            num_sequences=sum(len(batch.group_S) for batch in batches),
-            num_groups=len({group for batch in batches for group in batch.group_S.tolist()}),
-        )
-        divided_by = divisor(self._loss_config, counts)
-        loss = 0.0
-        for batch, known in zip(batches, proximal, strict=True):
-            logits_NV = self._logits(batch)
-            current_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N)
-            known = batch.logp_proximal_N if batch.logp_proximal_N is not None else known
-            proximal_N = current_N.detach() if known is None else known
-            entropy_N = token_entropy(logits_NV, batch.temperature_N)
-            inputs = LossInputs(
-                logp_current_N=current_N,
-                logp_proximal_N=proximal_N,
-                logp_behaviour_N=batch.logp_behaviour_N,
-                advantage_N=batch.advantage_N,
-                sequence_N=batch.sequence_N,
-                group_S=batch.group_S,
-                staleness_N=step - batch.version_N,
-                mask_N=batch.mask_N,
-                logp_reference_N=self._reference_logprobs(batch),
-                entropy_N=entropy_N,
-            )
-            outputs = self._loss(inputs, self._loss_config)
-            (outputs.total / divided_by).backward()  # type: ignore[no-untyped-call]
-            loss += float(outputs.total.detach()) / divided_by
-            seen.add(batch, outputs.sums, proximal_N, entropy_N)
-        seen.losses.append(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
-        seen.grad_norms.append(norm)
-        if not math.isfinite(loss) or not bool(torch.isfinite(norm)):
-            return False
-        warmup = min(1.0, (step + 1) / self._config.warmup_steps) if self._config.warmup_steps else 1.0
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * warmup
-        self._optimizer.step()
-        return True
 
-    def _logits(self, batch: MicroBatch, model: torch.nn.Module | None = None) -> Tensor:
-        """[N, V]: logits at the positions that predict a loss-bearing token."""
-        mask = torch.zeros(batch.mask_RLL.shape, dtype=torch.float32, device=self._device)
-        mask.masked_fill_(~batch.mask_RLL, torch.finfo(torch.float32).min)
-        out: Any = (model or self._model)(
-            input_ids=batch.ids_RL, position_ids=batch.positions_RL, attention_mask=mask[:, None], use_cache=False
-        )
-        logits: Tensor = out.logits
-        return logits.flatten(0, 1)[batch.source_N]
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last and self._ranks.size > 1:
+            for p in self._learning():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self._ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
+
+    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+        norm = torch.nn.utils.clip_grad_norm_(self._learning(), self._config.max_grad_norm)
+        if not finite or not bool(torch.isfinite(norm)):
+            return float(norm), False
+        if self._frozen is not None:
+            self._frozen.wait()
+            self._frozen = None
+        set_learning_rate(self._optimizer, self._config, step)
+        self._optimizer.step()
+        return float(norm), True
+
+    def _learning(self) -> Iterator[torch.nn.Parameter]:
+        return (p for p in self._policy.parameters() if p.requires_grad)
+
+    # -- what leaves -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> Mapping[str, RawTensor]:
-        dtype = str(self._publish_dtype).removeprefix("torch.")
-        return {
-            name: RawTensor(dtype, tuple(p.shape), _bytes(p.detach().to(self._publish_dtype)))
-            for name, p in self._model.named_parameters()
-        }
+        """See `Backend.tensors`."""
+        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in self._model.named_parameters()}
 
     @torch.no_grad()
     def canary(self) -> Canary:
-        ids = torch.from_numpy(self._probe).to(self._device)
-        out: Any = self._model(input_ids=ids[None, :-1], use_cache=False)
-        ones = torch.ones(len(ids) - 1, device=self._device)
-        return Canary(ids=ids.tolist(), logprobs=token_logprobs(out.logits[0], ids[1:], ones).tolist())
+        """See `Backend.canary`."""
+        ids = probe_ids(self._policy).to(self._device)
+        return Canary(ids=ids.tolist(), logprobs=self._policy.probe(ids).tolist())
 
-    def save(self, directory: Path) -> None:
-        model: Any = self._model
-        if (self._model_dir / "generation_config.json").exists():
-            model.generation_config = GenerationConfig()  # many published ones do not pass the check made when saving
-        model.save_pretrained(directory / "model", safe_serialization=True)
-        for path in self._model_dir.iterdir():  # the tokenizer comes along, so that the directory loads unchanged
-            if path.suffix in {".json", ".txt", ".model", ".jinja"} and not path.name.startswith(_OWN_FILES):
-                shutil.copy2(path, directory / "model" / path.name)
-        state = {
-            f"{name}.{key}": value
-            for name, p in self._model.named_parameters()
-            for key, value in self._optimizer.state.get(p, {}).items()
+    def freeze(self) -> Callable[[Path], None]:
+        """See `Backend.freeze`. The copy is made by a thread; `apply` waits for it."""
+        critic = self._policy.critic
+        parts = {
+            "model": self._model.state_dict(),
+            "optimizer": optimizer_state(self._optimizer, self._named()),
+            "critic": {} if critic is None else critic.state_dict(),
         }
-        save_file({key: value.contiguous() for key, value in state.items()}, directory / "optimizer.safetensors")
+        tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+        self._frozen = frozen = Frozen(tensors, self._memory)
+
+        def write(directory: Path) -> None:
+            copied = frozen.wait()
+            by_part = {part: {name: copied[f"{part} {name}"] for name in named} for part, named in parts.items()}
+            write_model(directory / "model", self._model, by_part["model"], self._model_dir)
+            save_file(by_part["optimizer"], directory / "optimizer.safetensors")
+            if critic is not None:
+                save_file(by_part["critic"], directory / "critic.safetensors")
+
+        return write
 
     def load(self, directory: Path) -> None:
-        loaded = self._load_model(directory / "model")
-        self._model.load_state_dict(loaded.state_dict())
+        """See `Backend.load`."""
+        self._model.load_state_dict(load_model(directory / "model", self._device).state_dict())
         state = load_file(directory / "optimizer.safetensors", device=str(self._device))
-        for name, p in self._model.named_parameters():
-            keys = [key for key in state if key.rpartition(".")[0] == name]
-            self._optimizer.state[p] = {key.rpartition(".")[2]: state[key] for key in keys}
+        load_optimizer_state(self._optimizer, self._named(), state)
+        if self._policy.critic is not None:
+            self._policy.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(self._device)))
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Everything that learns, under the names that the optimizer's file has."""
+        yield from self._model.named_parameters()
+        if self._policy.critic is not None:
+            yield from self._policy.critic.named_parameters(prefix="critic")
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str, rank: int = 0) -> torch.device:
+    """The device of this rank: `cuda` is one per rank. Raises ConfigError when it cannot be used."""
     try:
-        device = torch.device(name)
+        device = torch.device(f"cuda:{rank}" if name == "cuda" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
     return device
 
 
-def _bytes(tensor: Tensor) -> bytes | memoryview:
+def probe_ids(policy: Policy) -> Tensor:
+    """int64 [_PROBE_TOKENS]: the same text for every learner of this vocabulary."""
+    return torch.from_numpy(np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS))
+
+
+def raw(tensor: Tensor) -> RawTensor:
     """Its row-major bytes: a view where it lies in CPU memory already."""
-    if not tensor.numel():
-        return b""
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
-
-
-class _Seen:
-    """Sums over the micro-batches of one learner step."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.losses: list[float] = []
-        self.entropy = 0.0
-        self.sums: dict[str, float] = {}
-        self.ratios: list[Tensor] = []
-        self.kl = 0.0
-        self.weights: dict[int, float] = {}
-        self.grad_norms: list[Tensor] = []
-
-    def add(self, batch: MicroBatch, sums: Mapping[str, Tensor], proximal_N: Tensor, entropy_N: Tensor) -> None:
-        self.num_tokens += len(batch.target_N)
-        self.entropy += float(entropy_N.sum())
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        ratio_N = ratio(proximal_N, batch.logp_behaviour_N)
-        self.ratios.append(ratio_N)
-        self.kl += float((batch.logp_behaviour_N - proximal_N).sum())
-        for member in set(batch.member_N.tolist()):
-            self.weights[member] = float(ratio_N[batch.member_N == member].mean())
-
-    def metrics(self) -> dict[str, float]:
-        """Means over tokens; `is/*` of the ratio proximal / behaviour before truncation."""
-        ratio_N = torch.cat(self.ratios)
-        return {
-            "loss": sum(self.losses) / len(self.losses),
-            "entropy": self.entropy / self.num_tokens,
-            "grad_norm": float(torch.stack(self.grad_norms).mean()),
-            "is/ratio_max": float(ratio_N.max()),
-            "is/ratio_mean": float(ratio_N.mean()),
-            "is/ess": float(effective_sample_size(ratio_N)),
-            "kl/behaviour": self.kl / self.num_tokens,
-            **{name: value / self.num_tokens for name, value in self.sums.items()},
-        }
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

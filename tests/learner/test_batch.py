@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from buffers.record import Group
-from learner.batch import MicroBatch, deal, make_micro_batches, make_rows
+from learner.batch import MicroBatch, attention_mask, deal, make_micro_batches, make_rows
 from learner.config import LearnerConfig, LossConfig
 from learner.logprobs import token_logprobs
 from learner.torch_backend import TorchBackend
@@ -42,7 +42,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    mask = torch.zeros(batch.mask_RLL.shape).masked_fill(~batch.mask_RLL, torch.finfo(torch.float32).min)
+    allowed = attention_mask(batch.segments_RL)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     out = model(input_ids=batch.ids_RL, position_ids=batch.positions_RL, attention_mask=mask[:, None], use_cache=False)
     return token_logprobs(out.logits.flatten(0, 1)[batch.source_N], batch.target_N, batch.temperature_N)
 
@@ -169,8 +170,8 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
     seen: list[int] = []
     for batch in batches:
         num_rows, width = batch.ids_RL.shape
-        assert batch.positions_RL.shape == (num_rows, width) and batch.mask_RLL.shape == (num_rows, width, width)
-        assert len({len(tensor) for name, tensor in vars(batch).items() if name.endswith("_N")}) == 1
+        assert batch.positions_RL.shape == batch.segments_RL.shape == (num_rows, width)
+        assert len({len(tensor) for name, tensor in batch.tensors().items() if name.endswith("_N")}) == 1
         for member in sorted(set(batch.member_N.tolist())):
             seen.append(member)
             group, rollout = everyone[member]
@@ -182,14 +183,16 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
             past = group.prompt_ids.tolist()
             for token, source in zip(rollout.completion_ids.tolist(), batch.source_N[own].tolist(), strict=True):
                 row, query = divmod(source, width)
-                keys = batch.mask_RLL[row, query].nonzero()[:, 0]
+                keys = attention_mask(batch.segments_RL)[row, query].nonzero()[:, 0]
                 # exactly the prompt and what this completion said before, in order, at positions 0, 1, 2, ...
                 assert batch.ids_RL[row, keys].tolist() == past
                 assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))
                 assert query == keys[-1]
                 past = [*past, token]
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
-    assert all(bool(batch.mask_RLL.any(-1).all()) for batch in batches)  # an empty softmax would be NaN, padding or not
+    assert all(
+        bool(attention_mask(batch.segments_RL).any(-1).all()) for batch in batches
+    )  # an empty softmax would be NaN, padding or not
 
 
 @given(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from learner.logprobs import token_entropy, token_logprobs
+from learner.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
 
 @pytest.fixture
@@ -47,7 +47,52 @@ def test_a_masked_token_of_the_vocabulary_has_no_part_in_the_entropy() -> None:
     torch.testing.assert_close(token_entropy(logits, torch.ones(1)), torch.tensor([2.0]).log())
 
 
-def test_only_the_log_probability_carries_a_gradient(logits_NV: torch.Tensor) -> None:
-    logits_NV.requires_grad_()
-    assert token_logprobs(logits_NV, TARGET_N, TEMPERATURE_N).requires_grad
-    assert not token_entropy(logits_NV, TEMPERATURE_N).requires_grad
+@pytest.fixture
+def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [7, 5], an output layer [11, 5] and its bias [11]."""
+    random = torch.Generator().manual_seed(1)
+    return tuple(2 * torch.randn(*shape, generator=random) for shape in ((7, 5), (11, 5), (11,)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("biased", [True, False])
+def test_in_chunks_they_and_their_gradients_are_those_of_the_whole(
+    layer: tuple[torch.Tensor, ...], rows: int, biased: bool
+) -> None:
+    def both(chunked: bool) -> list[torch.Tensor]:
+        hidden, weight, bias = (each.clone().requires_grad_() for each in layer)
+        if chunked:
+            logp, entropy = chunked_logprobs(hidden, weight, bias if biased else None, TARGET_N, TEMPERATURE_N, rows)
+        else:
+            logits = hidden @ weight.T + (bias if biased else 0)
+            logp, entropy = token_logprobs(logits, TARGET_N, TEMPERATURE_N), token_entropy(logits, TEMPERATURE_N)
+        (logp * torch.arange(7) - 0.3 * entropy * torch.arange(7).flip(0)).sum().backward()  # type: ignore[no-untyped-call]
+        gradients = [each.grad for each in (hidden, weight, bias) if each.grad is not None]
+        return [logp.detach(), entropy.detach(), *gradients]
+
+    found, expected = both(True), both(False)
+    assert len(found) == len(expected) == (5 if biased else 4)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_in_chunks_of_half_precision_the_gradient_of_the_layer_is_summed_in_float32(layer: tuple[torch.Tensor, ...]) -> None:
+    hidden, weight = (each.clone().requires_grad_() for each in layer[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logp, _ = chunked_logprobs(hidden, weight, None, TARGET_N, TEMPERATURE_N, 2)
+    logp.sum().backward()  # type: ignore[no-untyped-call]
+    exact = token_logprobs(layer[0] @ layer[1].T, TARGET_N, TEMPERATURE_N)
+    assert logp.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
+    torch.testing.assert_close(logp, exact, rtol=0.02, atol=0.2)
+
+
+def test_no_tokens_have_no_log_probabilities_and_give_no_gradient(layer: tuple[torch.Tensor, ...]) -> None:
+    hidden, weight = layer[0][:0].clone().requires_grad_(), layer[1].clone().requires_grad_()
+    logp, entropy = chunked_logprobs(hidden, weight, None, TARGET_N[:0], TEMPERATURE_N[:0], 4)
+    (logp.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_chunk_holds_as_many_tokens_as_fit_and_one_at_least() -> None:
+    assert chunk_tokens(128 * 1024, 64) == 128
+    assert chunk_tokens(10**9, 1) == 1

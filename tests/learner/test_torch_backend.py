@@ -21,6 +21,7 @@ from actors.torch_engine.engine import TorchEngine
 from buffers.errors import ConfigError
 from buffers.record import Group, Rollout
 from buffers.weights import WeightSet
+from learner import update
 from learner.backend import STEP_METRICS, StepReport
 from learner.batch import Row, deal, make_rows
 from learner.config import LearnerConfig, LossConfig
@@ -121,13 +122,13 @@ def test_a_report_has_the_metrics_a_backend_owes_and_they_are_the_twins(model_di
 def test_the_proximal_policy_is_the_one_before_the_first_update(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(model_dir, warmup_steps=0, learning_rate=1e-2)
     seen: list[tuple[Tensor, Tensor]] = []
-    loss = backend._loss
+    loss = update.objective
 
     def spy(inputs: Any, config: LossConfig) -> Any:
         seen.append((inputs.logp_current_N.detach(), inputs.logp_proximal_N))
         return loss(inputs, config)
 
-    monkeypatch.setattr(backend, "_loss", spy)
+    monkeypatch.setattr(update, "objective", spy)
     with torch.no_grad():
         before = [logprobs(backend, group, rollout) for group in GROUPS for rollout in group.rollouts]
     report = backend.step(make_updates(2), 0)

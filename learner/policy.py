@@ -1,0 +1,124 @@
+"""The policy as one module: from a micro-batch to log-probabilities, entropies and (with a critic) values of its tokens.
+
+Owns the Hugging Face model, its output layer's use in chunks, and how it is computed (type, gradient checkpointing).
+Dropout is off: a policy gradient needs the policy that was sampled from. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from buffers.errors import ConfigError
+from learner.batch import MicroBatch, attention_mask
+from learner.config import LearnerConfig
+from learner.critic import make_critic
+from learner.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+
+# An output layer that is followed by nothing else agrees with the model's own logits to rounding.
+_SAME_LOGITS = 1e-3
+
+
+def load_model(directory: Path, device: torch.device) -> nn.Module:
+    """A causal language model in float32, in evaluation mode; raises ConfigError when the directory holds none."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
+    return cast(nn.Module, model.to(device).eval())
+
+
+class Policy(nn.Module):
+    """`model` is the language model, `critic` estimates values where there is one.
+
+    Raises ConfigError when gradient checkpointing is asked of a model that has none.
+    """
+
+    def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = make_critic(config.critic, self.trunk, self.output_layer.weight.shape[1]) if with_critic else None
+        self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
+        self._logits_mib = config.logits_mib
+        if config.gradient_checkpointing:
+            _checkpoint_gradients(model)
+        self._chunked = self._output_layer_is_last()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The model without its output layer."""
+        model: Any = self.model
+        return cast(nn.Module, model.base_model)
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        model: Any = self.model
+        return cast(nn.Linear, model.get_output_embeddings())
+
+    @property
+    def vocabulary(self) -> int:
+        model: Any = self.model
+        return int(model.get_input_embeddings().num_embeddings)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
+        with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            mask = attention_mask(batch.segments_RL)
+            bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+            inputs = {
+                "input_ids": batch.ids_RL,
+                "position_ids": batch.positions_RL,
+                "attention_mask": bias[:, None],
+                "use_cache": False,
+            }
+            if self._chunked:
+                hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
+                head = self.output_layer
+                rows = chunk_tokens(head.weight.shape[0], self._logits_mib)
+                logp_N, entropy_N = chunked_logprobs(
+                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows
+                )
+            else:
+                out = self.model(**inputs, output_hidden_states=self.critic is not None)
+                hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
+                logits_NV = out.logits.flatten(0, 1)[batch.source_N]
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N)
+            value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
+        return logp_N, entropy_N, value_N
+
+    def probe(self, ids: Tensor) -> Tensor:
+        """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
+        model: Any = self.model
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
+
+    @torch.no_grad()
+    def _output_layer_is_last(self) -> bool:
+        """False for models that scale or cap what the output layer gives; their logits are then computed whole."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            return False
+        ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
+        own = model(input_ids=ids, use_cache=False).logits
+        return bool((own - head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)).abs().max() < _SAME_LOGITS)
+
+
+def _checkpoint_gradients(model: nn.Module) -> None:
+    """Layers forget what they computed and compute it again in the backward pass."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that support it; use false")
+    cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode
