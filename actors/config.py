@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
+from buffers.composition import Composition
 from buffers.config import Section
 
 
@@ -67,12 +68,23 @@ class EngineConfig(Section):
 
 
 class RewardsConfig(Section):
-    """Who judges completions, and what happens when a judge fails."""
+    """Who judges completions, how their scores become a reward, and what happens when a judge fails."""
 
     functions: tuple[str, ...] = ("reasoning_gym",)
-    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`)."""
+    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); `own_name=...` before any of them,
+    and `FORM:` (trl, verl, openrlhf, gym, verifiers) before one that was written for another system and does not show it."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each reward by name in the sum; 1.0 where not given."""
+    """Weight of each reward by name; where not given, what `@reward(weight=...)` says, else 1.0."""
+    combine: Literal["sum", "product"] = "sum"
+    """What is made of the weighted scores."""
+    gates: tuple[str, ...] = ()
+    """Rewards that only open or close: where one of them is not above 0, the whole is 0."""
+    clip: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """By reward name: lowest and highest value that counts; `reward` clips the whole."""
+    normalise: tuple[str, ...] = ()
+    """Rewards that are measured in running standard deviations from their running mean (a reward model's, for example)."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)
@@ -81,6 +93,11 @@ class RewardsConfig(Section):
     """Calls of asynchronous rewards in flight per actor."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
+
+    @property
+    def composition(self) -> Composition:
+        """How the scores of a rollout become its reward."""
+        return Composition(self.weights, self.combine, self.gates, self.clip, self.normalise)
 
 
 class ActorsConfig(Section):
