@@ -10,8 +10,9 @@ from actors.engine import Engine, Request, RolloutKey
 from actors.prompts import Row
 from actors.scoring.fields import fields_of
 from actors.scoring.pool import ScoringPool
+from buffers.composition import Composition
 from buffers.errors import DeadlineError
-from buffers.record import Score, combine
+from buffers.record import Score
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def evaluate(
     decode: Callable[[Sequence[int]], str],
     *,
     max_completion_length: int,
-    weights: Mapping[str, float],
+    composition: Composition,
     solved_at: float = 1.0,
     patience_s: float = 120.0,
 ) -> EvaluationResult:
@@ -64,7 +65,8 @@ def evaluate(
             raise DeadlineError(f"waited {patience_s:.0f} s for scores of {len(rows) - len(scores)} held-out completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    totals = [combine(each, weights) for each in scores.values()]
+    # Without running statistics: a held-out reward must mean the same at the start and at the end of a run.
+    totals = [composition.reward(each) for each in scores.values()]
     judged = [total for total in totals if total is not None]
     names = list(next(iter(scores.values()))) if scores else []
     return EvaluationResult(

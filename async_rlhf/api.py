@@ -54,7 +54,7 @@ def train(
 def start(config: Config, *, resume: bool = False, progress: Progress | None = None) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back only has to `run`."""
     preflight(config)
-    config = config.model_copy(update={"model": model_directory(config.model)})
+    config = with_own_weights(config.model_copy(update={"model": model_directory(config.model)}))
     directory = RunDir.reopen(config) if resume else RunDir.create(config)
     return Supervisor(config, directory, LocalLauncher(), progress), directory
 
@@ -84,8 +84,16 @@ def preflight(config: Config) -> int:
     if not rows:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
     try:
-        resolve(config.rewards.functions, Path.cwd(), set(rows[0].columns))
+        specs = resolve(config.rewards.functions, Path.cwd(), set(rows[0].columns), config.rewards.options)
     except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
         raise ConfigError(str(error)) from error
+    config.rewards.composition.check(spec.name for spec in specs)
     config.bound(len(rows)).check()
     return len(rows)
+
+
+def with_own_weights(config: Config) -> Config:
+    """The configuration with the weights that rewards give themselves written out, so that the record of a run is whole."""
+    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
+    weights = {spec.name: spec.weight for spec in specs if spec.weight != 1.0} | config.rewards.weights
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"weights": weights})})

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
 from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig
+from actors.rewards import absolute
 from buffers.bound import Bound
 from buffers.config import QueueConfig, Section, SecurityConfig
 from buffers.errors import ConfigError, did_you_mean
@@ -234,12 +235,11 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
         data["source"] = str(base / source)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple):
-        rewards["functions"] = [_anchored_reward(function, base) for function in functions]
-
-
-def _anchored_reward(function: Any, base: Path) -> Any:
-    file, colon, name = str(function).rpartition(":")
-    return f"{base / file}:{name}" if colon and file.endswith(".py") else function
+        rewards["functions"] = [absolute(str(function), base) for function in functions]
+    if isinstance(rewards, dict) and isinstance(options := rewards.get("options"), dict):
+        for chosen in options.values():
+            if isinstance(chosen, dict) and isinstance(path := chosen.get("path"), str):
+                chosen["path"] = str(base / path)
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:

@@ -70,7 +70,7 @@ def make_trainer(run: RunDir, config: Config, feed: Feed) -> Trainer:
             checkpoint=config.checkpoint,
             max_steps=config.max_steps,
             max_staleness=config.queue.max_staleness,
-            reward_weights=config.rewards.weights,
+            composition=config.rewards.composition,
             max_failed_ratio=config.rewards.max_failed_ratio,
             sampled_groups=config.sampled_groups,
             advantage=config.advantage,
@@ -98,7 +98,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     beat_s = min(1.0, config.queue.lease_s / 5)
     connect = connector(config.security.directory)
     client = ActorClient(address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect)
-    specs = resolve(config.rewards.functions, Path.cwd())
+    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
     scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
     try:
         reason = Worker(
@@ -145,7 +145,8 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
 
     _, rows = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    scoring = ScoringPool[RolloutKey](resolve(config.rewards.functions, Path.cwd()), config.rewards)
+    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
+    scoring = ScoringPool[RolloutKey](specs, config.rewards)
     try:
         result = evaluate(
             load_engine(model, config.engine, version=0),
@@ -154,7 +155,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
             partial(encode, tokenizer=tokenizer, template=config.data.template),
             partial(tokenizer.decode, skip_special_tokens=True),
             max_completion_length=config.generation.max_completion_length,
-            weights=config.rewards.weights,
+            composition=config.rewards.composition,
             solved_at=config.evaluation.solved_at,
         )
     finally:

@@ -51,17 +51,6 @@ class Support:
     ids: Int32Array
 
 
-def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of a rollout's scores (weight 1 where none is given), or None when it does not count.
-
-    It does not count when any score failed, or when no reward applied.
-    """
-    if any(score.failure is not None for score in scores.values()):
-        return None
-    values = [weights.get(name, 1.0) * score.value for name, score in scores.items() if score.value is not None]
-    return sum(values) if values else None
-
-
 @dataclass(frozen=True)
 class Rollout:
     """One completion with everything observed while it was made.

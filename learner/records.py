@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from buffers.record import Group, combine, staleness
+from buffers.record import Group, staleness
 
 
 class StepFile:
@@ -45,10 +45,14 @@ def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
     return dict(sorted(ages.items()))
 
 
-def data_metrics(groups: Sequence[Group], weights: Mapping[str, float], step: int, max_staleness: int) -> dict[str, Any]:
-    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio."""
+def data_metrics(
+    groups: Sequence[Group], per_group: Sequence[Sequence[float | None]], step: int, max_staleness: int
+) -> dict[str, Any]:
+    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio.
+
+    per_group: the reward of each member of each group, None where it does not count.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    per_group = [[combine(rollout.scores, weights) for rollout in group.rollouts] for group in groups]
     rewards = [reward for group in per_group for reward in group if reward is not None]
     spreads = [_std([reward for reward in group if reward is not None]) for group in per_group]
     ages = staleness_histogram(groups, step)
@@ -72,6 +76,10 @@ def data_metrics(groups: Sequence[Group], weights: Mapping[str, float], step: in
     for name in rollouts[0].scores:
         values = [rollout.scores[name].value for rollout in rollouts]
         metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
+        told = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
+        for metric in told:
+            found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
+            metrics[f"rewards/{name}/{metric}"] = _mean(found)
     return metrics
 
 

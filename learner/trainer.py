@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from buffers.client import HubRestartedError, TakenBatch
+from buffers.composition import Composition, Statistics
 from buffers.errors import NonFiniteError, RewardError, StalenessError
-from buffers.record import Group, combine
+from buffers.record import Group
 from learner.backend import Backend, StepReport
 from learner.batch import deal, make_rows
 from learner.beliefs import Beliefs, believe, choose
@@ -44,7 +45,7 @@ class TrainerConfig:
     checkpoint: CheckpointConfig
     max_steps: int
     max_staleness: int
-    reward_weights: Mapping[str, float]
+    composition: Composition
     max_failed_ratio: float
     sampled_groups: int
     """Groups of every step written to `rollouts.jsonl`."""
@@ -61,10 +62,12 @@ class Trainer:
         self._client, self._backend, self._config = client, backend, config
         self._checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep_last)
         self.step = self._committed = 0
+        self._statistics = Statistics()
         if (found := self._checkpoints.latest()) is not None:
             path, state = found
             backend.load(path)
             self.step = self._committed = state["step"]
+            self._statistics = Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
         self._metrics = StepFile(directory / "metrics.jsonl", self.step)
         self._samples = StepFile(directory / "rollouts.jsonl", self.step)
@@ -105,8 +108,9 @@ class Trainer:
     def _train(self, batch: TakenBatch) -> None:
         config, step = self._config, self.step
         self._certify(batch.groups)
-        rewards = [[combine(r.scores, config.reward_weights) for r in group.rollouts] for group in batch.groups]
-        data = data_metrics(batch.groups, config.reward_weights, step, config.max_staleness)
+        self._statistics.observe(config.composition, (r.scores for group in batch.groups for r in group.rollouts))
+        rewards = [[config.composition.reward(r.scores, self._statistics) for r in group.rollouts] for group in batch.groups]
+        data = data_metrics(batch.groups, rewards, step, config.max_staleness)
         self._check_rewards(batch.groups, data["rewards/failed_ratio"])
         beliefs = self._believe(batch.groups, rewards)
         advantages = beliefs.advantages
@@ -216,7 +220,7 @@ class Trainer:
 
     def _save(self) -> None:
         config = self._config
-        state = {"version": self.step, "max_steps": config.max_steps}
+        state = {"version": self.step, "max_steps": config.max_steps, "rewards": self._statistics.state}
         self._checkpoints.save(self.step, self._backend.save, state)
         self._committed = self.step
         self._tell(lambda: self._client.commit(self.step))

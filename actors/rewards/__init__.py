@@ -12,7 +12,7 @@ time-outs (`actors.scoring`).
 """
 
 from actors.rewards.answer import Answer, failed
-from actors.rewards.loading import BUILTINS, RewardSpec, load, resolve, spec_of
+from actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
 from actors.rewards.settings import Settings, TransientError, reward, settings_of
 from actors.rewards.signature import FIELDS, Signature
 from buffers.score import Score
@@ -26,6 +26,7 @@ __all__ = [
     "Settings",
     "Signature",
     "TransientError",
+    "absolute",
     "failed",
     "load",
     "resolve",

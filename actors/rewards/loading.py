@@ -83,8 +83,8 @@ def resolve(
     options = options or {}
     specs: dict[str, RewardSpec] = {}
     for given in targets:
-        own_name, _, target = given.rpartition("=")
-        spec = _spec(own_name, _absolute(target, base_dir), columns, options)
+        own_name, _, target = absolute(given, base_dir).rpartition("=")
+        spec = _spec(own_name, target, columns, options)
         if spec.name in specs:
             raise ConfigError(
                 f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
@@ -130,6 +130,16 @@ def _spec(own_name: str, target: str, columns: AbstractSet[str] | None, options:
     )
 
 
+def absolute(target: str, base_dir: Path) -> str:
+    """The same target, its file seen from everywhere; what names no file stays as it is."""
+    own_name, equals, rest = target.rpartition("=")
+    scheme, rest = _scheme(rest)
+    place, _, name = rest.rpartition(":")
+    if not place.endswith(".py"):
+        return target
+    return f"{own_name}{equals}{scheme}{':' * bool(scheme)}{(base_dir / place).resolve()}:{name}"
+
+
 def load(spec: RewardSpec) -> RewardFunction:
     """The function itself, in the process that will call it. Raises RewardError when it cannot be had."""
     return _function(spec.target)
@@ -160,12 +170,6 @@ def spec_of(function: Callable[..., Any]) -> str:
     if module is None or _attribute(module, name) is not function:
         raise RewardError(f"{function.__module__}:{name} is not the function that was given: {_FIX}")
     return f"{function.__module__}:{name}"
-
-
-def _absolute(target: str, base_dir: Path) -> str:
-    scheme, rest = _scheme(target)
-    place, _, name = rest.rpartition(":")
-    return f"{scheme}{':' * bool(scheme)}{(base_dir / place).resolve()}:{name}" if place.endswith(".py") else target
 
 
 def _scheme(target: str) -> tuple[str, str]:

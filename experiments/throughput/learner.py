@@ -29,7 +29,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from buffers.record import Group, Rollout, Score, Span, combine
+from buffers.composition import Composition
+from buffers.record import Group, Rollout, Score, Span
 from learner.advantages import group_relative
 from learner.batch import make_rows
 from learner.config import LearnerConfig, LossConfig
@@ -72,7 +73,7 @@ def make_groups(lengths: np.ndarray) -> list[Group]:
 
 
 def advantages_of(groups: list[Group]) -> list[list[float | None]]:
-    return [group_relative([combine(r.scores, {}) for r in group.rollouts], scale_by_std=True) for group in groups]
+    return [group_relative([Composition().reward(r.scores) for r in group.rollouts], scale_by_std=True) for group in groups]
 
 
 def learner_step(groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:

@@ -19,7 +19,8 @@ from actors.worker import Work
 from async_rlhf.api import run
 from async_rlhf.config import Config
 from async_rlhf.roles import make_work
-from buffers.record import Group, Rollout, Score, combine
+from buffers.composition import Composition
+from buffers.record import Group, Rollout, Score
 from learner.advantages import group_relative
 from learner.batch import make_rows
 from learner.torch_backend import TorchBackend
@@ -39,7 +40,7 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
         engine.load_weights(step, backend.tensors())
         numbers = range(step * config.groups_per_batch, (step + 1) * config.groups_per_batch)
         groups = generate(engine, work, numbers)
-        rewards = [[combine(rollout.scores, {}) for rollout in group.rollouts] for group in groups]
+        rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
         advantages = [group_relative(values, scale_by_std=config.advantage.scale_by_std) for values in rewards]
         backend.step([make_rows(groups, advantages, config.learner.row_tokens)], step)
     return {name: np.frombuffer(tensor.data, np.float32).reshape(tensor.shape) for name, tensor in backend.tensors().items()}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.errors import RecordError, WeightsError
-from buffers.record import Group, Rollout, Score, Span, Support, combine, staleness
+from buffers.record import Group, Rollout, Score, Span, Support, staleness
 from buffers.tensors import ITEM_BYTES, RawTensor
 
 
@@ -115,24 +115,6 @@ def test_a_score_is_a_value_or_not_applicable_or_failed() -> None:
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(RecordError, match="a score must be finite"):
             Score(value)
-
-
-@pytest.mark.parametrize(
-    ("scores", "weights", "total"),
-    [
-        ({"a": Score(2.0), "b": Score(3.0)}, {}, 5.0),
-        ({"a": Score(2.0), "b": Score(3.0)}, {"b": 0.5}, 3.5),
-        ({"a": Score(2.0), "b": Score()}, {}, 2.0),
-        ({"a": Score(0.0)}, {}, 0.0),
-        ({"a": Score(), "b": Score()}, {}, None),
-        ({"a": Score(2.0), "b": Score(failure="raised")}, {}, None),
-        ({}, {}, None),
-    ],
-)
-def test_a_failed_or_missing_score_is_no_number(
-    scores: dict[str, Score], weights: dict[str, float], total: float | None
-) -> None:
-    assert combine(scores, weights) == total
 
 
 def test_staleness_counts_in_both_directions() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from making import make_rollout
 
+from buffers.composition import Composition
 from buffers.record import UNKNOWN_VERSION, Group, Score
 from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
 
@@ -19,6 +20,11 @@ PROMPT = np.array([1, 2], np.int32)
 
 def make(number: int, *rollouts: Any) -> Group:
     return Group(number, 0, PROMPT, tuple(rollouts), 1.0)
+
+
+def rewards(groups: list[Group], weights: dict[str, float] | None = None) -> list[list[float | None]]:
+    rule = Composition(weights or {})
+    return [[rule.reward(rollout.scores) for rollout in group.rollouts] for group in groups]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -95,7 +101,7 @@ def test_the_metrics_of_a_batch_are_those_worked_out_by_hand() -> None:
         # nobody counts
         make(2, make_rollout(3, spans=[(1, 3)], scores=scores(None, None, "boom"))),
     ]
-    assert data_metrics(groups, {"style": 2.0}, step=2, max_staleness=1) == {
+    assert data_metrics(groups, rewards(groups, {"style": 2.0}), step=2, max_staleness=1) == {
         "reward": pytest.approx((2 + 0 + 3 + 3 + 3) / 5),
         "reward_std": pytest.approx(1 / 3),
         "frac_reward_zero_std": pytest.approx(2 / 3),
@@ -115,9 +121,16 @@ def test_the_metrics_of_a_batch_are_those_worked_out_by_hand() -> None:
 
 def test_a_mean_of_nothing_is_none_and_not_zero() -> None:
     failed = make(0, make_rollout(1, scores={"judge": Score(failure="boom")}))
-    metrics = data_metrics([failed], {}, 0, 0)
+    metrics = data_metrics([failed], rewards([failed]), 0, 0)
     assert metrics["reward"] is None and metrics["rewards/judge/mean"] is None
     assert metrics["rewards/failed_ratio"] == 1.0
+
+
+def test_the_metrics_a_reward_returns_are_averaged_over_those_that_have_them() -> None:
+    told = [Score(1.0, metrics={"words": 2.0}), Score(0.0, metrics={"words": 4.0}), Score(0.5)]
+    group = make(0, *[make_rollout(1, scores={"judge": score}) for score in told])
+    metrics = data_metrics([group], rewards([group]), 0, 1)
+    assert metrics["rewards/judge/words"] == 3.0 and metrics["rewards/judge/mean"] == 0.5
 
 
 def test_a_sample_shows_every_member_with_what_it_was_worth() -> None:

@@ -12,6 +12,7 @@ import torch
 from making import make_group, make_model
 
 from buffers.client import HubRestartedError, LearnerClient, TakenBatch
+from buffers.composition import Composition
 from buffers.errors import NonFiniteError, RewardError, StalenessError
 from buffers.record import Group
 from buffers.tensors import RawTensor
@@ -126,7 +127,7 @@ class Life:
         config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
         self.backend = TorchBackend(model_dir, config, loss)
         checkpoint = CheckpointConfig(save_every=save_every)
-        whole = TrainerConfig(config, loss, checkpoint, max_steps, 1, {}, max_failed_ratio, sampled_groups=1)
+        whole = TrainerConfig(config, loss, checkpoint, max_steps, 1, Composition(), max_failed_ratio, sampled_groups=1)
         self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, whole)
 
     @property
