@@ -7,16 +7,19 @@ Every wait has a deadline and says for what it waited. One thread only; frames g
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from buffers import packing, wire
+from buffers.config import WeightsConfig
 from buffers.errors import DeadlineError, RefusedError
 from buffers.fetching import Fetching
 from buffers.link import Connect, Link, SocketLink
+from buffers.publishing import Publishing
 from buffers.record import Group
 from buffers.tensors import RawTensor
 from buffers.weights import WeightSet
@@ -74,12 +77,36 @@ class Connection:
             resend_at = heard + _RETRY_S
             if isinstance(answer[1], wire.Waiting):
                 detail = answer[1].detail
-            elif isinstance(answer[1], wire.Refused):
-                kind = HubRestartedError if answer[1].reason == "unregistered" else RefusedError
-                raise kind(answer[1].reason, answer[1].detail)
             else:
+                _raise_refusal(answer[1])
                 return answer[1], answer[2]
         raise DeadlineError(f"waited {timeout_s:.0f} s for the answer to {message.type!r}: {detail}")
+
+    def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None:
+        """Send many requests, up to `ahead` of them before the first is answered; returns when all are.
+
+        What the answers say is dropped but for a refusal. Raises as `ask` does.
+        """
+        coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
+        heard = resend_at = self.link.clock()
+        while True:
+            for message, arrays in itertools.islice(coming, ahead - len(open_requests)):
+                open_requests[self.send(message, arrays)] = message, arrays
+                resend_at = self.link.clock() + _RETRY_S
+            if not open_requests:
+                return
+            answer = self.receive(min(_RETRY_S, timeout_s))
+            now = self.link.clock()
+            if answer is not None and (answer[0] in open_requests or answer[0] == _UNREADABLE):
+                _raise_refusal(answer[1])
+                if open_requests.pop(answer[0], None) is not None:
+                    heard = now
+            if now - heard >= timeout_s:
+                raise DeadlineError(f"waited {timeout_s:.0f} s for the answers to {len(open_requests)} messages")
+            if now >= resend_at:
+                resend_at = now + _RETRY_S
+                for request, (message, arrays) in open_requests.items():
+                    self._send(request, message, arrays)
 
     def _is_answer(self, request: int, message: wire.Message) -> bool:
         """Whether this is about what was asked last; a request that the hub cannot read it refuses without its number."""
@@ -93,6 +120,12 @@ class Connection:
 
     def close(self) -> None:
         self.link.close()
+
+
+def _raise_refusal(answer: wire.Message) -> None:
+    if isinstance(answer, wire.Refused):
+        kind = HubRestartedError if answer.reason == "unregistered" else RefusedError
+        raise kind(answer.reason, answer.detail)
 
 
 @dataclass(frozen=True)
@@ -114,7 +147,16 @@ class ActorClient:
     Raises DeadlineError when the hub is silent for `timeout_s`, WireError for a group larger than the hub takes.
     """
 
-    def __init__(self, address: str, name: str, *, beat_s: float, timeout_s: float, connect: Connect = SocketLink) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        beat_s: float,
+        timeout_s: float,
+        connect: Connect = SocketLink,
+        weights: WeightsConfig | None = None,
+    ) -> None:
         self._connection = Connection(connect(address, name))
         self._link = self._connection.link
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
@@ -123,7 +165,7 @@ class ActorClient:
         self._heard = self._beaten = self._link.clock()
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._credits: list[wire.CreditItem] = []
-        self._fetching = Fetching(self._connection.send)
+        self._fetching = Fetching(self._connection.send, address, weights or WeightsConfig())
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
@@ -137,10 +179,13 @@ class ActorClient:
             self.beat(state, telemetry)
         if now - self._heard > self._timeout_s:
             raise DeadlineError(f"{self._name} heard nothing from the hub for {self._timeout_s:.0f} s")
+        if self._fetching.has_work:
+            timeout_s = 0.0
         while (received := self._connection.receive(timeout_s)) is not None:
             timeout_s = 0.0
             self._heard = self._link.clock()
             self._handle(*received)
+        self._fetching.advance()
 
     def wake(self) -> None:
         """End a waiting `poll`; may be called from any thread."""
@@ -238,8 +283,11 @@ class LearnerClient:
     Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again.
     """
 
-    def __init__(self, address: str, *, timeout_s: float, connect: Connect = SocketLink) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float, connect: Connect = SocketLink, weights: WeightsConfig | None = None
+    ) -> None:
         self._connection = Connection(connect(address, "learner"))
+        self._publishing = Publishing(self._connection, address, weights or WeightsConfig(), timeout_s)
         self._timeout_s = timeout_s
         self.fence = 0
 
@@ -268,11 +316,7 @@ class LearnerClient:
 
     def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
         """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
-        weights = WeightSet.of(self.fence, version, tensors, canary)
-        self._connection.ask(weights.announcement(), timeout_s=self._timeout_s)
-        for index in range(weights.num_chunks):
-            chunk = wire.Chunk(fence=self.fence, version=version, index=index)
-            self._connection.ask(chunk, [weights.chunk(index)], timeout_s=self._timeout_s)
+        self._publishing.publish(self.fence, version, tensors, canary)
 
     def close(self) -> None:
         self._connection.close()

@@ -56,6 +56,17 @@ class QueueConfig(Section):
     """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
 
 
+class WeightsConfig(Section):
+    """How weights get from the learner to the actors."""
+
+    transport: Literal["auto", "shared", "chunks"] = "auto"
+    """`shared`: processes of one machine map the set in sealed memory; `chunks`: it is sent; `auto`: shared where it can be."""
+    delta: bool = True
+    """Where sets are sent, send only what changed when that is less than half; an actor then keeps the set it serves."""
+    adopt_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds an actor may go on without having adopted anything it was told to; then its groups are given to others."""
+
+
 class SecurityConfig(Section):
     """Who may speak to the hub. The configuration names files; what is in them never enters it."""
 

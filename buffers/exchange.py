@@ -19,13 +19,13 @@ from typing import Any
 from buffers import packing, status, wire
 from buffers.admission import Actor, Admission
 from buffers.bound import Bound
-from buffers.config import QueueConfig
+from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import RefusedError, WeightsError, WireError
 from buffers.journal import Journal
 from buffers.ledger import Entry
 from buffers.peers import Peers
 from buffers.publication import Publication
-from buffers.weights import WeightStore
+from buffers.weight_store import WeightStore
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ class Exchange:
         weights: WeightStore,
         clock: Callable[[], float],
         incarnation: str,
+        weights_config: WeightsConfig | None = None,
     ) -> None:
-        self._config, self._journal, self._publication = config, journal, Publication(weights)
+        self._config, self._journal, self._publication = config, journal, Publication(weights, weights_config)
         self._clock, self._incarnation = clock, incarnation
         self._admission = _restored(Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s), journal)
         self._peers = Peers()
@@ -179,12 +180,13 @@ class Exchange:
             case wire.Commit():
                 numbers = admission.commit(message.step)
                 self._journal.state(admission.remember(), numbers)
-            case wire.Publish() | wire.Chunk():
+            case wire.Publish() | wire.Chunk() | wire.Check():
                 if isinstance(message, wire.Publish):
                     admission.check_version(message.version)
-                whole = self._publication.hear(message, arrays, admission.published)
+                answer, whole = self._publication.hear(message, arrays, admission.published)
                 if whole is not None:
                     admission.publish(whole.version)
+                return answer
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
         return wire.Done()
@@ -210,7 +212,7 @@ class Exchange:
             # Durable before a credit or a batch relies on it: what is behind a quarantined group moves up.
             self._num_quarantined = admission.num_quarantined
             self._journal.state(admission.remember())
-        for identity, adopt in self._publication.adoptions(admission, self._peers):
+        for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
             self._send(identity, adopt)
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
@@ -246,6 +248,9 @@ class Exchange:
 
     def tick(self) -> None:
         """Time has passed: silent actors lose their leases, a waiting learner is told for whom it waits."""
+        for name in self._publication.late(self._admission, self._peers, self._clock()):
+            self._leave(name)
+            _log.warning("%s adopted no weights in its time: its groups go to others", name)
         for name in self._admission.expire(self._clock()):
             self._peers.forget(name)
             _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
@@ -261,6 +266,7 @@ class Exchange:
             "waiting_for": status.waiting_for(self._admission) if self._parked else "",
             "malformed_frames": self._malformed,
             "journal_bytes": self._journal.num_bytes,
+            "weights": self._publication.status(),
             **status.describe(self._admission, self._peers, self._clock()),
         }
 

@@ -25,10 +25,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from buffers import keys, status
 from buffers.bound import Bound
-from buffers.config import QueueConfig
+from buffers.config import QueueConfig, WeightsConfig
 from buffers.exchange import Exchange
 from buffers.journal import Journal
-from buffers.weights import WeightStore
+from buffers.weight_store import WeightStore
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
@@ -57,6 +57,7 @@ class Hub:
         bound: Bound,
         clock: Callable[[], float] = time.monotonic,
         access: keys.HubKeys | None = None,
+        weights: WeightsConfig | None = None,
     ) -> None:
         self._clock, self._ledger = clock, directory / "ledger.json"
         self._journal = Journal(
@@ -67,8 +68,8 @@ class Hub:
             keep=config.keep_rollouts,
             clock=clock,
         )
-        weights = WeightStore(directory / "weights" if config.exact else None)
-        self._exchange = _CountingExchange(config, bound, self._journal, weights, clock, secrets.token_hex(8))
+        store = WeightStore(directory / "weights" if config.exact else None)
+        self._exchange = _CountingExchange(config, bound, self._journal, store, clock, secrets.token_hex(8), weights)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)

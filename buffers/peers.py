@@ -17,6 +17,8 @@ class Peer:
     identity: bytes
     announced: tuple[int, int] | None = None
     """The weights (fence, version) it was told to adopt last."""
+    behind_since: float | None = None
+    """Since when (seconds of the hub's clock) it serves other weights than it was told to, and has adopted nothing."""
     telemetry: dict[str, float] = field(default_factory=dict)
 
 

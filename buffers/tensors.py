@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from buffers.errors import WeightsError
@@ -21,6 +22,11 @@ class RawTensor:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise WeightsError(f"dtype {self.dtype!r} cannot travel; known: {', '.join(ITEM_BYTES)}")
-        wanted = math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        wanted = num_bytes(self.dtype, self.shape)
         if wanted != len(self.data):
             raise WeightsError(f"{self.dtype} {self.shape} needs {wanted} bytes, got {len(self.data)}")
+
+
+def num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of such a tensor; `dtype` is one of `ITEM_BYTES`."""
+    return math.prod(shape) * ITEM_BYTES[dtype]

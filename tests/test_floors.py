@@ -26,6 +26,7 @@ ROOMS = {
     "vllm": ("actors/vllm_engine.py",),
     "deepspeed": ("learner/deepspeed_backend.py",),
     "ray": ("async_rlhf/launch/ray.py",),
+    "zstandard": ("buffers/delta.py",),
     "pebble": ("actors/scoring/",),
     "matplotlib": ("experiments/",),
     "subprocess": ("async_rlhf/launch/", "async_rlhf/run_dir.py", "experiments/"),

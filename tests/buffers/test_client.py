@@ -151,10 +151,11 @@ def test_a_damaged_set_is_fetched_again_and_at_last_given_up() -> None:
     link.say(wire.Chunk(fence=1, version=2, index=0), [b"abc"])
     client.poll(STATE, {})
     assert client.weights() == good
-    link.say(wire.Adopt(fence=1, version=2))
+    other = WeightSet.of(1, 3, {"w": RawTensor("uint8", (3,), b"xyz")})
+    link.say(wire.Adopt(fence=1, version=3))
     for _ in range(4):
-        link.say(good.manifest())
-        link.say(wire.Chunk(fence=1, version=2, index=0), [b"abX"])
+        link.say(other.manifest())
+        link.say(wire.Chunk(fence=1, version=3, index=0), [b"abX"])
     with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
         client.poll(STATE, {})
 

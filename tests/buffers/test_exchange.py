@@ -18,7 +18,8 @@ from buffers.config import QueueConfig
 from buffers.exchange import Exchange
 from buffers.journal import Journal
 from buffers.record import Group, Rollout, Span
-from buffers.weights import WeightSet, WeightStore
+from buffers.weight_store import WeightStore
+from buffers.weights import WeightSet
 
 SMALL = st.integers(0, 4)
 LARGE = st.sampled_from((1.0, 1.7e308, -1.7e308))

@@ -18,7 +18,7 @@ import zmq
 from buffers import packing, wire
 from buffers.bound import Bound
 from buffers.client import ActorClient, ActorState, Connection, HubRestartedError, LearnerClient, TakenBatch, control
-from buffers.config import QueueConfig
+from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import JournalError, RefusedError, WireError
 from buffers.hub import Hub
 from buffers.journal import Journal
@@ -104,9 +104,9 @@ def a_group(number: int, attempt: int, version: int, actor: str, text: str = "")
 class Actor:
     """An actor whose engine is the test: it adopts what it is told to and holds what it is credited until `put`."""
 
-    def __init__(self, place: Place, name: str = "anna", capacity: int = 8) -> None:
+    def __init__(self, place: Place, name: str = "anna", capacity: int = 8, weights: WeightsConfig | None = None) -> None:
         self.name, self.capacity = name, capacity
-        self.client = ActorClient(place.address, name, beat_s=0.05, timeout_s=DEADLINE_S)
+        self.client = ActorClient(place.address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=weights)
         self.fence, self.version = 0, -1
         self.begun: dict[int, int] = {}
         self.adopted: list[tuple[int, int]] = []
@@ -698,10 +698,10 @@ def test_a_set_that_is_replaced_while_it_is_fetched_is_fetched_again(place: Call
     """A restored learner publishes the same version with other bits: no actor serves a mixture."""
     hub = place(Bound(1, 1, 8))
     size = 9 * CHUNK_BYTES
-    anna, first = Actor(hub), learner_of(hub)
+    anna, first = Actor(hub, weights=WeightsConfig(transport="chunks")), learner_of(hub)
     with peers(anna, first):
         first.publish(0, tensors(0, size))
-        until(lambda: anna.client._assembly is not None, anna)  # in the middle of it
+        until(lambda: anna.client._fetching._assembly is not None, anna)  # in the middle of it
         second = learner_of(hub)
         with peers(second):
             second.publish(0, tensors(99, size))

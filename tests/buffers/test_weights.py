@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffers.assembly import Assembly
 from buffers.errors import WeightsError
 from buffers.tensors import RawTensor
-from buffers.weights import CHUNK_BYTES, Assembly, WeightSet, WeightStore
+from buffers.weight_store import WeightStore
+from buffers.weights import CHUNK_BYTES, WeightSet
 from buffers.wire import Publish, TensorSpec
 
 LARGE = CHUNK_BYTES * 2 + 12

@@ -15,7 +15,7 @@ from buffers.config import QueueConfig
 from buffers.errors import AsyncRLHFError
 from buffers.exchange import Exchange
 from buffers.journal import Journal
-from buffers.weights import WeightStore
+from buffers.weight_store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.world import Network, ViolationError, World
