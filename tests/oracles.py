@@ -25,6 +25,75 @@ def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> li
     return [None if reward is None else (reward - mean) / (std if scale_by_std else 1.0) for reward in rewards]
 
 
+def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
+    """Twin of `learner.advantages.leave_one_out`."""
+    found: list[float | None] = []
+    for i, reward in enumerate(rewards):
+        others = [other for j, other in enumerate(rewards) if j != i and other is not None]
+        found.append(None if reward is None else reward - statistics.mean(others) if others else 0.0)
+    return found
+
+
+def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """Twin of `learner.advantages.reinforce_pp`."""
+    counting = [reward for group in groups for reward in group if reward is not None]
+    std = statistics.pstdev(counting) if counting else 0.0
+    mean = statistics.mean(counting) if counting else 0.0
+    return [[None if r is None else (r - mean) / std if std > 1e-6 else 0.0 for r in group] for group in groups]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Twin of `learner.advantages.gae`: A_t as the written-out sum of discounted temporal differences."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+def v_trace(
+    rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, rho: float, c: float
+) -> list[float]:
+    """Twin of the targets of `learner.advantages.v_trace`, of one episode: equation 1 of the paper as it stands."""
+    after = [*values[1:], 0.0]
+    targets = []
+    for s in range(len(rewards)):
+        target = values[s]
+        for t in range(s, len(rewards)):
+            traces = math.prod(lam * min(c, ratios[i]) for i in range(s, t))
+            delta = min(rho, ratios[t]) * (rewards[t] + gamma * after[t] - values[t])
+            target += gamma ** (t - s) * traces * delta
+        targets.append(target)
+    return targets
+
+
+def traced(
+    rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, c: float
+) -> list[float]:
+    """Twin of the advantages of `learner.advantages.traced`, of one episode."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
+    return [
+        sum(
+            gamma ** (k - t) * math.prod(lam * min(c, ratios[i]) for i in range(t + 1, k + 1)) * deltas[k]
+            for k in range(t, len(deltas))
+        )
+        for t in range(len(deltas))
+    ]
+
+
+def second_moment_mask(log_ratios: Sequence[float], limit: float) -> list[bool]:
+    """Twin of `learner.corrections.masks.second_moment_mask`: drop the worst token until the mean square is small enough."""
+    kept = list(range(len(log_ratios)))
+    while kept and statistics.fmean(log_ratios[i] ** 2 for i in kept) > limit:
+        kept.remove(max(kept, key=lambda i: (abs(log_ratios[i]), i)))
+    return [i in kept for i in range(len(log_ratios))]
+
+
+def value_loss(value: float, old: float, target: float, clip: float | None) -> float:
+    """Twin of `learner.losses.value.value_loss`, of one token."""
+    held = value if clip is None else min(max(value, old - clip), old + clip)
+    return max((value - target) ** 2, (held - target) ** 2) / 2
+
+
 def ratio(logp_a: float, logp_b: float) -> float:
     """Twin of `learner.corrections.ratio`, of one token."""
     return math.exp(max(-20.0, min(20.0, logp_a - logp_b)))
@@ -36,12 +105,12 @@ def effective_sample_size(weights: Sequence[float]) -> float:
 
 
 def ppo_clip(current: float, proximal: float, behaviour: float, advantage: float, config: LossConfig) -> float:
-    """Twin of `learner.losses.ppo_clip`: the loss of one token from its three log-probabilities."""
+    """Twin of `decoupled_ppo` with a token weight: the loss of one token from its three log-probabilities."""
     weight = 1.0 if config.is_cap is None else min(ratio(proximal, behaviour), config.is_cap)
     r = ratio(current, proximal)
     clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
     surrogate = min(r * advantage, clipped * advantage)
-    if advantage < 0:
+    if advantage < 0 and config.dual_clip is not None:
         surrogate = max(surrogate, config.dual_clip * advantage)
     return -weight * surrogate
 

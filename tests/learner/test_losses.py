@@ -1,0 +1,253 @@
+"""Every loss against its twin, and the laws every loss obeys, whatever its kind."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import loss_oracles
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loss_oracles import Completion
+from torch import Tensor
+
+from learner.config import LossConfig
+from learner.losses import LOSSES, Counts, LossInputs, divisor, objective
+
+KINDS = sorted(LOSSES)
+TOKEN_KINDS = [kind for kind in KINDS if LOSSES[kind].level == "token"]
+# What only some losses take is switched on in the cases below; everything here is on top of the defaults.
+CORRECTIONS: dict[str, dict[str, object]] = {
+    "token": {},
+    "none": {"is_cap": None},
+    "sequence": {"is_level": "sequence", "is_cap": 1.5},
+    "product": {"is_level": "sequence", "sequence_ratio": "product"},
+    "icepop": {"token_mask": (0.6, 1.6)},
+    "sequence mask": {"sequence_mask": (0.8, 1.2)},
+    "off-policy mask": {"off_policy_delta": 0.1},
+    "interpolated": {"proximal": "interpolate"},
+    "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
+    "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
+    "k3, no dual clip": {"kl_coef": 0.3, "dual_clip": None},
+    "per sequence": {"reduction": "sequence"},
+    "fixed": {"reduction": "fixed", "fixed_length": 7},
+}
+
+
+def completions(seed: int, *, groups: int = 3, members: int = 2, spread: float = 0.4) -> list[Completion]:
+    """Groups of completions of 1 to 5 tokens, whose policies differ by about `spread`."""
+    draw = random.Random(seed)
+    found = []
+    for group in range(groups):
+        for _ in range(members):
+            length = draw.randint(1, 5)
+            behaviour = [draw.uniform(-3, -0.2) for _ in range(length)]
+            proximal = [b + draw.gauss(0, spread) for b in behaviour]
+            current = [torch.tensor(p + draw.gauss(0, spread / 2), dtype=torch.float64, requires_grad=True) for p in proximal]
+            reference = [b + draw.gauss(0, spread) for b in behaviour]
+            staleness = [draw.randint(0, 4) for _ in range(length)]
+            found.append(Completion(current, proximal, behaviour, reference, staleness, draw.gauss(0, 1), group))
+    return found
+
+
+def inputs_of(batch: list[Completion], start: int = 0) -> LossInputs:
+    """The packed layout of these completions; all float64, so that twins agree to the last digits."""
+
+    def flat(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor([float(torch.as_tensor(value).detach()) for c in batch for value in getattr(c, name)], dtype=dtype)
+
+    lengths = torch.tensor([len(c) for c in batch])
+    return LossInputs(
+        logp_current_N=flat("current").requires_grad_(),
+        logp_proximal_N=flat("proximal"),
+        logp_behaviour_N=flat("behaviour"),
+        logp_reference_N=flat("reference"),
+        advantage_N=torch.tensor([c.advantage for c in batch], dtype=torch.float64).repeat_interleave(lengths),
+        sequence_N=torch.arange(len(batch)).repeat_interleave(lengths),
+        group_S=torch.tensor([c.group for c in batch]),
+        staleness_N=flat("staleness", torch.int64),
+    )
+
+
+def counts_of(batch: list[Completion]) -> Counts:
+    return Counts(sum(len(c) for c in batch), len(batch), len({c.group for c in batch}))
+
+
+def value_and_gradient(batch: list[Completion], config: LossConfig, counts: Counts | None = None) -> tuple[float, Tensor]:
+    inputs = inputs_of(batch)
+    loss = objective(inputs, config).total / divisor(config, counts or counts_of(batch))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert inputs.logp_current_N.grad is not None
+    return float(loss.detach()), inputs.logp_current_N.grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "correction"),
+    [
+        (kind, correction)
+        for kind in KINDS
+        for correction in CORRECTIONS
+        if kind in TOKEN_KINDS or correction not in {"per sequence", "fixed"}  # of whole completions there is one reduction
+    ],
+)
+def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
+    config = LossConfig.model_validate({"kind": kind, **CORRECTIONS[correction]})
+    for seed in range(3):
+        batch = completions(seed)
+        loss = loss_oracles.objective(batch, config)
+        loss.backward()  # type: ignore[no-untyped-call]
+        value, gradient = value_and_gradient(batch, config)
+        assert value == pytest.approx(float(loss.detach()), rel=1e-9, abs=1e-12)
+        expected = torch.stack([torch.zeros(()) if logp.grad is None else logp.grad for c in batch for logp in c.current])
+        torch.testing.assert_close(gradient, expected.double(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_and_ranks_add_exactly(kind: str, reduction: str) -> None:
+    config = LossConfig.model_validate({"kind": kind, "reduction": reduction, "fixed_length": 6, "kl_coef": 0.1})
+    batch = completions(7, groups=4)
+    value, gradient = value_and_gradient(batch, config)
+    for cut in (2, 4, 6):  # between groups, which a loss on pairs needs whole
+        parts = [value_and_gradient(part, config, counts_of(batch)) for part in (batch[:cut], batch[cut:])]
+        assert sum(part for part, _ in parts) == pytest.approx(value, rel=1e-12)
+        torch.testing.assert_close(torch.cat([each for _, each in parts]), gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_completions_does_not_matter(kind: str) -> None:
+    config = LossConfig.model_validate({"kind": kind})
+    batch = completions(3)
+    order = [4, 0, 5, 2, 1, 3]
+    value, gradient = value_and_gradient(batch, config)
+    other, moved = value_and_gradient([batch[i] for i in order], config)
+    assert other == pytest.approx(value, rel=1e-12)
+    by_completion = gradient.split([len(c) for c in batch])
+    torch.testing.assert_close(moved, torch.cat([by_completion[i] for i in order]))
+
+
+@pytest.mark.parametrize("correction", [name for name in CORRECTIONS if not name.startswith("k")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing" and kind != "gspo"])
+def test_when_all_policies_are_one_the_gradient_is_plain_policy_gradient(kind: str, correction: str) -> None:
+    settings = {**CORRECTIONS[correction], "reduction": "token"}
+    config = LossConfig.model_validate({"kind": kind, **settings})
+    batch = [
+        replace(c, proximal=c.behaviour, current=[torch.tensor(b, dtype=torch.float64) for b in c.behaviour])
+        for c in completions(5)
+    ]
+    _, gradient = value_and_gradient(batch, config)
+    divided_by = len(batch) if LOSSES[kind].level == "sequence" else sum(map(len, batch))
+    torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / divided_by)
+
+
+def test_gspo_at_ratio_one_is_policy_gradient_averaged_over_each_completion() -> None:
+    batch = [
+        replace(c, proximal=c.behaviour, current=[torch.tensor(b, dtype=torch.float64) for b in c.behaviour])
+        for c in completions(5)
+    ]
+    _, gradient = value_and_gradient(batch, LossConfig(kind="gspo"))
+    lengths = torch.tensor([len(c) for c in batch for _ in range(len(c))])
+    torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / lengths / len(batch))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing"])
+def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was(kind: str) -> None:
+    config = LossConfig.model_validate({"kind": kind})
+    batch = completions(11)
+    inputs = inputs_of(batch)
+    masked = inputs.sequence_N == 2  # a whole completion, so that losses of completions can say the same
+    found = []
+    for mask in (None, (~masked).double()):
+        leaf = inputs.logp_current_N.detach().requires_grad_()
+        out = objective(replace(inputs, logp_current_N=leaf, mask_N=mask), config)
+        (out.total / divisor(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+        assert float(out.sums["is/masked_ratio"]) == (0 if mask is None else int(masked.sum()))
+    without, with_mask = found
+    assert bool((with_mask[masked] == 0).all()) and bool((without[masked] != 0).any())
+    assert torch.equal(with_mask[~masked], without[~masked])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing"])
+def test_with_a_negative_advantage_nothing_grows_without_limit_in_the_ratio(kind: str) -> None:
+    config = LossConfig.model_validate({"kind": kind})
+    worst = 0.0
+    for ratio_log in (0.0, 1.0, 3.0, 10.0, 100.0):
+        now = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
+        batch = [Completion([now], [-0.5], [-0.5 - ratio_log], [-0.5], [1], -1.0, 0)]
+        _, gradient = value_and_gradient(batch, config)
+        worst = max(worst, float(gradient.abs().max()))
+    assert worst <= 3.0  # the dual clip, the cap of 2, or 1 where nothing weighs
+
+
+def test_without_dual_clip_the_clipped_surrogate_does_grow() -> None:
+    now = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
+    batch = [Completion([now], [-0.5], [-10.5], [-0.5], [1], -1.0, 0)]
+    assert float(value_and_gradient(batch, LossConfig(kind="ppo_clip", dual_clip=None))[1].abs().max()) > 1e4
+
+
+extreme = st.sampled_from([-math.inf, -1e4, -20.0, -1.0, 0.0, 1e4, math.inf, math.nan])
+rows = st.lists(st.tuples(extreme, extreme, extreme, extreme, st.sampled_from([-2.0, 0.0, 2.0])), min_size=2, max_size=6)
+
+
+@given(rows, st.sampled_from(KINDS), st.sampled_from(sorted(CORRECTIONS)), st.integers(1, 5))
+def test_whatever_the_log_probabilities_loss_and_gradient_are_finite_or_the_step_is_refused(
+    drawn: list[tuple[float, float, float, float, float]], kind: str, correction: str, cut: int
+) -> None:
+    config = LossConfig.model_validate({"kind": kind, **CORRECTIONS[correction]})
+    columns = list(zip(*drawn, strict=True))
+    current, proximal, behaviour, reference, advantage = (torch.tensor(column) for column in columns)
+    leaf = current.requires_grad_()
+    sequence = (torch.arange(len(drawn)) >= min(cut, len(drawn) - 1)).long()
+    inputs = LossInputs(
+        leaf, proximal, behaviour, advantage[sequence * 0 + sequence], sequence, torch.tensor([0, 0]),
+        torch.arange(len(drawn)), logp_reference_N=reference,
+    )  # fmt: skip
+    total = objective(inputs, config).total
+    total.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    sane = all(math.isfinite(value) for row in drawn for value in row[:4])
+    if sane:
+        assert math.isfinite(float(total.detach())) and bool(torch.isfinite(leaf.grad).all())
+    elif math.isfinite(float(total.detach())) and bool(torch.isfinite(leaf.grad).all()):
+        # applied though something was not finite: then what is not a number must not have been in any term
+        used = [behaviour, proximal] if kind in {"decoupled_ppo", "gspo"} else []
+        assert not any(bool(torch.isnan(each).any()) for each in used if config.proximal == "recompute")
+
+
+def test_a_behaviour_that_is_not_a_number_makes_the_loss_not_a_number() -> None:
+    for kind in KINDS:
+        if LOSSES[kind].corrects == "nothing":
+            continue
+        batch = completions(1)
+        batch[0] = replace(batch[0], behaviour=[math.nan] * len(batch[0]), advantage=-1.0)
+        value, gradient = value_and_gradient(batch, LossConfig.model_validate({"kind": kind}))
+        assert not (math.isfinite(value) and bool(torch.isfinite(gradient).all())), kind
+
+
+def test_log_ratios_beyond_the_clamp_are_counted() -> None:
+    now = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
+    batch = [Completion([now, now], [-0.5, -0.5], [-30.0, -0.5], [-0.5, -0.5], [1, 1], 1.0, 0)]
+    assert float(objective(inputs_of(batch), LossConfig()).sums["is/clamped_ratio"]) == 1
+
+
+def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
+    batch = completions(2)
+    inputs = inputs_of(batch)
+    entropy = torch.ones_like(inputs.advantage_N, requires_grad=True)
+    config = LossConfig(entropy_coef=0.5)
+    out = objective(replace(inputs, entropy_N=entropy), config)
+    (out.total / divisor(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.5 / len(entropy)))
+    with pytest.raises(ValueError, match="entropy"):
+        objective(inputs, config)
+
+
+def test_every_kind_of_loss_that_can_be_configured_is_in_the_table() -> None:
+    kinds = LossConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    assert set(LOSSES) == set(kinds)
