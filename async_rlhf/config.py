@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig
 from actors.rewards import absolute
 from buffers.bound import Bound
-from buffers.config import QueueConfig, Section, SecurityConfig
+from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 
@@ -59,6 +59,7 @@ class Config(Section):
     rewards: RewardsConfig = RewardsConfig()
     actors: ActorsConfig = ActorsConfig()
     queue: QueueConfig = QueueConfig()
+    weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
     learner: LearnerConfig = LearnerConfig()
     advantage: AdvantageConfig = AdvantageConfig()
