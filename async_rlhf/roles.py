@@ -42,7 +42,7 @@ def run_hub(run: RunDir, config: Config, address: str) -> None:
 
     num_prompts = len(load_rows(config.data)[0]) if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
-    Hub(address, run.path, config.queue, config.bound(num_prompts), access=access).run()
+    Hub(address, run.path, config.queue, config.bound(num_prompts), access=access, weights=config.weights).run()
 
 
 def run_learner(run: RunDir, config: Config, address: str) -> None:
@@ -50,7 +50,8 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
     from buffers.client import LearnerClient
     from buffers.link import connector
 
-    client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connector(config.security.directory))
+    connect = connector(config.security.directory)
+    client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
     _log.info("ended: %s", make_trainer(run, config, client).run())
     client.close()
 
@@ -97,7 +98,9 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     engine = load_engine(config.model, config.engine)
     beat_s = min(1.0, config.queue.lease_s / 5)
     connect = connector(config.security.directory)
-    client = ActorClient(address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect)
+    client = ActorClient(
+        address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights
+    )
     specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
     scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
     try:
