@@ -57,7 +57,8 @@ def inputs_of(batch: list[Completion], start: int = 0) -> LossInputs:
     """The packed layout of these completions; all float64, so that twins agree to the last digits."""
 
     def flat(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor([float(torch.as_tensor(value).detach()) for c in batch for value in getattr(c, name)], dtype=dtype)
+        values = [value for c in batch for value in getattr(c, name)]
+        return torch.tensor([float(v.detach() if isinstance(v, Tensor) else v) for v in values], dtype=dtype)
 
     lengths = torch.tensor([len(c) for c in batch])
     return LossInputs(
