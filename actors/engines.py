@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ) -> Engine: ...
 
 
-MODULES = {"torch": "actors.torch_engine.loading", "vllm": "actors.vllm_engine"}
+MODULES = {"torch": "actors.torch_engine.loading", "vllm": "actors.vllm_engine.loading"}
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> Engine:
