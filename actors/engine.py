@@ -1,9 +1,9 @@
 """The seam between an actor's loop and whatever generates tokens. No framework here.
 
-An engine owns model weights and a set of slots. It never waits, never talks to a socket and never reads a clock: the
-actor's loop calls `step()` again and again, and between two calls it may submit, abort, or load new weights. So new
-weights are adopted in flight, at a token border, without stopping generation. What becomes of the sequences that are
-running then is the engine's `on_update`:
+An engine owns model weights and a set of slots. It never waits long, and never for the hub: the actor's loop calls
+`step()` again and again, and between two calls it may submit, abort, or load new weights. So new weights are adopted in
+flight, at a token border, without stopping generation. What becomes of the sequences that are running then is the
+engine's `on_update`:
 
     keep        they go on, with their caches: cheapest; a token may attend to keys and values of older weights, and its
                 span names the oldest of them (`Span.cache_version`)
@@ -81,7 +81,7 @@ class Completion:
 class Engine(Protocol):
     """Generates tokens for many requests at once.
 
-    Owns: weights, caches, slots. Waits for nothing. Woken by `step()`. On close: nothing to release but memory.
+    Owns: weights, caches, slots. Woken by `step()`. On close: its memory, and its processes where it has some.
     """
 
     @property
@@ -123,4 +123,8 @@ class Engine(Protocol):
 
         By the weights the next token will be sampled from; what is being generated does not notice.
         """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; the engine is not used any more."""
         ...

@@ -108,6 +108,9 @@ class TorchEngine:
         self._rows.close_spans(self._scheduler.num_rows, self._version)
         self._version = version
 
+    def close(self) -> None:
+        """Nothing but memory, which goes with the engine."""
+
     @torch.inference_mode()
     def probe(self, token_ids: Sequence[int]) -> Float32Array:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
