@@ -11,7 +11,7 @@ from typing import cast
 
 from buffers import wire
 from buffers.bound import Bound
-from buffers.config import QueueConfig
+from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import AsyncRLHFError
 from buffers.exchange import Exchange
 from buffers.journal import Journal
@@ -21,6 +21,7 @@ from tests.simulation.invariants import Observer
 from tests.simulation.world import Network, ViolationError, World
 
 BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
+WEIGHTS = WeightsConfig(transport="chunks", adopt_timeout_s=2.0)
 
 
 class HubRole:
@@ -49,7 +50,9 @@ class HubRole:
         try:
             journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk)
             weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
-            exchange = Exchange(self._config, self.bound, journal, weights, lambda: self.world.now, f"life {self._life}")
+            exchange = Exchange(
+                self._config, self.bound, journal, weights, lambda: self.world.now, f"life {self._life}", WEIGHTS
+            )
         except HubKilledError:
             self.kill()
             return

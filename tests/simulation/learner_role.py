@@ -13,6 +13,7 @@ from buffers import wire
 from buffers.client import HubRestartedError, LearnerClient
 from buffers.errors import DeadlineError, RefusedError
 from buffers.tensors import RawTensor
+from tests.simulation.actor_role import STILL
 from tests.simulation.hub_role import TIMEOUT_S, HubRole
 from tests.simulation.world import SimLink, ViolationError
 
@@ -137,7 +138,8 @@ class LearnerRole:
 
     def _publish(self) -> None:
         content = np.full(3, self._step, "<i4").tobytes()
-        self._client.publish(self._step, {name: RawTensor("int32", (3,), content) for name in ("w", "b")})
+        moving = {name: RawTensor("int32", (3,), content) for name in ("w", "b")}
+        self._client.publish(self._step, {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())})
 
     def _tell(self, operation: Callable[[], None]) -> None:
         if not self._registered:

@@ -114,7 +114,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     ]
     learner = LearnerRole(hub, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every)
     violation = None
-    with patch.object(weights, "CHUNK_BYTES", 12), quiet_logs():
+    with patch.object(weights, "CHUNK_BYTES", 60), quiet_logs():
         try:
             world.after(0, "hub starts", hub.start)
             for actor in actors:
