@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, field_validator
 
+from actors.rewards import RewardSpec, resolve
 from buffers.composition import Composition
 from buffers.config import Section
 
@@ -42,13 +45,40 @@ class GenerationConfig(Section):
     """Longest completion in tokens, the end token included."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy."""
+    top_k: int = Field(default=0, ge=0)
+    """Only the likeliest `top_k` tokens are sampled; 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the fewest likeliest tokens whose probabilities sum to `top_p` are sampled; 1: all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Only tokens at least `min_p` times as likely as the likeliest are sampled; 0: all."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token after which its text contains one of these."""
+    on_update: Literal["keep", "interrupt", "finish"] = "keep"
+    """What becomes of running sequences when weights arrive: `keep` their caches, `interrupt` them to compute their
+    prefixes again, or let them `finish` with the weights they began with before the next are adopted."""
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("a stop string is empty: it would end every completion at its first token")
+        return stop
+
+
+class VLLMConfig(Section):
+    """What only vLLM is told."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices (on a CPU: processes) one engine is spread over."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `AsyncEngineArgs`, by its names (`max_model_len = 4096`)."""
 
 
 class EngineConfig(Section):
     """The machine that turns prompts into tokens."""
 
-    kind: Literal["torch"] = "torch"
-    """`torch`: the built-in engine."""
+    kind: Literal["torch", "vllm"] = "torch"
+    """`torch`: the built-in engine; `vllm`: the real vLLM (needs the extra of that name)."""
     slots: int = Field(default=128, ge=1)
     """Sequences decoded together."""
     device: str = "cpu"
@@ -57,14 +87,49 @@ class EngineConfig(Section):
     """Type of weights and activations; log-probabilities are float32 always."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of one actor's engine."""
+    prefill_tokens: int = Field(default=2048, ge=1)
+    """Tokens of prompts (and of prefixes computed again) computed in one step, so that a long prompt does not stop those
+    that are being decoded."""
+    kv_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of keys and values; where they run out the newest sequences wait and are computed again later, losing
+    nothing. `"none"`: as much as `slots` sequences take."""
     canary_limit: float | None = Field(default=None, gt=0)
     """Largest difference, in nats a token, between what the learner and the engine say of the same probe under the same
     weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""
+
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    """Of `kind = "vllm"` only. There `kv_bytes = "none"` is 1 GiB on a CPU, and vLLM's own share of a GPU's memory."""
 
     @property
     def canary_tolerance(self) -> float:
         """The limit in force."""
         return self.canary_limit or (1e-3 if self.dtype == "float32" else 0.5)
+
+
+class RewardSettings(Section):
+    """What overrides a reward's own `@reward(...)`; see `actors/rewards/settings.py` for the meaning of each."""
+
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds one call may take."""
+    retries: int | None = Field(default=None, ge=0)
+    """Times a call is made again after an error that may pass."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Calls at once, of one actor."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Calls in any 60 seconds, of one actor."""
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens in any 60 seconds, of one actor."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Completions given at once to a reward that takes lists."""
+    batch_wait_s: float | None = Field(default=None, ge=0)
+    """Seconds for which they are gathered."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes of its own for a synchronous reward."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that were set."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
 class RewardsConfig(Section):
@@ -75,6 +140,8 @@ class RewardsConfig(Section):
     and `FORM:` (trl, verl, openrlhf, gym, verifiers) before one that was written for another system and does not show it."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
+    settings: dict[str, RewardSettings] = Field(default_factory=dict)
+    """By reward name: what overrides its `@reward(...)` (`judge = { requests_per_minute = 60 }`)."""
     weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward by name; where not given, what `@reward(weight=...)` says, else 1.0."""
     combine: Literal["sum", "product"] = "sum"
@@ -93,6 +160,11 @@ class RewardsConfig(Section):
     """Calls of asynchronous rewards in flight per actor."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
+
+    def specs(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+        """The rewards, proven to be loadable; see `actors.rewards.resolve`."""
+        settings = {name: each.given for name, each in self.settings.items()}
+        return resolve(self.functions, base_dir, columns, self.options, settings)
 
     @property
     def composition(self) -> Composition:

@@ -1,13 +1,13 @@
 """Keys and values of all running rows in preallocated buffers, each row at its own position.
 
 A transformers `Cache` that any model's attention layers call through `update`. Before a pass the forward says what the
-pass brings: *prompts* (each written to one or more rows, attention among its own tokens) or *tokens* (one per row,
-written at that row's own position, attention over the prefix that holds the longest running row). The columns of a row
-beyond its position hold leftovers of earlier occupants; the mask hides them and later tokens overwrite them. The
-buffers grow by need, so memory and cost follow the longest sequence, not the model's limit.
+pass brings: *chunks* of prefixes (each written to one or more rows, attention over what those rows hold before it and
+over itself) or *tokens* (one per row, written at that row's own position, attention over the prefix that holds the
+longest running row). The columns of a row beyond its position hold leftovers of earlier occupants; the mask hides them
+and later tokens overwrite them. The buffers grow by need, so memory and cost follow the longest sequence, not the
+model's limit; with a limit in positions, they have as many rows as fit at that length.
 
-Axes: `R` rows, `N` running rows, `K` prompts, `P` prompt columns, `M` rows being filled, `H` key heads, `T` columns,
-`D` head width.
+Axes: `R` rows, `N` running rows, `K` chunks, `P` chunk columns, `H` key heads, `T` columns, `D` head width.
 """
 
 from __future__ import annotations
@@ -18,37 +18,47 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from actors.torch_engine.chunks import PaddedChunks
+
 # Columns are added in multiples of this, and at least half of what is there, so that copying stays a small share;
 # small, because columns that are never used stand between those that are and cost bandwidth.
 COLUMNS_STEP = 16
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
-    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen."""
+    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen.
 
-    def __init__(self, slots: int, max_length: int | None = None) -> None:
+    max_length: most columns. max_places: most R x T, or None for `slots` rows at any length. While a buffer is replaced
+    by a larger one, both exist: one layer's keys, or values, at a time.
+    """
+
+    def __init__(self, slots: int, max_length: int | None = None, max_places: int | None = None) -> None:
         super().__init__(layers=[])
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._slots = slots
-        self._max_length = max_length
+        self._max_length, self._max_places = max_length, max_places
         self._num_columns = 0
-        self._takes_prompts = False
+        self._num_rows = slots
+        self._chunks: PaddedChunks | None = None
         self._length = 0
-        self._targets = self._origins = self._positions = torch.empty(0, dtype=torch.int64)
+        self._positions = torch.empty(0, dtype=torch.int64)
         # Where the tokens of this pass go in a flattened buffer, by number of heads.
         self._places: dict[int, torch.Tensor] = {}
 
-    def begin_prompts(self, targets: torch.Tensor, origins: torch.Tensor, length: int) -> None:
-        """The next pass computes prompts of up to `length` tokens; int64 [M] rows, and which prompt each of them gets."""
-        self.reserve(length)
-        self._takes_prompts, self._length = True, length
-        self._targets, self._origins = targets, origins
+    def fits(self, num_rows: int, length: int) -> bool:
+        """Whether so many rows of up to `length` tokens stay within `max_places`."""
+        return self._max_places is None or num_rows * self._columns_for(length) <= self._max_places
+
+    def begin_chunks(self, chunks: PaddedChunks) -> None:
+        """The next pass computes these chunks."""
+        self.reserve(chunks.length)
+        self._chunks, self._length = chunks, chunks.length
 
     def begin_tokens(self, positions: torch.Tensor, length: int) -> None:
         """The next pass computes one token in rows 0 .. N - 1, at int64 [N] positions below `length`."""
-        self.reserve(length)
-        self._takes_prompts, self._length = False, length
+        self.reserve(length, len(positions))
+        self._chunks, self._length = None, length
         self._positions = positions
         self._places.clear()
 
@@ -56,16 +66,26 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values [K or N, H, P or 1, D]; returns those that attention shall see."""
-        if self._takes_prompts:
-            self.write_prompts(layer_idx, key_states, value_states)
-            return key_states, value_states
+        if self._chunks is not None:
+            return self.write_chunks(layer_idx, key_states, value_states, self._chunks)
         return self.write_tokens(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
 
-    def write_prompts(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
-        """Store [K, H, P, D] in the first P columns of the rows that get each prompt."""
+    def write_chunks(
+        self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor, chunks: PaddedChunks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [K, H, P, D] in the rows that get each chunk; returns [K, H, P or length, D] of keys and values to see."""
+        seen = []
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             buffer = self._buffer(buffers, layer, new)
-            buffer[self._targets, :, : new.shape[2]] = new[self._origins]
+            if chunks.continues is None:
+                buffer[chunks.targets, :, : new.shape[2]] = new[chunks.origins]
+                seen.append(new)
+            else:
+                # Padding is left out: its columns may be another token's, or beyond the buffer.
+                place, origin = chunks.continues.place, chunks.continues.origin
+                buffer[place[0], :, place[1]] = new[origin[0], :, origin[1]]
+                seen.append(buffer[chunks.continues.sources, :, : chunks.length])
+        return seen[0], seen[1]
 
     def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [N, H, D] at each row's position; returns views [N, H, length, D] of keys and values."""
@@ -96,16 +116,27 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         for buffer in (*self.keys, *self.values):
             buffer[target, :, :length] = buffer[source, :, :length]
 
-    def reserve(self, length: int) -> None:
-        """Make sure every buffer has at least `length` columns, keeping what they hold."""
-        if length <= self._num_columns:
+    def reserve(self, length: int, num_rows: int = 0) -> None:
+        """Make sure every buffer has at least `length` columns and `num_rows` rows, keeping what they hold."""
+        if length <= self._num_columns and num_rows <= self._num_rows:
             return
-        wanted = -(-max(length, self._num_columns * 3 // 2) // COLUMNS_STEP) * COLUMNS_STEP
-        self._num_columns = min(wanted, self._max_length) if self._max_length else wanted
+        if self._max_places is None:
+            columns = self._columns_for(max(length, self._num_columns * 3 // 2))
+        else:
+            columns = self._columns_for(length)
+            self._num_rows = min(self._slots, self._max_places // columns)
+        self._num_columns = columns
         for buffers in (self.keys, self.values):
             for index, old in enumerate(buffers):
-                buffers[index] = self._new_buffer(old.shape[1], old)
-                buffers[index][:, :, : old.shape[2]] = old
+                buffers[index] = new = self._new_buffer(old.shape[1], old)
+                kept = (slice(min(len(old), len(new))), slice(None), slice(min(old.shape[2], columns)))
+                new[kept] = old[kept]
+
+    def _columns_for(self, length: int) -> int:
+        """`length` rounded up; the coarser the longer where places are counted, so that long rows do not move often."""
+        step = COLUMNS_STEP if self._max_places is None else max(COLUMNS_STEP, 1 << max(0, length.bit_length() - 4))
+        columns = -(-length // step) * step
+        return min(columns, self._max_length) if self._max_length else columns
 
     def _buffer(self, buffers: list[torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
         """The buffer of a layer, made when the layer is first seen; layers come in order."""
@@ -115,7 +146,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
 
     def _new_buffer(self, num_heads: int, like: torch.Tensor) -> torch.Tensor:
         """Zeros, because a hidden column takes part in attention with weight 0 and must be finite."""
-        return like.new_zeros((self._slots, num_heads, self._num_columns, like.shape[-1]))
+        return like.new_zeros((self._num_rows, num_heads, self._num_columns, like.shape[-1]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length

@@ -5,7 +5,8 @@ sequence, with one transfer from the device. It never waits, reads no clock and 
 by the actor's worker and by evaluation.
 
     submit -> waiting line -> row -> [ forward -> sample -> note ] per token -> Completion -> row is refilled
-                                          ^ load_weights between two steps: the row goes on with its cache
+                  ^            |          ^ load_weights between two steps: keep | interrupt | finish
+                  +-- sent back, to make room or interrupted; goes on where it was
 
 Axes: `N` running rows, `V` vocabulary.
 """
@@ -18,14 +19,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.engine import Completion, Request, RolloutKey
+from actors.engine import Completion, OnUpdate, Request, RolloutKey
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.llama import LlamaForward, can_serve
 from actors.torch_engine.rows import Rows
-from actors.torch_engine.sampling import sample
+from actors.torch_engine.sampling import Truncation, sample
 from actors.torch_engine.scheduler import Plan, Scheduler
-from actors.torch_engine.weights import adopt_weights
+from actors.torch_engine.stopping import Decode, Stopping
+from actors.torch_engine.weights import adopt_weights, check_weights
 from buffers.errors import EngineError
 from buffers.record import Float32Array
 from buffers.tensors import RawTensor
@@ -36,6 +38,8 @@ class TorchEngine:
 
     Owns: the model, its cache, the slots. Waits for nothing. Woken by `step()`. On close: nothing but memory.
     The same submissions, aborts and updates between the same steps give the same completions (bit for bit on a CPU).
+    A request's tokens depend on what else is in the batch only through rounding: a token differs when its random number
+    lies within about 1e-6 of a border between two tokens.
     """
 
     def __init__(
@@ -44,23 +48,35 @@ class TorchEngine:
         *,
         slots: int,
         stop_ids: Iterable[int] = (),
+        decode: Decode | None = None,
         version: int = -1,
         max_length: int | None = None,
+        on_update: OnUpdate = "keep",
+        prefill_tokens: int = 2048,
+        max_places: int | None = None,
     ) -> None:
-        """`stop_ids` end a completion; `max_length` is the longest prompt and completion together, None for no limit."""
+        """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
+
+        max_length: the longest prompt and completion together, None for no limit. prefill_tokens: the most tokens of
+        prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
+        `slots` sequences of any length.
+        """
         self._model = model.eval()
-        self._version = version
+        self._version, self._on_update = version, on_update
         self._max_length = max_length
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._device = model.device
-        self._stop_ids = np.array(sorted(stop_ids), np.int64)
-        self._scheduler = Scheduler(slots)
+        self._stopping = Stopping(stop_ids, decode)
+        self._scheduler = Scheduler(slots, prefill_tokens)
         self._rows = Rows(slots)
-        self._cache = RowCache(slots, max_length)
+        self._is_bounded = max_places is not None
+        self._cache = RowCache(slots, max_length, max_places)
         forward = LlamaForward if can_serve(model) else ModelForward
         self._forward: Forward = forward(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
+        self.num_suspended = 0
 
     @property
     def version(self) -> int:
@@ -93,6 +109,18 @@ class TorchEngine:
                 f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, the model holds {self._max_length}; "
                 "shorten the prompt or lower max_completion_length"
             )
+        if not self._cache.fits(1, num_prompt + num_new):
+            raise EngineError(
+                f"{request.key} needs room for {num_prompt} prompt + {num_new} new tokens, engine.kv_bytes has less for a "
+                "single sequence; raise it, or lower max_completion_length"
+            )
+        if request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p < 1:
+            raise EngineError(
+                f"{request.key} has top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}; "
+                "they lie in 0 .., (0, 1] and [0, 1)"
+            )
+        if request.stop and (self._stopping.decode is None or not all(request.stop)):
+            raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
             raise EngineError(
                 f"{request.key} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}, the model knows "
@@ -100,13 +128,27 @@ class TorchEngine:
             )
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
-        rows = self._scheduler.abort(frozenset(keys))
-        return int(self._rows.counts[rows].sum())
+        rows, num_suspended = self._scheduler.abort(frozenset(keys))
+        return int(self._rows.counts[rows].sum()) + num_suspended
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+        check_weights(self._model, tensors)
+        self._coming = (version, tensors)
+        if self._on_update != "finish" or not self._scheduler.num_begun:
+            self._adopt(version, tensors)
+
+    def _adopt(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+        if self._on_update == "interrupt":
+            self._suspend(self._scheduler.rows_by_age())
+        else:
+            self._rows.close_spans(self._scheduler.num_rows, self._version)
         adopt_weights(self._model, tensors)
-        self._rows.close_spans(self._scheduler.num_rows, self._version)
-        self._version = version
+        self._version, self._coming = version, None
+
+    def _suspend(self, rows: Sequence[int]) -> None:
+        """Send rows back; what they have sampled stays."""
+        self._scheduler.suspend([(row, self._rows.progress(row, self._version)) for row in rows])
+        self.num_suspended += len(rows)
 
     def close(self) -> None:
         """Nothing but memory, which goes with the engine."""
@@ -120,25 +162,54 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        plan = self._scheduler.plan(self._version)
-        self._place(plan)
+        if self._coming is not None and not self._scheduler.num_begun:
+            self._adopt(*self._coming)
+            return []  # so that the caller sees the new version before anything is sampled from it
+        plan = self._plan()
         num_rows = self._scheduler.num_rows
         if num_rows == 0:
             return []
+        self._place(plan)
         rows = self._rows
         positions = rows.positions[:num_rows]
-        logits = self._forward(plan.prefills, self._last[:num_rows], self._on_device(positions), int(positions.max()) + 1)
+        logits = self._forward(plan.chunks, self._last[:num_rows], self._on_device(positions), int(positions.max()) + 1)
         temperatures, greedy = rows.temperatures[:num_rows], rows.greedy[:num_rows]
-        tokens, logprobs = sample(
+        tokens, logprobs, kept = sample(
             logits,
             self._on_device(rows.uniforms(num_rows)),
             None if (temperatures == 1).all() else self._on_device(temperatures),
             self._on_device(greedy) if greedy.any() else None,
+            self._truncation(num_rows) if rows.truncated[:num_rows].any() else None,
         )
-        self._last[:num_rows] = tokens
+        ready = np.arange(num_rows)
+        if plan.filling:
+            ready = np.setdiff1d(ready, plan.filling)
+            self._last[ready] = tokens[ready]
+        else:
+            self._last[:num_rows] = tokens
         # Token ids and float32 values are exact in float64, so one array brings both.
-        sampled = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
-        return self._note(sampled[0].astype(np.int64), sampled[1].astype(np.float32))
+        sampled = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()[:, ready]
+        self._rows.record(sampled[0].astype(np.int64), sampled[1].astype(np.float32), ready)
+        if kept is not None:
+            self._record_supports(kept, ready)
+        return self._end(sampled[0].astype(np.int64), ready)
+
+    def _plan(self) -> Plan:
+        """Make room where memory is counted, then let requests in; while weights wait, only those that had begun."""
+        longest = 0
+        if self._is_bounded:
+            rows = self._scheduler.rows_by_age()
+            lengths = np.maximum.accumulate(self._rows.positions[rows] + 1)
+            # One more row or a longer one only needs more, so what fits is a prefix of the rows by age.
+            num_kept = sum(self._cache.fits(count + 1, int(length)) for count, length in enumerate(lengths))
+            self._suspend(rows[num_kept:])
+            longest = int(lengths[num_kept - 1]) if num_kept else 0
+        return self._scheduler.plan(
+            self._version,
+            longest=longest,
+            fits=self._cache.fits if self._is_bounded else None,
+            only_begun=self._coming is not None,
+        )
 
     def _place(self, plan: Plan) -> None:
         """Bring rows, cache and last tokens to where the plan wants them."""
@@ -147,30 +218,42 @@ class TorchEngine:
             self._cache.copy_rows(sources, targets, int(self._rows.positions[sources].max()))
             self._last[targets] = self._last[sources]
             self._rows.move(plan.moves)
+        if plan.admitted:
+            for admission in plan.admitted:
+                self._rows.admit(admission.row, admission.request, self._version, admission.progress)
+            rows = [admission.row for admission in plan.admitted]
+            self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
+            num_rows = self._scheduler.num_rows
+            self._cache.reserve(int(self._rows.positions[:num_rows].max()) + 1, num_rows)
         if plan.copies:
             self._cache.copy_rows(
                 [copy.source for copy in plan.copies],
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
-        if plan.admitted:
-            for row, request in plan.admitted:
-                self._rows.admit(row, request)
-            rows = [row for row, _ in plan.admitted]
-            self._last[rows] = torch.tensor([request.prompt_ids[-1] for _, request in plan.admitted], device=self._device)
 
-    def _note(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
-        """Record one token per row, and free the rows that ended."""
-        num_rows = len(tokens)
-        self._rows.record(tokens, logprobs)
-        stopped = (tokens[:, None] == self._stop_ids).any(axis=1)
-        full = self._rows.counts[:num_rows] == self._rows.limits[:num_rows]
-        ended = np.flatnonzero(stopped | full).tolist()
+    def _truncation(self, num_rows: int) -> Truncation:
+        rows = self._rows
+        return Truncation(*(self._on_device(array[:num_rows]) for array in (rows.top_k, rows.top_p, rows.min_p)))
+
+    def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
+        """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""
+        rows = ready[self._rows.truncated[ready]]
+        row, ids = kept[torch.from_numpy(rows).to(self._device)].nonzero(as_tuple=True)
+        borders = np.cumsum(np.bincount(row.cpu().numpy(), minlength=len(rows)))[:-1]
+        for index, part in zip(rows.tolist(), np.split(ids.int().cpu().numpy(), borders), strict=True):
+            self._rows.record_support(index, part)
+
+    def _end(self, tokens: np.ndarray, ready: np.ndarray) -> list[Completion]:
+        """Free the rows that ended with the token just recorded."""
+        stopped = self._stopping.stopped(self._rows, tokens, ready, lambda row: self._scheduler.request(row).stop)
+        full = self._rows.counts[ready] == self._rows.limits[ready]
+        ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
         completions = [
-            self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stopped[row] else "length")
-            for row in ended
+            self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length")
+            for row, stops in ended
         ]
-        self._scheduler.finish(ended)
+        self._scheduler.finish(row for row, _ in ended)
         return completions
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:

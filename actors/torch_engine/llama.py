@@ -2,14 +2,14 @@
 
 Why it exists: with small models a decode pass is mostly the cost of starting operations. Here q, k, v are one product,
 as are gate and up; both rotations are one; attention over the cache is two batched products, which on a CPU beat the
-fused kernel for single queries; and the tokens of new prompts travel through the same products as the running rows'
+fused kernel for single queries; and the tokens of prefixes travel through the same products as the running rows'
 tokens. The results equal the model's own up to rounding (a test holds them to 1e-5). Used only for a model that
 `can_serve` accepts; everything else goes through `ModelForward`.
 
 The parameters of the model become views of the joined tensors, so nothing is stored twice and weights adopted by name
 are in effect at once.
 
-Axes: `S` tokens of the pass (N rows' tokens, then K prompts of P tokens each), `C` model width, `H` query heads,
+Axes: `S` tokens of the pass (N rows' tokens, then K chunks of P tokens each), `C` model width, `H` query heads,
 `J` key heads, `G` = H / J, `D` head width, `T` visible columns, `V` vocabulary.
 """
 
@@ -24,8 +24,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from actors.torch_engine.cache import RowCache
-from actors.torch_engine.forward import PaddedPrompts, decode_mask
-from actors.torch_engine.scheduler import Prefill
+from actors.torch_engine.chunks import PaddedChunks
+from actors.torch_engine.forward import decode_mask
+from actors.torch_engine.scheduler import Chunk
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
@@ -58,6 +59,21 @@ class _Layer:
     down: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Prefixes:
+    """The chunks of a pass; mask [K, 1, P, T], None where each begins its row."""
+
+    chunks: PaddedChunks
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> _Prefixes | None:
+        padded = PaddedChunks.of(chunks, device)
+        if padded is None:
+            return None
+        return cls(padded, None if padded.continues is None else padded.mask(torch.float32))
+
+
 class LlamaForward:
     """Owns the joined tensors and the table of rotations. The model must not be moved or cast afterwards."""
 
@@ -73,16 +89,14 @@ class LlamaForward:
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0, 1, self._width)
 
-    def __call__(self, prefills: Sequence[Prefill], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
         num_rows = len(tokens)
         ids, at = tokens, positions
-        prompts = PaddedPrompts.of(prefills, tokens.device)
-        if prompts is not None:
-            num_prompts, prompt_length = prompts.ids.shape
-            ids = torch.cat((tokens, prompts.ids.flatten()))
-            at = torch.cat((positions, torch.arange(prompt_length).repeat(num_prompts)))
-            self._cache.begin_prompts(prompts.targets, prompts.origins, prompt_length)
+        prefixes = _Prefixes.of(chunks, tokens.device)
+        if prefixes is not None:
+            ids = torch.cat((tokens, prefixes.chunks.ids.flatten()))
+            at = torch.cat((positions, prefixes.chunks.positions.flatten()))
         self._cache.begin_tokens(positions, length)
         mask = self._mask(positions, length)
         if len(self._cos) < length:
@@ -91,9 +105,9 @@ class LlamaForward:
         x = F.embedding(ids, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = F.linear(self._normed(x, layer.norm), layer.qkv)
-            attended = self._attend(index, qkv, cos, sin, mask, prompts)
+            attended = self._attend(index, qkv, cos, sin, mask, prefixes)
             if index == len(self._layers) - 1:
-                # Of the prompts only the keys and values are wanted, and the last of them are stored.
+                # Of the prefixes only the keys and values are wanted, and the last of them are stored.
                 x, attended = x[:num_rows], attended[:num_rows]
             # In place wherever possible: fresh memory costs more than arithmetic on tensors of this size.
             x.addmm_(attended, layer.out.t())
@@ -117,7 +131,7 @@ class LlamaForward:
         cos: torch.Tensor,
         sin: torch.Tensor,
         mask: torch.Tensor,
-        prompts: PaddedPrompts | None,
+        prefixes: _Prefixes | None,
     ) -> torch.Tensor:
         """Rotate, store, attend: [S, (H + 2 J) D] -> [S, H D]."""
         num_rows, heads = len(mask) // self._num_key_heads, self._num_heads
@@ -126,12 +140,13 @@ class LlamaForward:
         rolled = qk.roll(self._width // 2, -1)
         qk.mul_(cos).addcmul_(rolled, sin)
         q, k = qk[:, :heads], qk[:, heads:]
-        if prompts is None:
+        if prefixes is None:
             return self._attend_rows(index, q, k, v, mask)
-        # Prompts first: their padding may cover the column that the row's own token is then written to.
-        of_prompts = self._attend_prompts(index, q[num_rows:], k[num_rows:], v[num_rows:], prompts)
+        # Prefixes first: their padding may cover the column that the row's own token is then written to, and that token
+        # attends to them.
+        of_prefixes = self._attend_prefixes(index, q[num_rows:], k[num_rows:], v[num_rows:], prefixes)
         of_rows = self._attend_rows(index, q[:num_rows], k[:num_rows], v[:num_rows], mask)
-        return torch.cat((of_rows, of_prompts))
+        return torch.cat((of_rows, of_prefixes))
 
     def _attend_rows(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Each row's new token over its cache: [N, H, D] -> [N, H D]."""
@@ -141,13 +156,16 @@ class LlamaForward:
         scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self._width**-0.5)
         return torch.bmm(scores.softmax(dim=-1), values).view(num_rows, -1)
 
-    def _attend_prompts(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prompts: PaddedPrompts
+    def _attend_prefixes(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefixes: _Prefixes
     ) -> torch.Tensor:
-        """New prompts among their own tokens: [K P, H, D] -> [K P, H D]. Padding is on the right, so causal suffices."""
-        q, k, v = (part.view(*prompts.ids.shape, -1, self._width).transpose(1, 2) for part in (q, k, v))
-        self._cache.write_prompts(index, k, v)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        """Chunks among their own tokens, and over what their rows hold before them: [K P, H, D] -> [K P, H D]."""
+        chunks = prefixes.chunks
+        q, k, v = (part.view(*chunks.ids.shape, -1, self._width).transpose(1, 2) for part in (q, k, v))
+        k, v = self._cache.write_chunks(index, k, v, chunks)
+        # Padding is on the right, so where every chunk begins its row causal suffices.
+        causal = prefixes.mask is None
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=prefixes.mask, is_causal=causal, enable_gqa=True)
         return attended.transpose(1, 2).reshape(-1, self._num_heads * self._width)
 
     def _extend_rotations(self, length: int) -> None:

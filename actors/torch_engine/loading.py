@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from actors.config import EngineConfig
+from actors.engine import OnUpdate
 from actors.torch_engine.engine import TorchEngine
 from buffers.errors import ConfigError, EngineError
 
 
-def load_engine(model_dir: str, config: EngineConfig, *, version: int = -1) -> TorchEngine:
+def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
     """An engine that serves the weights of `model_dir`, stamped `version`.
 
     Sets the CPU threads of the whole process to `config.threads`.
@@ -22,22 +31,41 @@ def load_engine(model_dir: str, config: EngineConfig, *, version: int = -1) -> T
     """
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
+    tokenizer = None
+    if (Path(model_dir) / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    max_length = find_max_length(model.config)
     return TorchEngine(
         model,
         slots=config.slots,
-        stop_ids=find_stop_ids(model_dir, model),
+        stop_ids=find_stop_ids(model, tokenizer),
+        decode=None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True),
         version=version,
-        max_length=find_max_length(model.config),
+        max_length=max_length,
+        on_update=on_update,
+        prefill_tokens=config.prefill_tokens,
+        max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
     )
 
 
-def find_stop_ids(model_dir: str, model: PreTrainedModel) -> set[int]:
+@torch.inference_mode()
+def find_max_places(model: PreTrainedModel, kv_bytes: int) -> int:
+    """Tokens whose keys and values fit into so many bytes; found by computing one. Raises ConfigError when not one fits."""
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    size = sum(int(part.numel() * part.element_size()) for layer in cache.layers for part in (layer.keys, layer.values))
+    if kv_bytes < size:
+        raise ConfigError(f"engine.kv_bytes = {kv_bytes} holds no token: keys and values of one take {size} bytes")
+    return kv_bytes // size
+
+
+def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     """End tokens named by the generation config, the model config or the tokenizer; any of them ends a completion."""
     named = [model.config.get_text_config().eos_token_id]
     if model.generation_config is not None:
         named.append(model.generation_config.eos_token_id)
-    if (Path(model_dir) / "tokenizer_config.json").is_file():
-        named.append(AutoTokenizer.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+    if tokenizer is not None:
+        named.append(tokenizer.eos_token_id)
     lists = [ids if isinstance(ids, list) else [ids] for ids in named]
     return {int(token) for ids in lists for token in ids if token is not None}
 

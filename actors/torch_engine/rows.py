@@ -8,13 +8,14 @@ Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.engine import Completion, Request
-from buffers.record import FinishReason, Span
+from actors.torch_engine.progress import Progress
+from buffers.record import FinishReason, Int32Array, Span, Support
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
 _BELOW_ONE = 1.0 - 2.0**-40
@@ -25,7 +26,9 @@ class Rows:
 
     positions: int64 [R], index of the last token in its sequence; the next token is predicted from there.
     counts, limits: int64 [R], tokens sampled and tokens allowed.
-    temperatures: float32 [R], 1 for greedy rows. greedy: bool [R].
+    temperatures: float32 [R], 1 for greedy rows. greedy, truncated, stoppable: bool [R]: takes the likeliest token;
+    samples from a part of the vocabulary; has stop strings.
+    top_k: int64 [R], top_p, min_p: float32 [R]; they mean something in truncated rows.
     """
 
     def __init__(self, slots: int) -> None:
@@ -34,23 +37,41 @@ class Rows:
         self.limits = np.zeros(slots, np.int64)
         self.temperatures = np.ones(slots, np.float32)
         self.greedy = np.zeros(slots, np.bool_)
+        self.truncated = np.zeros(slots, np.bool_)
+        self.stoppable = np.zeros(slots, np.bool_)
+        self.top_k = np.zeros(slots, np.int64)
+        self.top_p = np.ones(slots, np.float32)
+        self.min_p = np.zeros(slots, np.float32)
+        self._cache_versions = np.zeros(slots, np.int64)
         self._uniforms = np.zeros((slots, 0), np.float64)
         self._tokens = np.zeros((slots, 0), np.int32)
         self._logprobs = np.zeros((slots, 0), np.float32)
         # Tokens of weights that have been replaced since; what is missing is the present version's.
         self._spans: list[tuple[Span, ...]] = [()] * slots
+        self._supports: list[list[Int32Array]] = [[]] * slots
 
-    def admit(self, row: int, request: Request) -> None:
-        """Begin a request: its random numbers are one Philox stream, drawn up front from its seed alone."""
+    def admit(self, row: int, request: Request, version: int, progress: Progress | None = None) -> None:
+        """Begin a request, or go on with one; its prefix is computed by `version`.
+
+        Its random numbers are one Philox stream, drawn up front from its seed alone.
+        """
         limit = request.max_new_tokens
         if limit > self._tokens.shape[1]:
             self._grow(limit)
-        self.positions[row] = len(request.prompt_ids) - 1
-        self.counts[row] = 0
-        self._spans[row] = ()
-        self.limits[row] = limit
+        count = 0 if progress is None else len(progress.token_ids)
+        self.positions[row] = len(request.prompt_ids) + count - 1
+        self.counts[row], self.limits[row] = count, limit
         self.greedy[row] = request.temperature == 0
         self.temperatures[row] = request.temperature or 1.0
+        self.truncated[row] = request.is_truncated and not self.greedy[row]
+        cut = (request.top_k, request.top_p, request.min_p) if self.truncated[row] else (0, 1.0, 0.0)
+        self.top_k[row], self.top_p[row], self.min_p[row] = cut
+        self.stoppable[row] = bool(request.stop)
+        self._cache_versions[row] = version
+        self._spans[row], self._supports[row] = (), []
+        if progress is not None:
+            self._tokens[row, :count], self._logprobs[row, :count] = progress.token_ids, progress.logprobs
+            self._spans[row], self._supports[row] = progress.spans, list(progress.supports)
         if not self.greedy[row]:
             stream = np.random.Generator(np.random.Philox(request.seed))
             self._uniforms[row, :limit] = stream.random(limit) * _BELOW_ONE
@@ -62,43 +83,73 @@ class Rows:
             if isinstance(array, np.ndarray):
                 array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
-            self._spans[target] = self._spans[source]
+            self._spans[target], self._supports[target] = self._spans[source], self._supports[source]
 
     def uniforms(self, num_rows: int) -> npt.NDArray[np.float64]:
         """float64 [N] in [0, 1): the random number of each row's next token."""
         return self._uniforms[np.arange(num_rows), self.counts[:num_rows]]
 
-    def record(self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
-        """Append one sampled token to each of the first N rows: int64 [N], float32 [N]."""
-        num_rows = len(tokens)
-        at = (np.arange(num_rows), self.counts[:num_rows])
+    def record(self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], ready: npt.NDArray[np.int64]) -> None:
+        """Append to each of the rows `ready` [N] the token sampled there: int64 [N], float32 [N]."""
+        at = (ready, self.counts[ready])
         self._tokens[at] = tokens
         self._logprobs[at] = logprobs
-        self.counts[:num_rows] += 1
-        self.positions[:num_rows] += 1
+        self.counts[ready] += 1
+        self.positions[ready] += 1
+
+    def record_support(self, row: int, ids: Int32Array) -> None:
+        """The tokens that this row's newest one was chosen from."""
+        self._supports[row].append(ids)
+
+    def newest(self, row: int, num_tokens: int) -> list[int]:
+        """The last tokens this row sampled, at most so many."""
+        count = int(self.counts[row])
+        return list(map(int, self._tokens[row, max(0, count - num_tokens) : count]))
 
     def close_spans(self, num_rows: int, version: int) -> None:
         """The weights are about to be replaced: what the first N rows hold beyond their spans is `version`'s."""
         for row in range(num_rows):
             self._spans[row] = self._all_spans(row, version)
 
-    def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
-        """What a finished row produced, copied out of the arrays; `version` are the present weights."""
+    def progress(self, row: int, version: int) -> Progress:
+        """What a row has sampled, copied out of the arrays, to be admitted again later."""
         count = int(self.counts[row])
-        return Completion(
-            key=request.key,
+        return Progress(
             token_ids=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             spans=self._all_spans(row, version),
+            supports=tuple(self._supports[row]),
+        )
+
+    def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
+        """What a finished row produced, copied out of the arrays; `version` are the present weights."""
+        progress = self.progress(row, version)
+        return Completion(
+            key=request.key,
+            token_ids=progress.token_ids,
+            logprobs=progress.logprobs,
+            spans=progress.spans,
             finish_reason=finish_reason,
+            support=_joined(progress.supports) if progress.supports else None,
         )
 
     def _all_spans(self, row: int, version: int) -> tuple[Span, ...]:
+        """The row's spans with the tokens that are in none yet, which `version` sampled."""
         spans = self._spans[row]
         num_new = int(self.counts[row]) - sum(span.num_tokens for span in spans)
-        return (*spans, Span(version, num_new)) if num_new else spans
+        if not num_new:
+            return spans
+        cache_version = int(self._cache_versions[row])
+        new = Span(version, num_new, cache_version if cache_version != version else None)
+        if spans and (spans[-1].version, spans[-1].cache_version) == (new.version, new.cache_version):
+            return (*spans[:-1], Span(version, spans[-1].num_tokens + num_new, new.cache_version))
+        return (*spans, new)
 
     def _grow(self, num_tokens: int) -> None:
         for name in ("_uniforms", "_tokens", "_logprobs"):
             old = getattr(self, name)
             setattr(self, name, np.pad(old, ((0, 0), (0, num_tokens - old.shape[1]))))
+
+
+def _joined(supports: Sequence[Int32Array]) -> Support:
+    return Support(np.array([len(ids) for ids in supports], np.int32), np.concatenate(supports))

@@ -1,25 +1,31 @@
-"""Who is admitted into which row, who is moved, who is forgotten: the engine's decisions, without a tensor.
+"""Who is admitted into which row, what is computed of its prefix, who is moved or sent back: decisions, without a tensor.
 
-Running sequences always occupy rows 0 .. num_running - 1, so every tensor operation works on a prefix and a batch that
+Running sequences always occupy rows 0 .. num_rows - 1, so every tensor operation works on a prefix and a batch that
 runs empty becomes cheaper. A row freed by a finished sequence is given to the next waiting request; when none waits,
-the last rows move down into the holes. Requests enter in the order they were submitted. No framework, no clock, no
-randomness; called by the engine only, and small enough for its laws to be tested by drawing random histories.
+the last rows move down into the holes. Requests enter in the order they were submitted; one that is sent back (to make
+room, or because new weights interrupt it) keeps its tokens and its place in that order.
+
+A row whose prefix is not computed yet is *filling*: each plan says which chunks of which prefixes come next, at most
+`prefill_tokens` at a time. Prompts submitted together are computed once, for all rows that want them. No framework, no
+clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing random histories.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from actors.engine import Request, RolloutKey
+from actors.torch_engine.progress import Progress
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """One prompt to compute, and all rows that get its result."""
+class Chunk:
+    """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before)."""
 
-    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    start: int
     rows: tuple[int, ...]
 
 
@@ -33,18 +39,36 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Admission:
+    """A request enters `row`, for the first time or with what it had sampled before it was sent back."""
+
+    row: int
+    request: Request
+    progress: Progress | None = None
+
+    @property
+    def last_token(self) -> int:
+        return self.request.prompt_ids[-1] if self.progress is None else int(self.progress.token_ids[-1])
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What to do before the next token, in this order: moves, copies, admissions, prefills.
+    """What to do before the next token, in this order: moves, copies, admissions, chunks.
 
     moves: (source, target) rows of running sequences; no target is a source.
-    copies: prompts that a running sibling has already computed.
-    admitted: (row, request) in order of submission.
+    copies: what a running sibling has already computed.
+    admitted: in order of submission.
+    filling: rows whose prefix is still incomplete after the chunks; what is sampled there means nothing.
     """
 
-    moves: tuple[tuple[int, int], ...]
-    copies: tuple[Copy, ...]
-    admitted: tuple[tuple[int, Request], ...]
-    prefills: tuple[Prefill, ...]
+    moves: tuple[tuple[int, int], ...] = ()
+    copies: tuple[Copy, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    filling: tuple[int, ...] = ()
+
+
+_NOTHING = Plan()
 
 
 @dataclass(eq=False)
@@ -52,23 +76,52 @@ class _Entry:
     request: Request
     submission: int
     """Requests submitted together carry the same number: only they share a prompt."""
-    prompt_version: int = -1
+    number: int
+    """Place in the order of submission."""
+    progress: Progress | None = None
+    row: int = -1
+    version: int = -1
     """Weights the cached prompt was computed with; a sibling admitted after an update computes it again."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Everything known on admission; all but the last must be computed before the next token can be sampled."""
+        prompt = self.request.prompt_ids
+        return prompt if self.progress is None else (*prompt, *self.progress.token_ids.tolist())
+
+
+@dataclass(eq=False)
+class _Fill:
+    """A prefix being computed for its members' rows: positions 0 .. done - 1 are there, len(ids) - 2 is the last wanted."""
+
+    ids: tuple[int, ...]
+    members: list[_Entry]
+    done: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.ids) - 1 - self.done
 
 
 class Scheduler:
     """Owns the waiting line and the table of rows. Waits for nothing; nothing to close."""
 
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
+    def __init__(self, slots: int, prefill_tokens: int = 2048) -> None:
+        self._slots, self._prefill_tokens = slots, prefill_tokens
         self._waiting: deque[_Entry] = deque()
         self._rows: list[_Entry | None] = []
-        self._submissions = 0
+        self._fills: list[_Fill] = []
+        self._submissions = self._submitted = 0
 
     @property
     def num_rows(self) -> int:
         """Rows in use, holes included; right after `plan` there are no holes."""
         return len(self._rows)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that run or were sent back."""
+        return sum(entry is not None for entry in self._rows) + sum(entry.progress is not None for entry in self._waiting)
 
     @property
     def num_unfinished(self) -> int:
@@ -81,68 +134,171 @@ class Scheduler:
 
     def request(self, row: int) -> Request:
         """The request that occupies `row`."""
-        entry = self._rows[row]
-        assert entry is not None, f"row {row} is free"
-        return entry.request
+        return self._entry(row).request
+
+    def rows_by_age(self) -> list[int]:
+        """Rows in use, the earliest submitted first."""
+        running = [(entry.number, row) for row, entry in enumerate(self._rows) if entry is not None]
+        return [row for _, row in sorted(running)]
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put requests at the end of the waiting line, in order."""
-        self._waiting.extend(_Entry(request, self._submissions) for request in requests)
+        for request in requests:
+            self._waiting.append(_Entry(request, self._submissions, self._submitted))
+            self._submitted += 1
         self._submissions += 1
 
     def finish(self, rows: Iterable[int]) -> None:
         """These rows ended; they are holes until the next plan."""
         for row in rows:
-            assert self._rows[row] is not None, f"row {row} ended twice"
-            self._rows[row] = None
+            self._free(self._entry(row))
 
-    def abort(self, keys: Collection[RolloutKey]) -> list[int]:
-        """Forget these requests; returns the rows of those that were running, now holes. Unknown keys are ignored."""
+    def suspend(self, progress: Iterable[tuple[int, Progress]]) -> None:
+        """Send the requests of these rows back to their place in the waiting line, with what they have sampled so far."""
+        for row, sampled in progress:
+            entry = self._entry(row)
+            self._free(entry)
+            entry.progress = sampled if len(sampled.token_ids) else None
+            self._waiting.append(entry)
+        self._waiting = deque(sorted(self._waiting, key=lambda entry: entry.number))
+
+    def abort(self, keys: Collection[RolloutKey]) -> tuple[list[int], int]:
+        """Forget these requests; unknown keys are ignored.
+
+        Returns the rows of those that were running, now holes, and the tokens of those that had been sent back.
+        """
+        gone = [entry for entry in self._waiting if entry.request.key in keys]
         self._waiting = deque(entry for entry in self._waiting if entry.request.key not in keys)
         rows = [row for row, entry in enumerate(self._rows) if entry is not None and entry.request.key in keys]
         self.finish(rows)
-        return rows
+        return rows, sum(len(entry.progress.token_ids) for entry in gone if entry.progress is not None)
 
-    def plan(self, version: int) -> Plan:
-        """Close all holes and admit as many waiting requests as fit; prompts will be computed by weights `version`."""
+    def plan(
+        self,
+        version: int,
+        *,
+        longest: int = 0,
+        fits: Callable[[int, int], bool] | None = None,
+        only_begun: bool = False,
+    ) -> Plan:
+        """Close all holes, admit as many waiting requests as fit, choose what is computed of prefixes by `version`.
+
+        `fits(rows, length)` says whether there is memory for so many rows of up to `length` tokens, the running ones
+        being at most `longest`. `only_begun` admits nothing but what was sent back.
+        """
         holes = [row for row, entry in enumerate(self._rows) if entry is None]
         num_running = len(self._rows) - len(holes)
-        num_admitted = min(len(self._waiting), self._slots - num_running)
-        if not holes and not num_admitted:
-            return Plan((), (), (), ())
+        num_admitted = self._num_admissible(num_running, longest, fits, only_begun)
+        if not holes and not num_admitted and not self._fills:
+            return _NOTHING
         num_rows = num_running + num_admitted
         moves = self._close_holes(holes, num_rows)
-        free = [row for row in range(num_rows) if self._rows[row] is None]
-        return self._admit(free, version, moves)
+        copies, admitted = self._admit([row for row in range(num_rows) if self._rows[row] is None], version)
+        chunks = self._next_chunks() if self._fills else ()
+        filling = tuple(sorted(entry.row for fill in self._fills for entry in fill.members))
+        return Plan(moves, copies, admitted, chunks, filling)
+
+    def _num_admissible(self, num_rows: int, longest: int, fits: Callable[[int, int], bool] | None, only_begun: bool) -> int:
+        """How many from the front of the waiting line can enter now."""
+        if fits is None and not only_begun:
+            return min(len(self._waiting), self._slots - num_rows)
+        count = 0
+        for entry in self._waiting:
+            longest = max(longest, len(entry.ids))
+            room = num_rows + count < self._slots and (fits is None or fits(num_rows + count + 1, longest))
+            if not room or (only_begun and entry.progress is None):
+                break
+            count += 1
+        return count
 
     def _close_holes(self, holes: list[int], num_rows: int) -> tuple[tuple[int, int], ...]:
         """Move running rows at or above `num_rows` into holes below it, and set the table to that length."""
         above = [row for row in range(num_rows, len(self._rows)) if self._rows[row] is not None]
         moves = tuple(zip(above, holes, strict=False))
         for source, target in moves:
-            self._rows[target] = self._rows[source]
+            entry = self._rows[target] = self._entry(source)
+            entry.row = target
         del self._rows[num_rows:]
         self._rows.extend([None] * (num_rows - len(self._rows)))
         return moves
 
-    def _admit(self, free: list[int], version: int, moves: tuple[tuple[int, int], ...]) -> Plan:
+    def _admit(self, free: list[int], version: int) -> tuple[tuple[Copy, ...], tuple[Admission, ...]]:
         """Fill the free rows from the waiting line; a prompt already computed by these weights is not computed again."""
-        ready: dict[tuple[int, tuple[int, ...]], int] = {
-            (entry.submission, entry.request.prompt_ids): row
-            for row, entry in enumerate(self._rows)
-            if entry is not None and entry.prompt_version == version
+        if not free:
+            return (), ()
+        filling = {id(entry) for fill in self._fills for entry in fill.members}
+        ready = {
+            _prompt(entry): entry
+            for entry in self._rows
+            if entry is not None and entry.version == version and id(entry) not in filling
         }
-        admitted, copies = [], []
-        fresh: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        shared = {_prompt(fill.members[0]): fill for fill in self._fills if _is_of_prompt(fill, version)}
+        copies, admitted = [], []
         for row in free:
             entry = self._waiting.popleft()
-            self._rows[row] = entry
-            entry.prompt_version = version
-            admitted.append((row, entry.request))
-            prompt = (entry.submission, entry.request.prompt_ids)
+            self._rows[row], entry.row, entry.version = entry, row, version
+            admitted.append(Admission(row, entry.request, entry.progress))
+            prompt = _prompt(entry)
             if prompt in ready:
-                copies.append(Copy(ready[prompt], row, len(entry.request.prompt_ids) - 1))
+                num_tokens = len(entry.request.prompt_ids) - 1
+                copies.append(Copy(ready[prompt].row, row, num_tokens))
+                self._go_on(entry, num_tokens)
+            elif prompt in shared:
+                fill = shared[prompt]
+                if fill.done:
+                    copies.append(Copy(fill.members[0].row, row, fill.done))
+                fill.members.append(entry)
             else:
-                fresh.setdefault(prompt, []).append(row)
-        prefills = tuple(Prefill(prompt_ids, tuple(rows)) for (_, prompt_ids), rows in fresh.items())
-        return Plan(moves, tuple(copies), tuple(admitted), prefills)
+                shared[prompt] = _Fill(entry.request.prompt_ids, [entry])
+                self._fills.append(shared[prompt])
+        return tuple(copies), tuple(admitted)
+
+    def _go_on(self, entry: _Entry, done: int) -> None:
+        """The first `done` tokens of this row are computed; what it knows beyond is its own."""
+        if len(entry.ids) - 1 > done:
+            self._fills.append(_Fill(entry.ids, [entry], done))
+
+    def _next_chunks(self) -> tuple[Chunk, ...]:
+        """As much as `prefill_tokens` allow, padding included, in order; completed fills are forgotten."""
+        chunks: list[Chunk] = []
+        longest = 0
+        index = 0
+        while index < len(self._fills):
+            fill = self._fills[index]
+            room = self._prefill_tokens // (len(chunks) + 1)
+            size = min(fill.num_left, room)
+            if size:
+                if longest > room:
+                    break
+                longest = max(longest, size)
+                rows = tuple(entry.row for entry in fill.members)
+                chunks.append(Chunk(fill.ids[fill.done : fill.done + size], fill.done, rows))
+                fill.done += size
+            if fill.num_left:
+                break
+            del self._fills[index]
+            for entry in fill.members:
+                self._go_on(entry, fill.done)
+        return tuple(chunks)
+
+    def _entry(self, row: int) -> _Entry:
+        entry = self._rows[row]
+        assert entry is not None, f"row {row} is free"
+        return entry
+
+    def _free(self, entry: _Entry) -> None:
+        self._rows[entry.row] = None
+        for fill in self._fills:
+            if entry in fill.members:
+                fill.members.remove(entry)
+        self._fills = [fill for fill in self._fills if fill.members]
+
+
+def _prompt(entry: _Entry) -> tuple[int, tuple[int, ...]]:
+    return entry.submission, entry.request.prompt_ids
+
+
+def _is_of_prompt(fill: _Fill, version: int) -> bool:
+    """Whether others may join: it computes a prompt, and these weights began it."""
+    first = fill.members[0]
+    return first.version == version and fill.ids == first.request.prompt_ids

@@ -10,11 +10,10 @@ from buffers.errors import WeightsError
 from buffers.tensors import RawTensor
 
 
-@torch.no_grad()
-def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> None:
-    """Copy every tensor into the parameter of that name (tied parameters appear once, as in `named_parameters`).
+def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    """Raise WeightsError when a name is missing or unknown, or a shape or dtype differs.
 
-    Raises WeightsError before anything is changed when a name is missing or unknown, or a shape or dtype differs.
+    Tied parameters appear once, as in `named_parameters`.
     """
     parameters = dict(model.named_parameters())
     missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
@@ -30,7 +29,12 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> N
                 f"parameter {name}: got {tensor.dtype} {tensor.shape}, "
                 f"the model has {dtype} {tuple(parameter.shape)}; publish the model the engine was started with"
             )
-    for name, parameter in parameters.items():
+
+
+@torch.no_grad()
+def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    """Copy every tensor into the parameter of that name; the set has passed `check_weights`."""
+    for name, parameter in model.named_parameters():
         if parameter.numel():
             parameter.copy_(_as_tensor(tensors[name], parameter.dtype))
 

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from actors.torch_engine.cache import RowCache
-from actors.torch_engine.forward import MAX_PREFILL_TOKENS, Forward, ModelForward, in_chunks
+from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.llama import LlamaForward, can_serve
-from actors.torch_engine.scheduler import Prefill
+from actors.torch_engine.scheduler import Chunk
 
 SMALL: dict[str, Any] = {
     "vocab_size": 30,
@@ -59,16 +59,16 @@ def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
     prompts = [tuple(torch.randint(0, 30, (n,), generator=draw).tolist()) for n in (6, 1, 9, 4)]
     tokens = torch.tensor([prompts[0][-1], prompts[0][-1], prompts[1][-1]])
     positions = torch.tensor([5, 5, 0])
-    prefills = [Prefill(prompts[0], (0, 1)), Prefill(prompts[1], (2,))]
+    chunks = [Chunk(prompts[0][:-1], 0, (0, 1))]
     seen = []
     for step in range(steps):
         if step == 3:
-            prefills = [Prefill(prompts[2], (1,)), Prefill(prompts[3], (3,))]
+            chunks = [Chunk(prompts[2][:5], 0, (1,)), Chunk(prompts[3][:-1], 0, (3,)), Chunk(prompts[2][5:-1], 5, (1,))]
             tokens = torch.cat((tokens, torch.tensor([prompts[3][-1]])))
             positions = torch.cat((positions, torch.tensor([3])))
             tokens[1], positions[1] = prompts[2][-1], 8
-        seen.append(forward(prefills, tokens, positions, int(positions.max()) + 1))
-        prefills, positions = [], positions + 1
+        seen.append(forward(chunks, tokens, positions, int(positions.max()) + 1))
+        chunks, positions = [], positions + 1
         tokens = torch.randint(0, 30, (len(tokens),), generator=draw)
     return torch.cat(seen)
 
@@ -100,12 +100,3 @@ def test_whatever_differs_from_plain_llama_is_left_to_the_models_own_code(config
 
 def test_other_number_types_are_left_to_the_models_own_code() -> None:
     assert not can_serve(make_model(LlamaConfig(**SMALL)).to(torch.bfloat16))
-
-
-def test_many_long_prompts_are_computed_a_bounded_number_of_tokens_at_a_time() -> None:
-    lengths = (MAX_PREFILL_TOKENS // 2, 1, MAX_PREFILL_TOKENS // 2, MAX_PREFILL_TOKENS + 1, 5, 5)
-    prefills = [Prefill((0,) * length, (row,)) for row, length in enumerate(lengths)]
-    chunks = list(in_chunks(prefills))
-    assert [len(chunk) for chunk in chunks] == [2, 1, 1, 2]
-    assert [prefill for chunk in chunks for prefill in chunk] == prefills
-    assert list(in_chunks([])) == []

@@ -1,93 +1,143 @@
-"""Laws of the scheduler, over random histories of submissions, ends and aborts."""
+"""Laws of the scheduler, over random histories of submissions, ends, aborts, and rows sent back."""
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine import Request, RolloutKey
-from actors.torch_engine.scheduler import Copy, Plan, Prefill, Scheduler
+from actors.torch_engine.progress import Progress
+from actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler
+from buffers.record import Span
+
+PROMPTS = ((0, 1, 2), (5,), (3, 1, 4, 1, 5, 9, 2, 6))
 
 
 def make_request(number: int, prompt: int = 0) -> Request:
-    return Request(RolloutKey(number, 0, 0), (prompt, 1, 2), 4, 1.0, number)
+    return Request(RolloutKey(number, 0, 0), PROMPTS[prompt], 40, 1.0, number)
 
 
 class Table:
-    """A model of the device: which request each row computes, and whose prompt it holds."""
+    """A model of the device: which request each row computes, what it has sampled, and which tokens its cache holds."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.rows: dict[int, Request] = {}
-        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.sampled: dict[int, list[int]] = {}  # by number of the request
+        self.cached: dict[int, list[int]] = {}
+
+    def known(self, row: int) -> list[int]:
+        request = self.rows[row]
+        return [*request.prompt_ids, *self.sampled[request.key.group]]
+
+    def progress(self, row: int) -> Progress:
+        ids = np.array(self.sampled[self.rows[row].key.group], np.int32)
+        return Progress(ids, np.zeros(len(ids), np.float32), (Span(0, len(ids)),) if len(ids) else ())
 
     def apply(self, plan: Plan) -> None:
         targets, sources = {target for _, target in plan.moves}, {source for source, _ in plan.moves}
         assert not targets & sources and not targets & self.rows.keys(), "a move may not overwrite a running row"
         for source, target in plan.moves:
-            self.rows[target] = self.rows.pop(source)
-            self.prompts[target] = self.prompts[source]
-        admitted = dict(plan.admitted)
+            self.rows[target], self.cached[target] = self.rows.pop(source), self.cached.pop(source)
+        admitted = {admission.row: admission for admission in plan.admitted}
         for copy in plan.copies:
             assert copy.source in self.rows and copy.source not in admitted and copy.target in admitted
-            self.prompts[copy.target] = self.prompts[copy.source]
-        for prefill in plan.prefills:
-            for row in prefill.rows:
-                assert row in admitted, "only admitted rows are filled"
-                self.prompts[row] = prefill.prompt_ids
         assert len(admitted) == len(plan.admitted) and not admitted.keys() & self.rows.keys(), "no row is held twice"
-        self.rows.update(admitted)
+        for row, admission in admitted.items():
+            before = [] if admission.progress is None else admission.progress.token_ids.tolist()
+            assert self.sampled.setdefault(admission.request.key.group, []) == before, "what was sampled is still there"
+            self.rows[row], self.cached[row] = admission.request, []
+        for copy in plan.copies:
+            assert len(self.cached[copy.source]) >= copy.num_tokens
+            self.cached[copy.target] = self.cached[copy.source][: copy.num_tokens]
+        for chunk in plan.chunks:
+            for row in chunk.rows:
+                assert len(self.cached[row]) == chunk.start, "a chunk goes on where the row ends"
+                self.cached[row] += chunk.ids
         assert sorted(self.rows) == list(range(len(self.rows))), "running rows are a prefix"
         assert len(self.rows) <= self.slots
-        assert all(self.prompts[row] == request.prompt_ids for row, request in self.rows.items())
+        for row in self.rows:
+            known = self.known(row)[:-1]
+            assert self.cached[row] == known[: len(self.cached[row])]
+            assert row in plan.filling or len(self.cached[row]) == len(known), "no row with a gap is decoded"
+
+    def decode(self, filling: tuple[int, ...]) -> None:
+        for row in self.rows.keys() - set(filling):
+            self.cached[row].append(self.known(row)[-1])
+            self.sampled[self.rows[row].key.group].append(row + 10)
 
 
-@given(data=st.data(), slots=st.integers(1, 5))
-def test_whatever_happens_every_request_is_returned_once_and_admitted_in_order(data: st.DataObject, slots: int) -> None:
-    scheduler, table = Scheduler(slots), Table(slots)
+@given(data=st.data(), slots=st.integers(1, 5), prefill_tokens=st.sampled_from((1, 2, 5, 1000)))
+def test_whatever_happens_every_request_is_returned_once_and_what_it_sampled_is_kept(
+    data: st.DataObject, slots: int, prefill_tokens: int
+) -> None:
+    scheduler, table = Scheduler(slots, prefill_tokens), Table(slots)
     submitted = 0
     gone: list[int] = []
     admitted: list[int] = []
 
-    def advance() -> None:
+    def advance() -> list[int]:
         plan = scheduler.plan(version=data.draw(st.integers(0, 1)))
         table.apply(plan)
-        admitted.extend(request.key.group for _, request in plan.admitted)
+        assert sum(len(chunk.ids) for chunk in plan.chunks) <= prefill_tokens
+        admitted.extend(each.request.key.group for each in plan.admitted if each.progress is None)
         assert scheduler.num_rows == len(table.rows)
         assert scheduler.num_unfinished == submitted - len(gone)
         assert scheduler.num_rows == min(slots, scheduler.num_unfinished), "no slot is idle while a request waits"
-        ends = data.draw(st.sets(st.sampled_from(sorted(table.rows)))) if table.rows else set()
-        assert all(scheduler.request(row) is table.rows[row] for row in ends)
-        scheduler.finish(sorted(ends))
-        gone.extend(table.rows.pop(row).key.group for row in ends)
+        table.decode(plan.filling)
+        return [row for row in sorted(table.rows) if row not in plan.filling]
 
-    for _ in range(data.draw(st.integers(1, 12))):
-        prompts = data.draw(st.lists(st.integers(0, 1), max_size=4))
+    def end(rows: list[int]) -> None:
+        assert all(scheduler.request(row) is table.rows[row] for row in rows)
+        scheduler.finish(rows)
+        gone.extend(table.rows.pop(row).key.group for row in rows)
+
+    for _ in range(data.draw(st.integers(1, 10))):
+        prompts = data.draw(st.lists(st.integers(0, 2), max_size=4))
         scheduler.submit([make_request(submitted + index, prompt) for index, prompt in enumerate(prompts)])
         submitted += len(prompts)
-        advance()
+        ready = advance()
+        end(sorted(data.draw(st.sets(st.sampled_from(ready)))) if ready else [])
+        back = sorted(data.draw(st.sets(st.sampled_from(sorted(table.rows)), max_size=2))) if table.rows else []
+        scheduler.suspend([(row, table.progress(row)) for row in back])
+        begun = [number for number in (table.rows.pop(row).key.group for row in back) if not table.sampled[number]]
+        admitted = [number for number in admitted if number not in begun]  # they begin once more
         aborted = data.draw(st.sets(st.integers(0, submitted + 1), max_size=2))
         alive = {key.group for key in scheduler.unfinished_keys()}
-        rows = scheduler.abort({RolloutKey(number, 0, 0) for number in aborted})
-        assert {table.rows.pop(row).key.group for row in rows} <= aborted
+        rows, num_tokens = scheduler.abort({RolloutKey(number, 0, 0) for number in aborted})
+        running = {table.rows.pop(row).key.group for row in rows}
+        assert running <= aborted
+        waiting = (aborted & alive) - running
+        assert num_tokens == sum(len(table.sampled.get(number, [])) for number in waiting)
         gone.extend(aborted & alive)
     for _ in range(submitted * 50):
         if not scheduler.num_unfinished:
             break
-        advance()
-        scheduler.finish(sorted(table.rows)[:1])
-        gone.extend(table.rows.pop(row).key.group for row in sorted(table.rows)[:1])
+        end(advance()[:1])
     assert sorted(gone) == list(range(submitted)), "every request leaves exactly once"
-    assert admitted == sorted(admitted), "requests enter in the order of submission"
+    assert len(set(admitted)) == len(admitted)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4))
+def test_requests_enter_in_the_order_of_submission(prompts: list[int], slots: int) -> None:
+    scheduler = Scheduler(slots)
+    entered: list[int] = []
+    for number, prompt in enumerate(prompts):
+        scheduler.submit([make_request(number, prompt)])
+    while scheduler.num_unfinished:
+        entered += [admission.request.key.group for admission in scheduler.plan(version=0).admitted]
+        scheduler.finish([scheduler.num_rows // 2])
+    assert entered == list(range(len(prompts)))
 
 
 def test_a_prompt_submitted_together_is_computed_once_and_copied_to_those_who_come_later() -> None:
     scheduler = Scheduler(2)
     scheduler.submit([make_request(number) for number in range(4)])
-    assert scheduler.plan(version=0).prefills == (Prefill((0, 1, 2), (0, 1)),)
+    assert scheduler.plan(version=0).chunks == (Chunk((0, 1), 0, (0, 1)),)
     scheduler.finish([0])
     later = scheduler.plan(version=0)
-    assert later.prefills == () and later.copies == (Copy(source=1, target=0, num_tokens=2),)
+    assert later.chunks == () and later.copies == (Copy(source=1, target=0, num_tokens=2),)
 
 
 def test_a_prompt_is_computed_again_after_an_update_and_for_another_submission() -> None:
@@ -96,9 +146,52 @@ def test_a_prompt_is_computed_again_after_an_update_and_for_another_submission()
     scheduler.submit([make_request(3)])
     scheduler.plan(version=0)
     scheduler.finish([0])
-    assert scheduler.plan(version=1).prefills == (Prefill((0, 1, 2), (0,)),)
+    assert scheduler.plan(version=1).chunks == (Chunk((0, 1), 0, (0,)),)
     scheduler.finish([1])
-    assert scheduler.plan(version=1).prefills == (Prefill((0, 1, 2), (1,)),)
+    assert scheduler.plan(version=1).chunks == (Chunk((0, 1), 0, (1,)),)
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_whoever_joins_gets_what_is_there() -> None:
+    scheduler = Scheduler(3, prefill_tokens=3)
+    scheduler.submit([make_request(number, 2) for number in range(4)])
+    first = scheduler.plan(version=0)
+    assert first.chunks == (Chunk((3, 1, 4), 0, (0, 1, 2)),) and first.filling == (0, 1, 2)
+    scheduler.abort({RolloutKey(0, 0, 0)})
+    second = scheduler.plan(version=0)
+    assert second.copies == (Copy(source=1, target=0, num_tokens=3),)
+    assert second.chunks == (Chunk((1, 5, 9), 3, (1, 2, 0)),)
+    third = scheduler.plan(version=0)
+    assert third.chunks == (Chunk((2,), 6, (1, 2, 0)),) and third.filling == ()
+
+
+def test_siblings_sent_back_share_their_prompt_again_and_compute_the_rest_each_for_itself() -> None:
+    scheduler = Scheduler(2)
+    scheduler.submit([make_request(number) for number in range(2)])
+    scheduler.plan(version=0)
+    sampled = [Progress(np.array(ids, np.int32), np.zeros(2, np.float32), (Span(0, 2),)) for ids in ([7, 8], [9, 8])]
+    scheduler.suspend(enumerate(sampled))
+    assert scheduler.num_begun == 2
+    again = scheduler.plan(version=1)
+    assert again.chunks == (Chunk((0, 1), 0, (0, 1)), Chunk((2, 7), 2, (0,)), Chunk((2, 9), 2, (1,)))
+    assert [admission.last_token for admission in again.admitted] == [8, 8] and again.filling == ()
+
+
+def test_while_weights_wait_only_what_had_begun_may_enter() -> None:
+    scheduler = Scheduler(2)
+    scheduler.submit([make_request(number) for number in range(3)])
+    scheduler.plan(version=0)
+    scheduler.suspend([(1, Progress(np.array([7], np.int32), np.zeros(1, np.float32), (Span(0, 1),)))])
+    scheduler.finish([0])
+    assert [each.request.key.group for each in scheduler.plan(version=0, only_begun=True).admitted] == [1]
+    assert [each.request.key.group for each in scheduler.plan(version=0).admitted] == [2]
+
+
+def test_where_memory_is_counted_no_more_enter_than_fit_at_the_longest_length() -> None:
+    scheduler = Scheduler(8)
+    scheduler.submit([make_request(0, 0), make_request(1, 1), make_request(2, 2), make_request(3, 0)])
+    plan = scheduler.plan(version=0, fits=lambda num_rows, length: num_rows * length <= 20)
+    assert [each.request.key.group for each in plan.admitted] == [0, 1], "three rows of eight tokens would not fit"
+    assert scheduler.plan(version=0, longest=4, fits=lambda num_rows, length: num_rows * length <= 24).admitted
 
 
 def test_a_batch_that_runs_empty_becomes_smaller() -> None:

@@ -1,0 +1,89 @@
+"""Chunks of prefixes as tensors: padded ids and positions, what each token may see, and where its key and value go.
+
+Axes: `K` chunks, `P` longest chunk, `M` rows that get a chunk, `W` tokens written (once for each row), `T` columns seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actors.torch_engine.scheduler import Chunk
+
+
+@dataclass(frozen=True)
+class Continues:
+    """Where chunks that do not all begin their row are written, and what they attend to.
+
+    place: int64 [W] rows and [W] columns; origin: int64 [W] chunks and [W] tokens in them. sources: int64 [K], the row
+    each chunk reads.
+    """
+
+    place: tuple[torch.Tensor, torch.Tensor]
+    origin: tuple[torch.Tensor, torch.Tensor]
+    sources: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PaddedChunks:
+    """ids, positions: int64 [K, P], right padded; a padded position repeats the last. length: columns seen, T.
+
+    targets, origins: int64 [M], the rows to fill and the chunk each of them gets. continues: None when every chunk begins
+    its row, and attention among the new tokens is all there is.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    length: int
+    targets: torch.Tensor
+    origins: torch.Tensor
+    continues: Continues | None
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> PaddedChunks | None:
+        """None when there are no chunks."""
+        if not chunks:
+            return None
+        width = max(len(chunk.ids) for chunk in chunks)
+        ids = [(*chunk.ids, *(0,) * (width - len(chunk.ids))) for chunk in chunks]
+        starts = torch.tensor([chunk.start for chunk in chunks])
+        lengths = torch.tensor([len(chunk.ids) for chunk in chunks])
+        positions = starts[:, None] + torch.arange(width).expand(len(chunks), width).minimum(lengths[:, None] - 1)
+        targets = torch.tensor([row for chunk in chunks for row in chunk.rows])
+        origins = torch.tensor([index for index, chunk in enumerate(chunks) for _ in chunk.rows])
+        continues = None
+        if any(chunk.start for chunk in chunks):
+            continues = _continues(chunks, starts, lengths, targets, origins, device)
+        return cls(
+            ids=torch.tensor(ids, device=device),
+            positions=positions.to(device),
+            length=int((starts + lengths).max()),
+            targets=targets.to(device),
+            origins=origins.to(device),
+            continues=continues,
+        )
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """[K, 1, P, T]: 0 up to each token's position, the lowest finite number beyond. What padding sees means nothing."""
+        columns = torch.arange(self.length, device=self.positions.device)
+        hidden = columns > self.positions[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+def _continues(
+    chunks: Sequence[Chunk],
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    targets: torch.Tensor,
+    origins: torch.Tensor,
+    device: torch.device,
+) -> Continues:
+    counts = lengths[origins]
+    tokens = torch.cat([torch.arange(int(count)) for count in counts])
+    chunk = origins.repeat_interleave(counts)
+    place = (targets.repeat_interleave(counts).to(device), (starts[chunk] + tokens).to(device))
+    sources = torch.tensor([each.rows[0] for each in chunks], device=device)
+    return Continues(place, (chunk.to(device), tokens.to(device)), sources)

@@ -1,0 +1,17 @@
+"""What a request has sampled so far, when it leaves its row without having ended. Nothing of it is ever sampled again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from buffers.record import Float32Array, Int32Array, Span
+
+
+@dataclass(frozen=True)
+class Progress:
+    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; supports: int32 ids for each token, or empty."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    spans: tuple[Span, ...]
+    supports: tuple[Int32Array, ...] = ()
