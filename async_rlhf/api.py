@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.prompts import load_rows
-from actors.rewards import resolve, spec_of
+from actors.rewards import spec_of
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
@@ -84,7 +84,7 @@ def preflight(config: Config) -> int:
     if not rows:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
     try:
-        specs = resolve(config.rewards.functions, Path.cwd(), set(rows[0].columns), config.rewards.options)
+        specs = config.rewards.specs(Path.cwd(), set(rows[0].columns))
     except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
         raise ConfigError(str(error)) from error
     config.rewards.composition.check(spec.name for spec in specs)
@@ -94,6 +94,6 @@ def preflight(config: Config) -> int:
 
 def with_own_weights(config: Config) -> Config:
     """The configuration with the weights that rewards give themselves written out, so that the record of a run is whole."""
-    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
+    specs = config.rewards.specs(Path.cwd())
     weights = {spec.name: spec.weight for spec in specs if spec.weight != 1.0} | config.rewards.weights
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"weights": weights})})

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.config import Config
 from async_rlhf.exit_codes import exit_code
+from async_rlhf.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run_dir import RunDir
 from buffers.errors import AsyncRLHFError
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from actors.prompts import Row
     from actors.worker import Work
-    from learner.feed import Feed
-    from learner.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -52,31 +51,9 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
 
     connect = connector(config.security.directory)
     client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
-    _log.info("ended: %s", make_trainer(run, config, client).run())
+    with backend_of(run, config) as backend:
+        _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
-
-
-def make_trainer(run: RunDir, config: Config, feed: Feed) -> Trainer:
-    """The learner's loop of this configuration, fed by a hub or by an archive."""
-    from learner.torch_backend import TorchBackend
-    from learner.trainer import Trainer, TrainerConfig
-
-    return Trainer(
-        feed,
-        TorchBackend(Path(config.model), config.learner, config.loss, publish_dtype=config.engine.dtype),
-        run.path,
-        TrainerConfig(
-            learner=config.learner,
-            loss=config.loss,
-            checkpoint=config.checkpoint,
-            max_steps=config.max_steps,
-            max_staleness=config.queue.max_staleness,
-            composition=config.rewards.composition,
-            max_failed_ratio=config.rewards.max_failed_ratio,
-            sampled_groups=config.sampled_groups,
-            advantage=config.advantage,
-        ),
-    )
 
 
 def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
@@ -84,10 +61,9 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     from transformers import AutoTokenizer
 
     from actors.engine import RolloutKey
+    from actors.engines import load_engine
     from actors.prompts import check_prompts, load_rows
-    from actors.rewards import resolve
     from actors.scoring.pool import ScoringPool
-    from actors.torch_engine.loading import load_engine
     from actors.worker import Worker
     from buffers.client import ActorClient
     from buffers.link import connector
@@ -95,13 +71,13 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     rows, _ = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
-    engine = load_engine(config.model, config.engine)
+    engine = load_engine(config.model, config.engine, on_update=config.generation.on_update)
     beat_s = min(1.0, config.queue.lease_s / 5)
     connect = connector(config.security.directory)
     client = ActorClient(
         address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights
     )
-    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
+    specs = config.rewards.specs(Path.cwd())
     scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
     try:
         reason = Worker(
@@ -117,6 +93,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     finally:
         scoring.close()
         client.close()
+        engine.close()
 
 
 def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Work:
@@ -140,19 +117,19 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     from transformers import AutoTokenizer
 
     from actors.engine import RolloutKey
+    from actors.engines import load_engine
     from actors.evaluation import evaluate
     from actors.prompts import encode, load_rows
-    from actors.rewards import resolve
     from actors.scoring.pool import ScoringPool
-    from actors.torch_engine.loading import load_engine
 
     _, rows = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    specs = resolve(config.rewards.functions, Path.cwd(), options=config.rewards.options)
+    specs = config.rewards.specs(Path.cwd())
     scoring = ScoringPool[RolloutKey](specs, config.rewards)
+    engine = load_engine(model, config.engine, version=0)
     try:
         result = evaluate(
-            load_engine(model, config.engine, version=0),
+            engine,
             scoring,
             rows,
             partial(encode, tokenizer=tokenizer, template=config.data.template),
@@ -163,6 +140,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
         )
     finally:
         scoring.close()
+        engine.close()
     with run.evaluations.open("a") as file:
         file.write(json.dumps({"label": label, "model": model, **vars(result)}) + "\n")
 
@@ -170,6 +148,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
 _ROLES: dict[str, Callable[..., None]] = {
     "hub": run_hub,
     "learner": run_learner,
+    "learner_rank": run_rank,
     "actor": run_actor,
     "evaluation": run_evaluation,
 }

@@ -21,7 +21,8 @@ BELOW = {
 }
 # Where a heavy dependency may be imported, as prefixes of paths.
 ROOMS = {
-    "zmq": ("buffers/hub.py", "buffers/link.py"),
+    "zmq": ("buffers/hub.py", "buffers/link.py", "actors/reward_server/"),
+    "httpx2": ("actors/rewards/builtins/judge.py",),
     "torch": ("actors/torch_engine/", "learner/", "experiments/"),
     "vllm": ("actors/vllm_engine.py",),
     "deepspeed": ("learner/deepspeed_backend.py",),

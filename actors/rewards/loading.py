@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -27,8 +27,13 @@ from buffers.errors import ConfigError, RewardError, did_you_mean
 _HERE = "actors.rewards.builtins"
 BUILTINS = {
     "exact": f"{_HERE}.exact:exact",
+    "judge": f"{_HERE}.judge:judge",
+    "length": f"{_HERE}.length:length",
     "math_verify": f"{_HERE}.mathematics:math_verify",
+    "overlong": f"{_HERE}.length:overlong",
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
+    "regex": f"{_HERE}.regex:regex",
+    "remote": "actors.reward_server.client:remote",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -72,19 +77,20 @@ def resolve(
     base_dir: Path,
     columns: AbstractSet[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[RewardSpec, ...]:
     """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
 
     targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
     from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
-    parameters that are no columns. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that
+    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that
     can get no value, for two rewards of one name and for none at all.
     """
-    options = options or {}
+    options, settings = options or {}, settings or {}
     specs: dict[str, RewardSpec] = {}
     for given in targets:
         own_name, _, target = absolute(given, base_dir).rpartition("=")
-        spec = _spec(own_name, target, columns, options)
+        spec = _spec(own_name, target, columns, options, settings)
         if spec.name in specs:
             raise ConfigError(
                 f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
@@ -93,16 +99,24 @@ def resolve(
         specs[spec.name] = spec
     if not specs:
         raise ConfigError("no reward is configured, so there is nothing to learn; name one in rewards.functions")
-    if unknown := set(options) - set(specs):
-        name = min(unknown)
-        raise ConfigError(f"rewards.options.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
+    for section, named in (("options", options), ("settings", settings)):
+        if unknown := set(named) - set(specs):
+            name = min(unknown)
+            raise ConfigError(f"rewards.{section}.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
     return tuple(specs.values())
 
 
-def _spec(own_name: str, target: str, columns: AbstractSet[str] | None, options: Mapping[str, Mapping[str, Any]]) -> RewardSpec:
+def _spec(
+    own_name: str,
+    target: str,
+    columns: AbstractSet[str] | None,
+    options: Mapping[str, Mapping[str, Any]],
+    overrides: Mapping[str, Mapping[str, Any]],
+) -> RewardSpec:
     function = _function(target)
     signature, settings = Signature.of(function), settings_of(function)
     name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
+    settings = replace(settings, **overrides.get(name, {}))
     chosen = dict(options.get(name, {}))
     if columns is not None:
         signature.check(name, columns, chosen.keys())

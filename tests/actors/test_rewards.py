@@ -14,7 +14,9 @@ import reasoning_gym as gym
 from actors.rewards import Answer, Signature, failed
 from actors.rewards.builtins.exact import exact
 from actors.rewards.builtins.gym import reasoning_gym
+from actors.rewards.builtins.length import length, overlong
 from actors.rewards.builtins.mathematics import math_verify
+from actors.rewards.builtins.regex import regex
 
 COMPLETION = {
     "completion": "4",
@@ -161,3 +163,31 @@ def test_math_verify_compares_mathematics_not_text(completion: str, answer: str,
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="column 'answer' holds no mathematical expression"):
         math_verify("4", "")
+
+
+@pytest.mark.parametrize(
+    ("completion", "pattern", "whole", "score"),
+    [
+        ("<answer>4</answer>", "<answer>.*</answer>", True, 1.0),
+        ("so <answer>4\n</answer>", "<answer>.*</answer>", False, 1.0),
+        ("so <answer>4</answer>", "<answer>.*</answer>", True, 0.0),
+        ("4", "5", False, 0.0),
+    ],
+)
+def test_regex_asks_for_a_shape(completion: str, pattern: str, whole: bool, score: float) -> None:
+    assert regex(completion, pattern, whole) == score
+
+
+def test_length_is_best_at_its_target() -> None:
+    assert [length([0] * n, target=10, tolerance=5).value for n in (0, 5, 8, 10, 12, 15, 99)] == [0, 0, 0.6, 1, 0.6, 0, 0]
+
+
+def test_the_soft_over_long_penalty_is_dapos() -> None:
+    # DAPO equation 13 with L_max = 20 and L_cache = 4.
+    assert [overlong([0] * n, max_length=20, buffer=4) for n in (1, 16, 17, 18, 20, 30)] == [0, 0, -0.25, -0.5, -1, -1]
+
+
+@pytest.mark.parametrize("call", [lambda: overlong([1], 4, 5), lambda: length([1], 4, 0)])
+def test_lengths_that_cannot_be_meant_are_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="is needed"):
+        call()

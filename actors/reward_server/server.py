@@ -1,0 +1,162 @@
+"""Serves one reward to actors, wherever they run: `async-rlhf serve-reward FILE:NAME`.
+
+    owns        a ROUTER socket, a scoring pool with the reward's processes
+    waits for   requests, scores, somebody who wants to be let in; looks up twice a second
+    woken by    the sockets, and by the pool through a pipe
+    on close    the pool's processes are killed; who waits for an answer runs into its time-out and asks again
+
+Without keys it listens on this machine only. With keys only those on the allow-list are let in, as at the hub.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from actors.config import RewardsConfig
+from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
+from actors.rewards import RewardSpec
+from actors.scoring.pool import Scored, ScoringPool
+from buffers import keys
+from buffers.errors import ConfigError, WireError
+
+_log = logging.getLogger(__name__)
+_LOOK_MS = 500
+# Who asks for more at once is told to come back: nothing here may grow without end.
+_MAX_PENDING = 10_000
+_BACK_S = 1.0
+
+
+class _From(NamedTuple):
+    """Who asked, and under which number."""
+
+    peer: bytes
+    id: int
+
+
+class RewardServer:
+    """See the module docstring. `run` serves until `stop`. Raises ConfigError for an address it may not or cannot have."""
+
+    def __init__(self, spec: RewardSpec, config: RewardsConfig, address: str, key_dir: Path | None = None) -> None:
+        local = address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:"))
+        if key_dir is None and not local:
+            raise ConfigError(
+                f"address = {address!r}: without keys a reward is served on this machine only. Use tcp://127.0.0.1:PORT or "
+                "an ipc:// path, or make keys (async-rlhf keys new DIR) and name them with --keys."
+            )
+        self._spec, self._stopped = spec, False
+        self._deadlines: dict[_From, float] = {}
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._allowed = self._locked(key_dir)
+        self._bell, self._ringer = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._ringer, False)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._pool = ScoringPool[_From]([spec], config, wake=self._ring)
+        self.counters = {"asked": 0, "answered": 0, "refused": 0, "too_late": 0}
+
+    def run(self) -> None:
+        """Serve until `stop`; raises RewardError when the reward's processes do not come up."""
+        poller = zmq.Poller()
+        for waited_for in (self._socket, self._zap, self._bell):
+            poller.register(waited_for, zmq.POLLIN)
+        try:
+            while not self._stopped:
+                if self._bell in dict(poller.poll(_LOOK_MS)):
+                    os.read(self._bell, 4096)
+                self._let_in()
+                self._take_in()
+                for scored in self._pool.poll():
+                    self._answer(scored)
+                self._give_up()
+        finally:
+            self._pool.close()
+            self._close_sockets()
+
+    def stop(self) -> None:
+        """End `run`; may be called from a signal handler or another thread."""
+        self._stopped = True
+        self._ring()
+
+    def _take_in(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    self._ask(peer, unpack(Ask, b"".join(frames)))
+                except WireError as error:
+                    self.counters["refused"] += 1
+                    _log.warning("refused: %s", error)
+
+    def _ask(self, peer: bytes, ask: Ask) -> None:
+        self.counters["asked"] += 1
+        asker = _From(peer, ask.id)
+        if asker in self._deadlines or self._pool.num_pending >= _MAX_PENDING:
+            self._send(asker, Told(id=ask.id, failure=f"{_MAX_PENDING} completions wait already", retry_after_s=_BACK_S))
+            return
+        self._deadlines[asker] = time.monotonic() + ask.timeout_s
+        self._pool.submit(asker, ask.fields)
+
+    def _answer(self, scored: Scored[_From]) -> None:
+        del self._deadlines[scored.key]
+        score = scored.scores[self._spec.name]
+        self.counters["answered"] += 1
+        self._send(scored.key, Told(id=scored.key.id, value=score.value, failure=score.failure, metrics=dict(score.metrics)))
+
+    def _send(self, asker: _From, told: Told) -> None:
+        with suppress(zmq.Again):  # a peer that does not read asks again
+            self._socket.send_multipart([asker.peer, pack(told)], zmq.NOBLOCK)
+
+    def _give_up(self) -> None:
+        """Nobody listens any more for what took too long."""
+        late = [asker for asker, deadline in self._deadlines.items() if deadline < time.monotonic()]
+        self._pool.discard(late)
+        for asker in late:
+            del self._deadlines[asker]
+        self.counters["too_late"] += len(late)
+
+    def _locked(self, key_dir: Path | None) -> dict[bytes, str]:
+        """With keys the socket becomes a CURVE server that asks about every peer; returns who is allowed."""
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind("inproc://zeromq.zap.01")
+        if key_dir is None:
+            return {}
+        access = keys.load_hub(key_dir)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, keys.ZAP_DOMAIN)
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer a handshake fails rather than succeeds
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
+        return dict(access.allowed)
+
+    def _let_in(self) -> None:
+        while self._zap.poll(0):
+            answer, refused = keys.admit(self._zap.recv_multipart(), self._allowed)
+            self._zap.send_multipart(answer)
+            if refused:
+                self.counters["refused"] += 1
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # a full pipe rings already
+            os.write(self._ringer, b"w")
+
+    def _close_sockets(self) -> None:
+        self._zap.close(0)
+        self._socket.close()
+        self._context.term()
+        os.close(self._bell)
+        os.close(self._ringer)

@@ -1,0 +1,27 @@
+"""How long a completion is, in the policy's tokens, the end token included."""
+
+from __future__ import annotations
+
+from actors.rewards.settings import reward
+from buffers.score import Score
+
+
+@reward
+def length(completion_ids: list[int], target: int, tolerance: int) -> Score:
+    """1.0 at `target` tokens, falling evenly to 0.0 at `tolerance` tokens more or less. Metric: `length`."""
+    if tolerance < 1:
+        raise ValueError(f"tolerance = {tolerance}; at least 1 token is needed")
+    num_tokens = len(completion_ids)
+    return Score(max(0.0, 1.0 - abs(num_tokens - target) / tolerance), metrics={"length": num_tokens})
+
+
+@reward
+def overlong(completion_ids: list[int], max_length: int, buffer: int) -> float:
+    """The soft over-long penalty: 0 up to `max_length - buffer` tokens, then falling evenly to -1 at `max_length` and beyond.
+
+    Source: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer = {buffer}; between 1 and max_length = {max_length} is needed")
+    over = len(completion_ids) - (max_length - buffer)
+    return -min(1.0, max(0.0, over / buffer))

@@ -1,0 +1,122 @@
+"""A reward served to others over a real socket: asked through the scoring pool, as a run would."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from actors.config import RewardsConfig
+from actors.reward_server.messages import Ask, Told, pack, unpack
+from actors.reward_server.server import RewardServer
+from actors.rewards import resolve
+from actors.scoring.pool import ScoringPool
+from buffers import keys
+from buffers.errors import ConfigError, WireError
+from buffers.link import new_pair
+from buffers.record import Score
+
+JUDGES = """
+from actors.rewards import Score
+
+def double(completion, factor=2.0):
+    if completion == "wrong": raise ValueError("no number")
+    if completion == "none": return None
+    return Score(factor * float(completion), metrics={"length": len(completion)})
+"""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., RewardServer]]:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    running: list[tuple[RewardServer, threading.Thread]] = []
+
+    def start(address: str = "tcp://127.0.0.1:*", key_dir: Path | None = None) -> RewardServer:
+        (spec,) = resolve(["judges.py:double"], tmp_path)
+        server = RewardServer(spec, RewardsConfig(), address, key_dir)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in running:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s: float = 20.0, retries: int = 3) -> list[Score]:
+    options: dict[str, Any] = {"address": address, **({"keys": str(key_dir)} if key_dir else {})}
+    settings = {"timeout_s": timeout_s, "retries": retries}
+    specs = resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})
+    answered = threading.Event()
+    pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(), wake=answered.set)
+    try:
+        for key, completion in enumerate(completions):
+            pool.submit(key, {"completion": completion, "prompt": "p", "answer": {1, 2}})
+        found: dict[int, Score] = {}
+        until = time.monotonic() + 60
+        while pool.num_pending and time.monotonic() < until:
+            answered.wait(0.1)
+            answered.clear()
+            found |= {done.key: done.scores["remote"] for done in pool.poll()}
+        return [found[key] for key in range(len(completions))]
+    finally:
+        pool.close()
+
+
+def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., RewardServer]) -> None:
+    server = serve()
+    scores = ask(server.address, "4", "wrong", "none", *map(str, range(200)))
+    assert scores[0] == Score(8.0, metrics={"length": 1.0})
+    assert scores[1].failure == "ValueError: no number" and scores[2] == Score()
+    assert [score.value for score in scores[3:]] == [2.0 * n for n in range(200)]
+    assert server.counters["answered"] == 203
+
+
+def test_without_keys_a_reward_is_served_on_this_machine_only(serve: Callable[..., RewardServer]) -> None:
+    with pytest.raises(ConfigError, match=r"served on this machine only.*--keys"):
+        serve("tcp://0.0.0.0:*")
+
+
+def test_an_address_that_is_taken_is_refused(serve: Callable[..., RewardServer]) -> None:
+    server = serve()
+    with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
+        serve(server.address)
+
+
+def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., RewardServer], tmp_path: Path) -> None:
+    keys.create(tmp_path / "keys", ["friend"], new_pair)
+    keys.create(tmp_path / "other", ["stranger"], new_pair)
+    server = serve(key_dir=tmp_path / "keys")
+    (score,) = ask(server.address, "3", key_dir=tmp_path / "keys" / "for-friend")
+    assert score.value == 6.0
+    for key_dir in (None, tmp_path / "other" / "for-stranger"):
+        (score,) = ask(server.address, "3", key_dir=key_dir, timeout_s=0.5, retries=0)
+        assert "timed out after 0.5 s" in (score.failure or "")
+
+
+def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., RewardServer]) -> None:
+    server = serve()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.connect(server.address)
+        for rubbish in (b"", b"\xc1", b"\x80", pack(Ask(id=1, fields={}, timeout_s=1.0))[:-1]):
+            socket.send(rubbish)
+        socket.send(pack(Ask(id=7, fields={"completion": "1"}, timeout_s=20.0)))
+        assert unpack(Told, socket.recv()).value == 2.0
+    assert server.counters["refused"] == 4
+
+
+def test_messages_of_another_protocol_or_size_are_refused() -> None:
+    with pytest.raises(WireError, match="what is no Told of protocol 1"):
+        unpack(Told, pack(Ask(id=1, fields={}, timeout_s=1.0)))
+    with pytest.raises(WireError, match="at most"):
+        pack(Ask(id=1, fields={"completion": "x" * (5 << 20)}, timeout_s=1.0))
