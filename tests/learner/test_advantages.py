@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from learner.advantages import group_relative
+from learner.advantages import best, constant, drop_constant, group_relative, leave_one_out, pair, reinforce_pp
 
 rewards = st.floats(-100, 100, allow_nan=False).map(lambda value: round(value, 3))
 groups = st.lists(st.one_of(st.none(), rewards), min_size=1, max_size=12)
@@ -76,3 +76,46 @@ def test_an_example_by_hand() -> None:
 
 def test_a_reward_too_large_to_square_is_still_ranked() -> None:
     assert group_relative([1e200, 0.0], scale_by_std=True) == near([1.0, -1.0])
+
+
+@given(groups)
+def test_leave_one_out_is_the_twin(values: list[float | None]) -> None:
+    assert leave_one_out(values) == near(oracles.leave_one_out(values))
+
+
+@given(groups, st.integers(0, 11), rewards)
+def test_the_baseline_of_a_completion_does_not_contain_its_own_reward(
+    values: list[float | None], where: int, reward: float
+) -> None:
+    where = where % len(values)
+    assume(values[where] is not None and sum(value is not None for value in values) > 1)
+    raised = [*values[:where], reward, *values[where + 1 :]]
+    before, after, old = leave_one_out(values)[where], leave_one_out(raised)[where], values[where]
+    assert before is not None and after is not None and old is not None
+    assert after - before == pytest.approx(reward - old, abs=1e-9)
+
+
+@given(st.lists(groups, min_size=1, max_size=4))
+def test_normalised_over_the_batch_is_the_twin(batch: list[list[float | None]]) -> None:
+    assert [near(group) for group in oracles.reinforce_pp(batch)] == reinforce_pp(batch)
+
+
+def test_normalised_over_the_batch_a_hard_prompt_stays_hard() -> None:
+    easy, hard = reinforce_pp([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    assert sum(value for value in easy if value) > 0 > sum(value for value in hard if value)
+
+
+@given(groups)
+def test_a_pair_is_the_best_and_the_worst_that_count(values: list[float | None]) -> None:
+    chosen = [value for value in pair(values) if value is not None]
+    counting = [value for value in values if value is not None]
+    if constant(values):
+        assert chosen == []
+    else:
+        assert sorted(chosen) == [min(counting), max(counting)]
+    assert [value for value in best(values) if value is not None] == ([] if constant(values) else [max(counting)])
+
+
+def test_constant_groups_are_dropped_whole_and_the_others_kept() -> None:
+    batch = [[1.0, 1.0], [0.0, 1.0], [None, 2.0], [None, None]]
+    assert drop_constant(batch) == [[None, None], [0.0, 1.0], [None, None], [None, None]]
