@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import oracles
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.corrections import MAX_LOG_RATIO, effective_sample_size, ratio
+from learner.corrections.masks import second_moment_mask
+from learner.corrections.proximal import interpolated
 from learner.corrections.weights import truncated_weight
 
 logps = st.lists(st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32)), min_size=1, max_size=20)
@@ -62,3 +65,25 @@ def test_equal_weights_waste_nothing(weight: float, count: int) -> None:
 def test_one_weight_above_all_others_leaves_one_sample() -> None:
     weights = torch.tensor([math.exp(20.0), *[math.exp(-20.0)] * 9])
     assert float(effective_sample_size(weights)) == pytest.approx(0.1, rel=1e-6)
+
+
+log_ratios = st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=20, unique_by=abs)
+
+
+@given(log_ratios, st.floats(1e-4, 4))
+def test_the_second_moment_mask_is_the_twin_and_leaves_the_moment_below_its_limit(drawn: list[float], limit: float) -> None:
+    kept = second_moment_mask(np.array(drawn, np.float32), limit)
+    assert kept.tolist() == oracles.second_moment_mask(drawn, limit)
+    assert not kept.any() or float(np.mean(np.square(np.array(drawn)[kept]))) <= limit * (1 + 1e-6)
+
+
+def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
+    assert second_moment_mask(np.array([0.0, math.nan, 9.0], np.float32), 0.1).tolist() == [True, True, False]
+
+
+def test_the_interpolated_policy_lies_between_the_other_two_by_the_age_of_each_token() -> None:
+    current, behaviour = torch.tensor([-1.0] * 5, requires_grad=True), torch.tensor([-3.0] * 5)
+    found = interpolated(current, behaviour, torch.tensor([0, 1, 2, 4, -2]))
+    # a version behind it is behaviour itself; two behind, half of the way; ages from the future count by their distance
+    torch.testing.assert_close(found, torch.tensor([-3.0, -3.0, -2.0, -1.5, -2.0]))
+    assert not found.requires_grad
