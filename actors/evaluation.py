@@ -38,6 +38,7 @@ def evaluate(
     decode: Callable[[Sequence[int]], str],
     *,
     max_completion_length: int,
+    stop: tuple[str, ...] = (),
     composition: Composition,
     solved_at: float = 1.0,
     patience_s: float = 120.0,
@@ -47,7 +48,9 @@ def evaluate(
     Raises DeadlineError when no score arrives for `patience_s` after generation has ended.
     """
     prompts = [tuple(encode(row)[1]) for row in rows]
-    engine.submit([Request(RolloutKey(i, 0, 0), ids, max_completion_length, 0.0, 0) for i, ids in enumerate(prompts)])
+    engine.submit(
+        [Request(RolloutKey(i, 0, 0), ids, max_completion_length, 0.0, 0, stop=stop) for i, ids in enumerate(prompts)]
+    )
     lengths: list[int] = []
     scores: dict[int, Mapping[str, Score]] = {}
     heard = time.monotonic()

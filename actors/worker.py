@@ -6,7 +6,7 @@
     on close    what is unfinished is dropped: the hub credits it again, to anybody
 
 Generation never stops for scoring (each completion is scored while its siblings decode), for the queue (puts are not
-awaited) or for weights (they are adopted whole, at a token border, and the caches are kept).
+awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` says what becomes of what runs).
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Work:
     group_size: int
     max_completion_length: int
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
     def requests(self, number: int, attempt: int) -> tuple[Row, str, list[Request]]:
         """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing."""
@@ -57,6 +61,10 @@ class Work:
                 self.max_completion_length,
                 self.temperature,
                 rollout_seed(self.seed, number, member),
+                self.top_k,
+                self.top_p,
+                self.min_p,
+                self.stop,
             )
             for member in range(self.group_size)
         ]
@@ -93,6 +101,7 @@ class Worker:
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
         self._fence = 0
+        self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
         self._told: ActorState | None = None
         self._count = dict.fromkeys(
@@ -115,6 +124,7 @@ class Worker:
         self._begin(self._client.credits())
         for completion in self._engine.step():
             self._score(completion)
+        self._serve()
         for scored in self._scoring.poll():
             self._collect(scored)
         if self._state() != self._told:
@@ -122,15 +132,22 @@ class Worker:
         self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
 
     def _adopt(self, weights: WeightSet) -> None:
-        """Serve a new set from the next token on. Going back (the learner was restored) cancels what was begun."""
+        """Load a new set. Going back (the learner was restored) cancels what was begun."""
         if weights.version < self._engine.version:
             numbers = list(self._open)
             self._drop(numbers)
             self._client.release(numbers)
             _log.info("back to version %d: %d groups are begun again", weights.version, len(numbers))
         self._engine.load_weights(weights.version, weights.tensors())
-        self._sing(weights)
-        self._fence = weights.fence
+        self._coming = weights
+        self._serve()
+
+    def _serve(self) -> None:
+        """Once the engine has adopted what was loaded, nothing is sampled from it before the canary has sung."""
+        if self._coming is not None and self._engine.version == self._coming.version:
+            weights, self._coming = self._coming, None
+            self._sing(weights)
+            self._fence = weights.fence
 
     def _sing(self, weights: WeightSet) -> None:
         """The canary: engine and learner must say the same of the same probe under the same weights.
@@ -189,6 +206,7 @@ class Worker:
             scores=scored.scores,
             text=text,
             timings={"generate_s": round(seconds, 6), "score_s": round(scored.seconds, 6)},
+            support=completion.support,
         )
         if len(group.rollouts) == self._work.group_size:
             del self._open[number]
@@ -200,6 +218,9 @@ class Worker:
                     prompt_ids=np.array(group.prompt_ids, np.int32),
                     rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
                     temperature=self._work.temperature,
+                    top_k=self._work.top_k,
+                    top_p=self._work.top_p,
+                    min_p=self._work.min_p,
                     actor=self._name,
                     prompt=group.prompt,
                     columns=group.row.columns,
