@@ -81,11 +81,12 @@ def test_three_losses_are_one_in_the_first_update_of_a_step() -> None:
 
 def test_raising_small_ratios_biases_and_counts_more_than_was_sampled() -> None:
     """Why weights are cut above only: cut below they sum to more than 1, and what the policy left still pulls at it."""
+    farther = policy.later(BEHAVIOUR, REWARD, 32)
     weights = policy.probabilities(BEHAVIOUR)
-    inputs = policy.inputs_for(FAR, BEHAVIOUR, REWARD - (weights * REWARD).sum(), 1)
+    inputs = policy.inputs_for(farther, BEHAVIOUR, REWARD - (weights * REWARD).sum(), 1)
     whole = (inputs.logp_proximal_N - inputs.logp_behaviour_N).reshape(policy.Y, policy.T).sum(1).exp()
-    plain = policy.gradients(inputs, LossConfig(is_cap=None), FAR)
-    exact = policy.exact_gradient(FAR, REWARD)
+    plain = policy.gradients(inputs, LossConfig(is_cap=None), farther)
+    exact = policy.exact_gradient(farther, REWARD)
     bias, mass = {}, {}
     for low in (0.0, 0.5):
         raised = weights * whole.clamp(min=low)
