@@ -109,6 +109,10 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
         group_size=config.generation.group_size,
         max_completion_length=config.generation.max_completion_length,
         temperature=config.generation.temperature,
+        top_k=config.generation.top_k,
+        top_p=config.generation.top_p,
+        min_p=config.generation.min_p,
+        stop=config.generation.stop,
     )
 
 
@@ -135,6 +139,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
             partial(encode, tokenizer=tokenizer, template=config.data.template),
             partial(tokenizer.decode, skip_special_tokens=True),
             max_completion_length=config.generation.max_completion_length,
+            stop=config.generation.stop,
             composition=config.rewards.composition,
             solved_at=config.evaluation.solved_at,
         )
