@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.decoding import Decoding, Tell, tell_nobody
 from actors.engine import Completion, Engine, Request, RolloutKey
 from actors.prompts import Row, prompt_number, rollout_seed
 from actors.scoring.fields import fields_of
-from actors.scoring.pool import Scored, ScoringPool
+from actors.scoring.pool import Place, Scored, ScoringPool
 from buffers.client import ActorClient, ActorState
 from buffers.errors import WeightsError
 from buffers.record import Group, Rollout
+from buffers.stages import GENERATION, StageTime, pack
 from buffers.weights import WeightSet
 from buffers.wire import CreditItem
 
@@ -79,8 +81,8 @@ class _Open:
     row: Row
     prompt: str
     prompt_ids: tuple[int, ...]
-    begun_s: float
-    completions: dict[int, tuple[Completion, str, float]] = field(default_factory=dict)
+    began: float
+    completions: dict[int, tuple[Completion, str, StageTime]] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
 
@@ -96,10 +98,12 @@ class Worker:
         work: Work,
         capacity: int,
         canary_tolerance: float,
+        tell: Tell = tell_nobody,
     ) -> None:
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
+        self._mark, self._decoding = tell, Decoding(tell)
         self._fence = 0
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
@@ -122,7 +126,7 @@ class Worker:
         if (weights := self._client.weights()) is not None:
             self._adopt(weights)
         self._begin(self._client.credits())
-        for completion in self._engine.step():
+        for completion in self._step():
             self._score(completion)
         self._serve()
         for scored in self._scoring.poll():
@@ -131,6 +135,13 @@ class Worker:
             self._tell()
         self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
 
+    def _step(self) -> list[Completion]:
+        busy, began = self._engine.num_unfinished > 0, time.time()
+        ended = self._engine.step()
+        if busy:
+            self._decoding.stepped(began)
+        return ended
+
     def _adopt(self, weights: WeightSet) -> None:
         """Load a new set. Going back (the learner was restored) cancels what was begun."""
         if weights.version < self._engine.version:
@@ -138,7 +149,9 @@ class Worker:
             self._drop(numbers)
             self._client.release(numbers)
             _log.info("back to version %d: %d groups are begun again", weights.version, len(numbers))
+        began = time.time()
         self._engine.load_weights(weights.version, weights.tensors())
+        self._mark(f"adopt {weights.version}", began, time.time())
         self._coming = weights
         self._serve()
 
@@ -171,7 +184,7 @@ class Worker:
         requests: list[Request] = []
         for credit in credits:
             row, prompt, group = self._work.requests(credit.number, credit.attempt)
-            self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.monotonic())
+            self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.time())
             requests += group
         if requests:
             self._engine.submit(requests)
@@ -187,17 +200,19 @@ class Worker:
         """The completion ended: its judges start now."""
         group = self._open[completion.key.group]
         text = self._work.decode(completion.token_ids.tolist())
-        seconds = time.monotonic() - group.begun_s
-        group.completions[completion.key.member] = (completion, text, seconds)
+        generated = StageTime(group.began, time.time())
+        group.completions[completion.key.member] = (completion, text, generated)
         self._count["tokens_total"] += len(completion.token_ids)
         self._count["completions_total"] += 1
-        self._scoring.submit(completion.key, fields_of(group.row, group.prompt_ids, completion, text))
+        place = Place(completion.key[:2], completion.key.member, self._work.group_size)
+        self._scoring.submit(completion.key, fields_of(group.row, group.prompt_ids, completion, text), place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; the last one of its group sends the group off."""
         number = scored.key.group
         group = self._open[number]
-        completion, text, seconds = group.completions[scored.key.member]
+        completion, text, generated = group.completions[scored.key.member]
+        stages = {name: self._decoding.hid(*when) for name, when in scored.stages.items()}
         group.rollouts[scored.key.member] = Rollout(
             completion_ids=completion.token_ids,
             logprobs=completion.logprobs,
@@ -205,11 +220,12 @@ class Worker:
             finish_reason=completion.finish_reason,
             scores=scored.scores,
             text=text,
-            timings={"generate_s": round(seconds, 6), "score_s": round(scored.seconds, 6)},
+            timings=pack({GENERATION: generated, **stages}),
             support=completion.support,
         )
         if len(group.rollouts) == self._work.group_size:
             del self._open[number]
+            self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
             self._client.put(
                 Group(

@@ -67,6 +67,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     from actors.worker import Worker
     from buffers.client import ActorClient
     from buffers.link import connector
+    from buffers.spans import SpanFile
 
     rows, _ = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
@@ -79,6 +80,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     )
     specs = config.rewards.specs(Path.cwd())
     scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
+    spans = SpanFile(run.spans(name))
     try:
         reason = Worker(
             name,
@@ -88,9 +90,11 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
             make_work(config, rows, tokenizer),
             config.actor_capacity,
             config.engine.canary_tolerance,
+            spans.write,
         ).run()
         _log.info("ended: %s", reason)
     finally:
+        spans.close()
         scoring.close()
         client.close()
         engine.close()

@@ -4,6 +4,7 @@ config.toml      the resolved configuration            manifest.json   versions,
 run.json         address and process of a live run     ledger.json     the hub's status, twice a second
 metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
 evaluations.jsonl                                      logs/<role>.log
+spans/<actor>.jsonl  idle stretches and adopted weights (actors)
 checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest
 queue/, weights/ the hub's own memory
 """
@@ -95,6 +96,9 @@ class RunDir:
 
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
+
+    def spans(self, actor: str) -> Path:
+        return self.path / "spans" / f"{actor}.jsonl"
 
     def announce(self, address: str) -> None:
         """Say where the live run listens."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from buffers.record import Group, staleness
+from buffers.stages import stage_metrics
 
 
 class StepFile:
@@ -73,6 +74,7 @@ def data_metrics(
         "staleness/histogram": {str(age): count for age, count in ages.items()},
         "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
     }
+    metrics |= stage_metrics(rollout.timings for rollout in rollouts)
     for name in rollouts[0].scores:
         values = [rollout.scores[name].value for rollout in rollouts]
         metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])

@@ -132,6 +132,7 @@ class Trainer:
         self._metrics.write(
             {
                 "step": self.step,
+                "time": time.time(),
                 "version": self._published,
                 **data,
                 **report.metrics,

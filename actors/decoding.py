@@ -1,0 +1,41 @@
+"""When an actor's engine decoded and when it had nothing to do: what scoring hid behind, and marks on a trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from buffers.stages import Activity, StageTime
+
+Tell = Callable[[str, float, float], None]
+"""(what it was, began, ended): a mark for a trace; seconds since the epoch."""
+
+# Between two steps the loop hears the hub and collects scores: less than this is part of decoding.
+_PAUSE_S = 0.02
+
+
+def tell_nobody(what: str, began: float, ended: float) -> None: ...
+
+
+class Decoding:
+    """Owns the stretches in which the engine decoded, as far back as somebody may ask. Called by the actor's loop."""
+
+    def __init__(self, tell: Tell = tell_nobody) -> None:
+        self._stretches, self._tell = Activity(), tell
+        self._until = time.time()
+
+    def stepped(self, began: float) -> None:
+        """The engine has just decoded, since `began`."""
+        if began - self._until > _PAUSE_S:
+            self._tell("idle", self._until, began)
+        else:
+            began = self._until
+        self._until = time.time()
+        self._stretches.add(began, self._until)
+
+    def hid(self, began: float, ended: float) -> StageTime:
+        """A stage that ran then, with the seconds of it behind which the engine decoded."""
+        return StageTime(began, ended, self._stretches.covers(began, ended))
+
+    def forget(self, before: float) -> None:
+        self._stretches.forget(before)

@@ -1,0 +1,97 @@
+"""When each stage of a rollout ran: its generation, each of its rewards. Written by actors, read by the learner and a trace.
+
+In a record they are plain numbers under `timings`: `<stage>.began` and `<stage>.ended` in seconds since the epoch, and
+`<stage>.hidden_s`, the seconds of it during which the actor's engine was decoding, so that nobody waited for it there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+GENERATION = "generation"
+"""From the request to the last token; waiting for a slot is part of it."""
+
+
+class StageTime(NamedTuple):
+    """Seconds since the epoch, and how many of the seconds between were hidden behind decoding."""
+
+    began: float
+    ended: float
+    hidden_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def pack(stages: Mapping[str, StageTime]) -> dict[str, float]:
+    """As a rollout's timings carry them, to the microsecond."""
+    return {f"{name}.{part}": round(value, 6) for name, time in stages.items() for part, value in time._asdict().items()}
+
+
+def unpack(timings: Mapping[str, float]) -> dict[str, StageTime]:
+    """The stages in a rollout's timings, in the order in which they were written."""
+    names = [key.removesuffix(".began") for key in timings if key.endswith(".began")]
+    return {
+        name: StageTime(timings[f"{name}.began"], timings[f"{name}.ended"], timings.get(f"{name}.hidden_s", 0.0))
+        for name in names
+        if f"{name}.ended" in timings
+    }
+
+
+def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the rollouts' timings: `stages/<name>/seconds`, and of every reward what no decoding hid.
+
+    `stages/exposed_ratio`: of all seconds of scoring, the share during which the completion's own engine had nothing to do.
+    """
+    found: dict[str, list[StageTime]] = {}
+    for timings in rollouts:
+        for name, time in unpack(timings).items():
+            found.setdefault(name, []).append(time)
+    metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in found.items()}
+    scoring = {name: times for name, times in found.items() if name != GENERATION}
+    for name, times in scoring.items():
+        metrics[f"stages/{name}/exposed_s"] = _mean([max(0.0, time.seconds - time.hidden_s) for time in times])
+    total = sum(time.seconds for times in scoring.values() for time in times)
+    exposed = sum(max(0.0, time.seconds - time.hidden_s) for times in scoring.values() for time in times)
+    return {**metrics, "stages/exposed_ratio": exposed / total} if total > 0 else metrics
+
+
+class Activity:
+    """Intervals in which something was busy, and how much of another interval they cover. Times only rise.
+
+    Owns one entry for each stretch without a pause; `forget` drops what nobody will ask about any more.
+    """
+
+    def __init__(self, intervals: Iterable[tuple[float, float]] = ()) -> None:
+        self._began: list[float] = []
+        self._ended: list[float] = []
+        for began, ended in sorted(intervals):
+            self.add(began, ended)
+
+    def add(self, began: float, ended: float) -> None:
+        """A stretch of work; one that touches the last is the same stretch."""
+        if self._ended and began <= self._ended[-1]:
+            self._ended[-1] = max(self._ended[-1], ended)
+        elif ended > began:
+            self._began.append(began)
+            self._ended.append(ended)
+
+    def covers(self, began: float, ended: float) -> float:
+        """Seconds of [began, ended] that fall into stretches of work."""
+        seconds = 0.0
+        for i in range(max(0, bisect_right(self._began, began) - 1), len(self._began)):
+            if self._began[i] >= ended:
+                break
+            seconds += max(0.0, min(ended, self._ended[i]) - max(began, self._began[i]))
+        return seconds
+
+    def forget(self, before: float) -> None:
+        keep = bisect_right(self._ended, before)
+        del self._began[:keep], self._ended[:keep]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
