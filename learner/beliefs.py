@@ -14,8 +14,8 @@ from learner.advantages import best, drop_constant, gae, group_relative, leave_o
 from learner.advantages.batch import normalised
 from learner.config import AdvantageConfig, LossConfig
 from learner.corrections.masks import second_moment_mask
+from learner.kinds import KINDS
 from learner.kl import kl_penalty
-from learner.losses import LOSSES
 from learner.targets import Observation, TokenTargets
 
 Rewards = Sequence[Sequence[float | None]]
@@ -37,7 +37,7 @@ class Beliefs:
 def choose(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
     """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
     chosen = drop_constant(rewards) if advantage.constant_groups == "drop" else [list(group) for group in rewards]
-    learns_from = LOSSES[loss.kind].learns_from
+    learns_from = KINDS[loss.kind].learns_from
     if learns_from == "all":
         return chosen
     return [pair(group) if learns_from == "pair" else best(group) for group in chosen]

@@ -18,7 +18,7 @@ from torch import Tensor
 from learner.backend import StepReport
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
-from learner.losses import LossInputs, divisor, objective
+from learner.losses import LossInputs, denominator, objective
 from learner.losses.value import value_loss
 from learner.ranks import Ranks
 from learner.share import Update
@@ -103,7 +103,7 @@ class Step:
                 outputs = objective(inputs, self.loss)
                 total = self._critic(batch, value_N, update, step, sums)
                 if step >= self.learner.critic.warmup_steps:  # before, only the critic learns
-                    total = total + outputs.total / divisor(self.loss, update.counts)
+                    total = total + outputs.total / denominator(self.loss, update.counts)
                 sums.add(batch, inputs, outputs)
             else:  # takes part in what ranks do together, and adds nothing
                 total = logp_N.sum() + entropy_N.sum() + (0.0 if value_N is None else value_N.sum())

@@ -1,7 +1,7 @@
 """Losses: `objective` is what a backend calls, `LOSSES` the table, `base` the seam."""
 
-from learner.losses.base import Counts, Loss, LossInputs, LossOutputs
-from learner.losses.objective import divisor, objective
+from learner.losses.base import Counts, LossInputs, LossOutputs, denominator
+from learner.losses.objective import objective
 from learner.losses.table import LOSSES
 
-__all__ = ["LOSSES", "Counts", "Loss", "LossInputs", "LossOutputs", "divisor", "objective"]
+__all__ = ["LOSSES", "Counts", "LossInputs", "LossOutputs", "denominator", "objective"]

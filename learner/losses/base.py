@@ -2,7 +2,7 @@
 
 Axes: N loss-bearing tokens of one call (a micro-batch, packed, no padding), S completions ("sequences") among them.
 
-*Cutting.* A sequence is never cut between two calls. When `LOSSES[kind].level` is "pair", neither is a group.
+*Cutting.* A sequence is never cut between two calls. When `KINDS[kind].level` is "pair", neither is a group.
 
 *Adding.* A loss returns a **sum**. The machine divides every sum of an update by one number, `denominator(config, counts)`,
 where `counts` are those of the whole update over all micro-batches and ranks; masked tokens count too, so that a mask never
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from learner.config import LossConfig
+from learner.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Counts:
 
 
 class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by the level of its `Loss`, and sums over tokens.
+    """Returns the loss of each token [N], sequence [S] or pair, by its level in `learner.kinds`, and sums over tokens.
 
     `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
     """
@@ -75,25 +76,13 @@ class LossFunction(Protocol):
     def __call__(self, inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
-@dataclass(frozen=True)
-class Loss:
-    """One line of the table."""
-
-    function: LossFunction
-    level: Literal["token", "sequence", "pair"] = "token"
-    """What one term of the loss belongs to: a token, a whole completion, or two completions of a group."""
-    corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
-    """What it multiplies its terms by. A loss with the ratio to the behaviour policy in itself takes masks only."""
-    learns_from: Literal["all", "pair", "best"] = "all"
-    """Members of a group that it is given."""
-
-
-def denominator(level: str, config: LossConfig, counts: Counts) -> float:
+def denominator(config: LossConfig, counts: Counts) -> float:
     """What the sum of an update is divided by: a constant of the data, never of masks or weights.
 
     token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
     number of completions times `fixed_length`, so that it does not move with the lengths (Dr. GRPO, arXiv 2503.20783).
     """
+    level = KINDS[config.kind].level
     if level == "pair":
         return counts.num_groups
     if level == "sequence" or config.reduction == "sequence":

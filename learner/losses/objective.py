@@ -10,39 +10,35 @@ from torch import Tensor
 from learner.config import LossConfig
 from learner.corrections import correct
 from learner.corrections.proximal import interpolated
+from learner.kinds import KINDS
 from learner.kl import kl_loss
-from learner.losses.base import Counts, LossInputs, LossOutputs, denominator
+from learner.losses.base import LossInputs, LossOutputs
 from learner.losses.table import LOSSES
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """The sum to differentiate for the tokens of one call; divide by `divisor(config, counts)`.
+    """The sum to differentiate for the tokens of one call; divide by `denominator(config, counts)`.
 
     sum over terms of the loss, times its correction, + kl_coef KL(current | reference) - entropy_coef entropy per token.
     """
-    loss = LOSSES[config.kind]
+    kind = KINDS[config.kind]
     if config.proximal == "interpolate":
         between_N = interpolated(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.staleness_N)
         inputs = replace(inputs, logp_proximal_N=between_N)
     sums: dict[str, Tensor] = {}
     weight_N = torch.ones_like(inputs.advantage_N)
-    if loss.corrects != "nothing":
+    if kind.corrects != "nothing":
         correction = correct(
-            inputs, config, weigh=loss.corrects == "weights and masks", whole_sequences=loss.level == "sequence"
+            inputs, config, weigh=kind.corrects == "weights and masks", whole_sequences=kind.level == "sequence"
         )
         weight_N, sums = correction.weight_N, dict(correction.sums)
-    terms, own_sums = loss.function(inputs, weight_N, config)
+    terms, own_sums = LOSSES[config.kind](inputs, weight_N, config)
     per_token_N = _per_token(inputs, config, sums)
-    if loss.level == "token":
-        total = _reduced(terms + per_token_N, inputs.sequence_N, loss.level, config)
+    if kind.level == "token":
+        total = _reduced(terms + per_token_N, inputs.sequence_N, kind.level, config)
     else:
-        total = terms.sum() + _reduced(per_token_N, inputs.sequence_N, loss.level, config)
+        total = terms.sum() + _reduced(per_token_N, inputs.sequence_N, kind.level, config)
     return LossOutputs(total=total, sums={**sums, **own_sums})
-
-
-def divisor(config: LossConfig, counts: Counts) -> float:
-    """See `base.denominator`."""
-    return denominator(LOSSES[config.kind].level, config, counts)
 
 
 def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) -> Tensor:
@@ -64,7 +60,7 @@ def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) 
 
 
 def _reduced(loss_N: Tensor, sequence_N: Tensor, level: str, config: LossConfig) -> Tensor:
-    """Scalar: per-token terms summed so that the division by `divisor` makes the reduction asked for.
+    """Scalar: per-token terms summed so that the division by `denominator` makes the reduction asked for.
 
     Beside a loss of whole completions or pairs they are averaged over each completion.
     """

@@ -11,7 +11,8 @@ from torch import Tensor
 from experiments.gradient_laws import policy
 from experiments.gradient_laws.table import CASES, Case, measure
 from learner.config import LossConfig
-from learner.losses import LOSSES, objective
+from learner.kinds import KINDS
+from learner.losses import objective
 
 REWARD = policy.rewards()
 BEHAVIOUR = policy.initial()
@@ -95,7 +96,7 @@ def test_raising_small_ratios_biases_and_counts_more_than_was_sampled() -> None:
     assert bias[0.5] > 0.1 and mass[0.5] > 1.05
 
 
-@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if loss.corrects != "nothing"])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.corrects != "nothing"])
 def test_no_completion_that_was_bad_pulls_harder_than_a_fixed_multiple_of_its_plain_gradient(kind: str) -> None:
     """Boundedness for negative advantages, over every completion of a far policy."""
     inputs = policy.inputs_for(policy.later(BEHAVIOUR, REWARD, 64), BEHAVIOUR, -REWARD.abs(), 64)

@@ -15,10 +15,11 @@ from loss_oracles import Completion
 from torch import Tensor
 
 from learner.config import LossConfig
-from learner.losses import LOSSES, Counts, LossInputs, divisor, objective
+from learner.kinds import KINDS
+from learner.losses import LOSSES, Counts, LossInputs, denominator, objective
 
-KINDS = sorted(LOSSES)
-TOKEN_KINDS = [kind for kind in KINDS if LOSSES[kind].level == "token"]
+ALL = sorted(LOSSES)
+OF_TOKENS = [kind for kind in ALL if KINDS[kind].level == "token"]
 # What only some losses take is switched on in the cases below; everything here is on top of the defaults.
 CORRECTIONS: dict[str, dict[str, object]] = {
     "token": {},
@@ -79,7 +80,7 @@ def counts_of(batch: list[Completion]) -> Counts:
 
 def value_and_gradient(batch: list[Completion], config: LossConfig, counts: Counts | None = None) -> tuple[float, Tensor]:
     inputs = inputs_of(batch)
-    loss = objective(inputs, config).total / divisor(config, counts or counts_of(batch))
+    loss = objective(inputs, config).total / denominator(config, counts or counts_of(batch))
     loss.backward()  # type: ignore[no-untyped-call]
     assert inputs.logp_current_N.grad is not None
     return float(loss.detach()), inputs.logp_current_N.grad
@@ -89,9 +90,9 @@ def value_and_gradient(batch: list[Completion], config: LossConfig, counts: Coun
     ("kind", "correction"),
     [
         (kind, correction)
-        for kind in KINDS
+        for kind in ALL
         for correction in CORRECTIONS
-        if kind in TOKEN_KINDS or correction not in {"per sequence", "fixed"}  # of whole completions there is one reduction
+        if kind in OF_TOKENS or correction not in {"per sequence", "fixed"}  # of whole completions there is one reduction
     ],
 )
 def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
@@ -107,7 +108,7 @@ def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_micro_batches_and_ranks_add_exactly(kind: str, reduction: str) -> None:
     config = LossConfig.model_validate({"kind": kind, "reduction": reduction, "fixed_length": 6, "kl_coef": 0.1})
     batch = completions(7, groups=4)
@@ -118,7 +119,7 @@ def test_micro_batches_and_ranks_add_exactly(kind: str, reduction: str) -> None:
         torch.testing.assert_close(torch.cat([each for _, each in parts]), gradient)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_the_order_of_completions_does_not_matter(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind})
     batch = completions(3)
@@ -131,7 +132,7 @@ def test_the_order_of_completions_does_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if not name.startswith("k")])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing" and kind != "gspo"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing" and kind != "gspo"])
 def test_when_all_policies_are_one_the_gradient_is_plain_policy_gradient(kind: str, correction: str) -> None:
     settings = {**CORRECTIONS[correction], "reduction": "token"}
     config = LossConfig.model_validate({"kind": kind, **settings})
@@ -140,7 +141,7 @@ def test_when_all_policies_are_one_the_gradient_is_plain_policy_gradient(kind: s
         for c in completions(5)
     ]
     _, gradient = value_and_gradient(batch, config)
-    divided_by = len(batch) if LOSSES[kind].level == "sequence" else sum(map(len, batch))
+    divided_by = len(batch) if KINDS[kind].level == "sequence" else sum(map(len, batch))
     torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / divided_by)
 
 
@@ -154,7 +155,7 @@ def test_gspo_at_ratio_one_is_policy_gradient_averaged_over_each_completion() ->
     torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / lengths / len(batch))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing"])
 def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind})
     batch = completions(11)
@@ -164,7 +165,7 @@ def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was
     for mask in (None, (~masked).double()):
         leaf = inputs.logp_current_N.detach().requires_grad_()
         out = objective(replace(inputs, logp_current_N=leaf, mask_N=mask), config)
-        (out.total / divisor(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
+        (out.total / denominator(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         found.append(leaf.grad)
         assert float(out.sums["is/masked_ratio"]) == (0 if mask is None else int(masked.sum()))
@@ -173,7 +174,7 @@ def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was
     assert torch.equal(with_mask[~masked], without[~masked])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if LOSSES[kind].corrects != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing"])
 def test_with_a_negative_advantage_nothing_grows_without_limit_in_the_ratio(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind})
     worst = 0.0
@@ -195,7 +196,7 @@ extreme = st.sampled_from([-math.inf, -1e4, -20.0, -1.0, 0.0, 1e4, math.inf, mat
 rows = st.lists(st.tuples(extreme, extreme, extreme, extreme, st.sampled_from([-2.0, 0.0, 2.0])), min_size=2, max_size=6)
 
 
-@given(rows, st.sampled_from(KINDS), st.sampled_from(sorted(CORRECTIONS)), st.integers(1, 5))
+@given(rows, st.sampled_from(ALL), st.sampled_from(sorted(CORRECTIONS)), st.integers(1, 5))
 def test_whatever_the_log_probabilities_loss_and_gradient_are_finite_or_the_step_is_refused(
     drawn: list[tuple[float, float, float, float, float]], kind: str, correction: str, cut: int
 ) -> None:
@@ -221,8 +222,8 @@ def test_whatever_the_log_probabilities_loss_and_gradient_are_finite_or_the_step
 
 
 def test_a_behaviour_that_is_not_a_number_makes_the_loss_not_a_number() -> None:
-    for kind in KINDS:
-        if LOSSES[kind].corrects == "nothing":
+    for kind in ALL:
+        if KINDS[kind].corrects == "nothing":
             continue
         batch = completions(1)
         batch[0] = replace(batch[0], behaviour=[math.nan] * len(batch[0]), advantage=-1.0)
@@ -242,7 +243,7 @@ def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
     entropy = torch.ones_like(inputs.advantage_N, requires_grad=True)
     config = LossConfig(entropy_coef=0.5)
     out = objective(replace(inputs, entropy_N=entropy), config)
-    (out.total / divisor(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
+    (out.total / denominator(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.5 / len(entropy)))
     with pytest.raises(ValueError, match="entropy"):
@@ -251,4 +252,4 @@ def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
 
 def test_every_kind_of_loss_that_can_be_configured_is_in_the_table() -> None:
     kinds = LossConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-    assert set(LOSSES) == set(kinds)
+    assert set(LOSSES) == set(KINDS) == set(kinds)
