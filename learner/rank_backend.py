@@ -11,7 +11,7 @@ from buffers.wire import Canary
 from learner.backend import StepReport
 from learner.batch import MicroBatch, Row
 from learner.config import LearnerConfig, LossConfig
-from learner.losses import LOSSES
+from learner.kinds import KINDS
 from learner.ranks import Ranks
 from learner.share import Update, shares
 from learner.targets import Observation
@@ -32,7 +32,7 @@ class RankBackend(ABC):
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update."""
-        whole_groups = LOSSES[self._loss_config.kind].level == "pair"
+        whole_groups = KINDS[self._loss_config.kind].level == "pair"
         return shares(updates, ranks, self._config.micro_batch_tokens, whole_groups=whole_groups)
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
