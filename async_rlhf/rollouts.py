@@ -40,7 +40,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     With the same configuration the result is bit-equal on CPU; with another loss it is an ablation on identical data.
     Raises ConfigError when the journal does not reach back to the first step.
     """
-    from async_rlhf.roles import make_trainer
+    from async_rlhf.learning import backend_of, make_trainer
     from learner.feed import ArchiveFeed
 
     first = next(read_batches(source.path / "queue"), None)
@@ -50,7 +50,8 @@ def replay(source: RunDir, config: Config) -> RunDir:
             "only a run with queue.keep_rollouts = true keeps what was trained on"
         )
     run = RunDir.create(config)
-    make_trainer(run, config, ArchiveFeed(source.path / "queue")).run()
+    with backend_of(run, config) as backend:
+        make_trainer(run, config, ArchiveFeed(source.path / "queue"), backend).run()
     return run
 
 

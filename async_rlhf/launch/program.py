@@ -46,6 +46,11 @@ def learner_node(address: str, log: Path) -> Node:
     return Node("learner", "learner", (address,), log)
 
 
+def rank_node(rank: int, meeting: Path, log: Path) -> Node:
+    """One of the learner's ranks above 0; `meeting` is the folder in which ranks find each other."""
+    return Node(f"learner-rank-{rank}", "learner_rank", (str(rank), str(meeting)), log)
+
+
 def actor_node(address: str, index: int, log: Path) -> Node:
     name = f"actor-{index}"
     return Node(name, "actor", (address, name), log)

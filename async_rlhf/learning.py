@@ -1,0 +1,105 @@
+"""How a configuration becomes a learner: its backend, alone or leading other ranks, and its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_rlhf.config import Config
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.ranks import RankProcesses
+from async_rlhf.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from learner.backend import Backend
+    from learner.feed import Feed
+    from learner.rank_backend import RankBackend
+    from learner.ranks import Ranks
+    from learner.trainer import Trainer
+
+
+def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> Trainer:
+    """The learner's loop of this configuration, fed by a hub or by an archive."""
+    from learner.trainer import Trainer, TrainerConfig
+
+    return Trainer(
+        feed,
+        backend,
+        run.path,
+        TrainerConfig(
+            learner=config.learner,
+            loss=config.loss,
+            checkpoint=config.checkpoint,
+            max_steps=config.max_steps,
+            max_staleness=config.queue.max_staleness,
+            composition=config.rewards.composition,
+            max_failed_ratio=config.rewards.max_failed_ratio,
+            sampled_groups=config.sampled_groups,
+            advantage=config.advantage,
+        ),
+    )
+
+
+@contextmanager
+def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
+    """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this."""
+    if config.learner.ranks == 1 and config.learner.backend == "torch":
+        yield _rank_backend(config, None)
+        return
+    from learner.lead import Leader
+
+    processes = RankProcesses(LocalLauncher(), run.path, config.learner.ranks, run.log)
+    told = False
+    try:
+        ranks = _join(config, 0, processes.directory)
+        ranks.ended = processes.ended
+        leader = Leader(_rank_backend(config, ranks), ranks)
+        yield leader
+        leader.close()
+        told = True
+        ranks.close()
+    finally:
+        processes.close(told=told)
+
+
+def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
+    """A rank above 0 of the learner: does what rank 0 says."""
+    from learner.lead import follow
+
+    ranks = _join(config, int(rank), Path(meeting))
+    follow(_rank_backend(config, ranks), ranks)
+    ranks.close()
+
+
+def _join(config: Config, rank: int, meeting: Path) -> Ranks:
+    from learner.ranks import Ranks
+
+    # A follower may hear nothing for as long as a run may stand still, and then for as long as the supervisor takes to see it.
+    idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
+    return Ranks.join(
+        rank,
+        config.learner.ranks,
+        meeting,
+        timeout_s=config.learner.rank_timeout_s,
+        idle_timeout_s=idle_s,
+        device=config.learner.device,
+    )
+
+
+def _rank_backend(config: Config, ranks: Ranks | None) -> RankBackend:
+    """This process's part of the model."""
+    kind: type[RankBackend]
+    if config.learner.backend == "deepspeed":
+        from learner.deepspeed_backend import DeepSpeedBackend as kind
+    else:
+        from learner.torch_backend import TorchBackend as kind
+    return kind(
+        Path(config.model),
+        config.learner,
+        config.loss,
+        publish_dtype=config.engine.dtype,
+        ranks=ranks,
+        value_clip=config.advantage.value_clip,
+    )
