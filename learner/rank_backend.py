@@ -6,16 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from buffers.errors import ConfigError
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
 from learner.backend import StepReport
 from learner.batch import MicroBatch, Row
 from learner.config import LearnerConfig, LossConfig
 from learner.kinds import KINDS
+from learner.policy import Policy
 from learner.ranks import Ranks
 from learner.share import Update, shares
 from learner.targets import Observation
 from learner.update import Step
+
+# Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
+_PROBE_TOKENS = 32
 
 
 class RankBackend(ABC):
@@ -27,8 +35,20 @@ class RankBackend(ABC):
 
     collective = False
 
-    def __init__(self, config: LearnerConfig, loss: LossConfig, ranks: Ranks) -> None:
-        self._config, self._loss_config, self._ranks = config, loss, ranks
+    def __init__(
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        loss: LossConfig,
+        publish_dtype: str = "float32",
+        ranks: Ranks | None = None,
+        value_clip: float | None = None,
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self._model_dir, self._config, self._loss_config, self._ranks = model_dir, config, loss, ranks or Ranks()
+        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
+        self._device = find_device(config.device, self._ranks.rank)
+        self._value_clip = value_clip
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update."""
@@ -70,3 +90,25 @@ class RankBackend(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None: ...
+
+
+def find_device(name: str, rank: int = 0) -> torch.device:
+    """The device of this rank: `cuda` is one per rank. Raises ConfigError when it cannot be used."""
+    try:
+        device = torch.device(f"cuda:{rank}" if name == "cuda" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
+    return device
+
+
+def probe(policy: Policy, device: torch.device) -> Canary:
+    """The same text for every learner of this vocabulary, and its log-probabilities under the present weights."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS)).to(device)
+    return Canary(ids=ids.tolist(), logprobs=policy.probe(ids).tolist())
+
+
+def raw(tensor: torch.Tensor) -> RawTensor:
+    """Its row-major bytes: a view where it lies in CPU memory already."""
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

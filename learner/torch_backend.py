@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from buffers.errors import ConfigError
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
 from learner.batch import MicroBatch
@@ -25,12 +23,9 @@ from learner.optimizer import (
     set_learning_rate,
 )
 from learner.policy import Policy, load_model
-from learner.rank_backend import RankBackend
+from learner.rank_backend import RankBackend, probe, raw
 from learner.ranks import Ranks
 from learner.update import Step
-
-# Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
-_PROBE_TOKENS = 32
 
 
 class TorchBackend(RankBackend):
@@ -48,11 +43,7 @@ class TorchBackend(RankBackend):
         ranks: Ranks | None = None,
         value_clip: float | None = None,
     ) -> None:
-        super().__init__(config, loss, ranks or Ranks())
-        torch.set_num_threads(config.threads)
-        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
-        self._model_dir, self._device = model_dir, find_device(config.device, self._ranks.rank)
-        self._value_clip = value_clip
+        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip)
         self._policy = Policy(load_model(model_dir, self._device), config, with_critic=True)
         self._model = self._policy.model
         self._reference: Policy | None = None
@@ -110,8 +101,7 @@ class TorchBackend(RankBackend):
     @torch.no_grad()
     def canary(self) -> Canary:
         """See `Backend.canary`."""
-        ids = probe_ids(self._policy).to(self._device)
-        return Canary(ids=ids.tolist(), logprobs=self._policy.probe(ids).tolist())
+        return probe(self._policy, self._device)
 
     def freeze(self) -> Callable[[Path], None]:
         """See `Backend.freeze`. The copy is made by a thread; `apply` waits for it."""
@@ -147,24 +137,3 @@ class TorchBackend(RankBackend):
         yield from self._model.named_parameters()
         if self._policy.critic is not None:
             yield from self._policy.critic.named_parameters(prefix="critic")
-
-
-def find_device(name: str, rank: int = 0) -> torch.device:
-    """The device of this rank: `cuda` is one per rank. Raises ConfigError when it cannot be used."""
-    try:
-        device = torch.device(f"cuda:{rank}" if name == "cuda" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
-    return device
-
-
-def probe_ids(policy: Policy) -> Tensor:
-    """int64 [_PROBE_TOKENS]: the same text for every learner of this vocabulary."""
-    return torch.from_numpy(np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS))
-
-
-def raw(tensor: Tensor) -> RawTensor:
-    """Its row-major bytes: a view where it lies in CPU memory already."""
-    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
