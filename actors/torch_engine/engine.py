@@ -239,6 +239,8 @@ class TorchEngine:
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""
         rows = ready[self._rows.truncated[ready]]
+        if not len(rows):
+            return
         row, ids = kept[torch.from_numpy(rows).to(self._device)].nonzero(as_tuple=True)
         borders = np.cumsum(np.bincount(row.cpu().numpy(), minlength=len(rows)))[:-1]
         for index, part in zip(rows.tolist(), np.split(ids.int().cpu().numpy(), borders), strict=True):
