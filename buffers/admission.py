@@ -160,6 +160,11 @@ class Admission:
         self._queued[number] = entry
         self.room.enter(entry.num_bytes)
 
+    def blame(self, name: str, number: int, reason: str) -> None:
+        """What was wrong with a group that was refused, should its actor be lost with it."""
+        if name in self.actors and number in self.actors[name].leases:
+            self.failures.blame(number, reason)
+
     def release(self, name: str, numbers: Iterable[int]) -> None:
         """An actor cancels groups that can no longer keep the bound (it went back to older weights)."""
         actor = self.actors.get(name)

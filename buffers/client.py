@@ -8,6 +8,7 @@ Every wait has a deadline and says for what it waited. One thread only; frames g
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -164,6 +165,7 @@ class ActorClient:
         self._hello_request = 0
         self._heard = self._beaten = self._link.clock()
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
+        self._later: dict[int, float] = {}  # when to put these again
         self._credits: list[wire.CreditItem] = []
         self._fetching = Fetching(self._connection.send, address, weights or WeightsConfig())
         self.stop_reason: str | None = None
@@ -186,6 +188,7 @@ class ActorClient:
             self._heard = self._link.clock()
             self._handle(*received)
         self._fetching.advance()
+        self._put_again()
 
     def wake(self) -> None:
         """End a waiting `poll`; may be called from any thread."""
@@ -230,12 +233,21 @@ class ActorClient:
         self._beaten = self._link.clock()
         self._fetching.reset()
         self._credits.clear()
+        self._later.clear()  # it is said again below
         holding = sorted({*state.holding, *self.unacknowledged})
         self._hello_request = self._connection.send(
             wire.Hello(actor=self._name, capacity=state.capacity, fence=state.fence, version=state.version, holding=holding)
         )
         for put, arrays in self._unacknowledged.values():
             self._connection.send(put, arrays)
+
+    def _put_again(self) -> None:
+        """What there was no room for, when its time has come."""
+        now = self._link.clock()
+        for number in [number for number, at in self._later.items() if now >= at]:
+            del self._later[number]
+            if number in self._unacknowledged:
+                self._connection.send(*self._unacknowledged[number])
 
     def _handle(self, request: int, message: wire.Message, arrays: wire.Frames) -> None:
         match message:
@@ -251,6 +263,8 @@ class ActorClient:
                     del self._unacknowledged[number]
                 if not message.accepted:
                     self.refused.append((number, message.reason))
+            case wire.Later(number=number, wait_s=wait_s):
+                self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):
                 self._fetching.adopt((fence, version))
             case wire.Manifest() | wire.Chunk():
@@ -280,7 +294,8 @@ class TakenBatch:
 class LearnerClient:
     """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
 
-    Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again.
+    Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again. Raises RefusedError
+    with the reason `fenced` when another learner has taken its place, which is for good.
     """
 
     def __init__(
@@ -289,11 +304,13 @@ class LearnerClient:
         self._connection = Connection(connect(address, "learner"))
         self._publishing = Publishing(self._connection, address, weights or WeightsConfig(), timeout_s)
         self._timeout_s = timeout_s
+        self._life = secrets.token_hex(8)
         self.fence = 0
 
     def register(self, step: int, committed: int) -> None:
         """(Re)start at `step`, the newest durable checkpoint being of `committed` steps; a new fence holds from now on."""
-        answer, _ = self._connection.ask(wire.Register(step=step, committed=committed), timeout_s=self._timeout_s)
+        register = wire.Register(step=step, committed=committed, learner=self._life, fence=self.fence)
+        answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
 

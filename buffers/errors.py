@@ -35,8 +35,12 @@ class RecordError(AsyncRLHFError, ValueError):
     """A rollout or group that breaks its own invariants."""
 
 
-class WireError(AsyncRLHFError, ValueError):
-    """A frame that cannot be what it claims to be."""
+class WireError(AsyncRLHFError):
+    """A frame that cannot be what it claims. `reason` is a short word to count by; `request`: its number, where readable."""
+
+    def __init__(self, detail: str, reason: str = "malformed", request: int = 0) -> None:
+        super().__init__(detail)
+        self.reason, self.request = reason, request
 
 
 class DeadlineError(AsyncRLHFError, TimeoutError):

@@ -20,7 +20,7 @@ class Failures:
         self._counts: dict[int, int] = {}
         self._reasons: dict[int, list[str]] = {}
         self._blamed: dict[int, str] = {}
-        self.quarantined: dict[int, tuple[str, ...]] = {}  # number -> why each attempt failed
+        self.quarantined: dict[int, tuple[int, tuple[str, ...]]] = {}  # number -> attempts, and why the newest failed
 
     def attempt(self, number: int) -> int:
         """Number of the next attempt: how often the group was lost before."""
@@ -44,7 +44,7 @@ class Failures:
             self._counts[number], self._reasons[number] = attempt + 1, reasons
             return False
         self.forget([number])
-        self.quarantined[number] = tuple(reasons)
+        self.quarantined[number] = attempt + 1, tuple(reasons)
         return True
 
     def forget(self, numbers: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ A torn record at the very end (the crash came while it was written, so it was ne
 record with a whole one behind it, in an older segment, or a missing segment raises JournalError with file and offset:
 something that was acknowledged would be lost.
 
-A full disk raises DiskFullError from `sync` and `state`, and changes nothing: what was appended stays in memory, and the
+A full disk raises DiskFullError from `sync`, and changes nothing: what was appended stays in memory, and the
 next call cuts off what was half written and writes all of it again. So whoever waits until `sync` returns is never lied to.
 """
 
@@ -94,18 +94,19 @@ class Journal:
         self._torn = False  # a write broke off in the middle
         self._synced_at = clock()
         try:
-            with self._disk():
+            with self.disk():
                 files.make(directory)
                 self._lock = files.lock(directory / "lock")
         except BlockingIOError as error:
             raise JournalError(f"{directory} is in use by another hub; stop that run first") from error
         try:
-            with self._disk():
+            with self.disk():
                 self.replay = self._read()
         except JournalError:
             self._lock.close()
             raise
-        self._begin_segment(self.replay.state)
+        self._state = segment.state_payload(self.replay.state)  # the newest
+        self._begin_segment()
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -123,17 +124,13 @@ class Journal:
         self._live[self._segment] += 1
 
     def state(self, state: Restored, deletable: Iterable[int] = ()) -> None:
-        """Append the queue's state, make it durable, and only then delete segments that hold nothing live."""
+        """Append the queue's state, on disk after `sync(durable=True)`, which deletes segments that hold nothing live."""
         for number in deletable:
             self._forget(number)
         for step in [step for step in self._takes if step < state.committed_step]:
             self._live[self._takes.pop(step)] -= 1
-        self._append(segment.STATE, segment.state_payload(state))
-        self.sync(durable=True)
-        if not self._keep:
-            self._trim()
-        if self._end > self._segment_bytes:
-            self._begin_segment(state)
+        self._state = segment.state_payload(state)
+        self._append(segment.STATE, self._state)
 
     def sync(self, *, durable: bool = False) -> None:
         """Keep the promise of the module docstring for everything appended so far; `durable`: that of batches and states."""
@@ -141,14 +138,14 @@ class Journal:
         wanted = self._fsync != "off" and due
         if not self._pending and not (wanted and self._unsynced):
             return
-        with self._disk():
+        with self.disk():
             file = self._open()
             self._torn = bool(self._pending)
             for data in _chunks(self._pending):
                 _write(file, data)
         if wanted:
             # What was written earlier and never synced may be gone when this fails, whatever a later fsync says.
-            with self._disk(mends=not self._unsynced):
+            with self.disk(mends=not self._unsynced):
                 self._files.sync(file)
                 if self._good == 0:
                     self._files.sync_path(self._directory)
@@ -156,11 +153,13 @@ class Journal:
         self._unsynced = not wanted
         self._torn, self._good = False, self._end
         self._pending.clear()
+        if durable:
+            self._tidy()
 
     def read(self, number: int) -> bytes:
         """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
         place = self._places[number]
-        with self._disk():
+        with self.disk():
             reader = self._readers.get(place.segment)
             if reader is None:
                 reader = self._readers[place.segment] = self._files.reader(self._path(place.segment))
@@ -175,14 +174,14 @@ class Journal:
     @property
     def num_bytes(self) -> int:
         """Size of all segments on disk."""
-        with self._disk():
+        with self.disk():
             return self._good + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
 
     def close(self) -> None:
         try:
             self.sync(durable=True)
         finally:
-            with self._disk():
+            with self.disk():
                 for reader in self._readers.values():
                     reader.close()
                 self._lock.close()
@@ -192,7 +191,7 @@ class Journal:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _disk(self, *, mends: bool = True) -> Iterator[None]:
+    def disk(self, *, mends: bool = True) -> Iterator[None]:
         """`mends`: when the disk is full, the same can be done again once it is not."""
         try:
             yield
@@ -205,7 +204,7 @@ class Journal:
                 + ("the hub goes on when there is room." if waits else "free space or mend the disk, then resume the run.")
             ) from error
 
-    def _begin_segment(self, state: Restored) -> None:
+    def _begin_segment(self) -> None:
         """Go on in another segment. The one before is durable and is not written to again."""
         if self._file is not None:
             self._file.close()
@@ -213,7 +212,7 @@ class Journal:
         self._segment += 1
         self._segments.append(self._segment)
         self._end = self._good = 0
-        self._append(segment.STATE, segment.state_payload(state))
+        self._append(segment.STATE, self._state)
 
     def _open(self) -> File:
         """The present segment, without what a broken write left behind its good part."""
@@ -232,15 +231,20 @@ class Journal:
         self._end = offset + sum(map(len, parts))
         return offset
 
-    def _trim(self) -> None:
-        """Delete segments older than everything live, the oldest first, so that a crash meanwhile leaves no gap."""
+    def _tidy(self) -> None:
+        """Everything is durable: delete segments older than what is live, and begin another when this one is large.
+
+        The oldest is deleted first, so that a crash meanwhile leaves no gap.
+        """
         first = min((number for number, count in self._live.items() if count), default=self._segment)
-        with self._disk():
-            while self._segments[0] < first:
+        with self.disk():
+            while not self._keep and self._segments[0] < first:
                 if self._segments[0] in self._readers:
                     self._readers.pop(self._segments[0]).close()
                 self._files.unlink(self._path(self._segments[0]))
                 del self._live[self._segments.pop(0)]
+        if self._end > self._segment_bytes:
+            self._begin_segment()
 
     def _remember(self, number: int, place: _Place) -> None:
         self._forget(number)

@@ -24,6 +24,8 @@ FinishReason = Literal["stop", "length"]
 
 # A version this low is older than any bound: what an unknown version counts as.
 UNKNOWN_VERSION = -(1 << 31)
+# A log-probability is at most 0, up to the rounding of a log-softmax in low precision.
+MAX_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,14 @@ class Rollout:
         ids, logprobs = self.completion_ids, self.logprobs
         if ids.dtype != np.int32 or ids.ndim != 1 or len(ids) == 0:
             raise RecordError(f"completion_ids must be int32 [T] with T > 0, got {ids.dtype} {ids.shape}")
+        if int(ids.min()) < 0:
+            raise RecordError(f"completion_ids must be at least 0, got {ids.min()}")
         if logprobs.dtype != np.float32 or logprobs.shape != ids.shape:
             raise RecordError(f"logprobs must be float32 {ids.shape}, got {logprobs.dtype} {logprobs.shape}")
-        if not bool(np.isfinite(logprobs).all()):
-            where = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-            raise RecordError(f"logprobs must be finite, got {logprobs[where]} at token {where}")
+        good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
+        if not bool(good.all()):
+            where = int(np.flatnonzero(~good)[0])
+            raise RecordError(f"logprobs must be finite and at most 0, got {logprobs[where]} at token {where}")
         if any(span.num_tokens <= 0 for span in self.spans):
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
@@ -134,6 +139,8 @@ class Group:
             raise RecordError(f"number and attempt must be >= 0, got {self.number} and {self.attempt}")
         if self.prompt_ids.dtype != np.int32 or self.prompt_ids.ndim != 1 or len(self.prompt_ids) == 0:
             raise RecordError(f"prompt_ids must be int32 [P] with P > 0, got {self.prompt_ids.dtype} {self.prompt_ids.shape}")
+        if int(self.prompt_ids.min()) < 0:
+            raise RecordError(f"prompt_ids must be at least 0, got {self.prompt_ids.min()}")
         if not self.rollouts:
             raise RecordError(f"group {self.number} has no rollouts")
         names = set(self.rollouts[0].scores)

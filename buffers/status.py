@@ -20,6 +20,7 @@ def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
         "committed_step": admission.committed_step,
         "fence": admission.fence,
         "version": admission.published,
+        "queued_bytes": admission.room.queued,
         "ledger": admission.ledger.as_dict(),
         "actors": {
             name: {

@@ -4,7 +4,8 @@ A message is a list of frames: a MessagePack header, then raw little-endian arra
 types below before anything looks at it: unknown fields, wrong types, oversized frames and other protocol numbers raise
 WireError, which the receiver counts and answers; nothing is ever unpickled.
 
-    actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack, Stop
+    actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack,
+                                                                                       Later, Stop
     learner -> hub  Register, Take, Trained, Commit                    hub -> learner  Registered, Batch (+ arrays),
                                                                                        Waiting, Ended, Done
     weights         see `weight_messages`
@@ -37,7 +38,7 @@ from buffers.weight_messages import Publish as Publish
 from buffers.weight_messages import TensorSpec as TensorSpec
 from buffers.weight_messages import Wanted as Wanted
 
-PROTOCOL = 2
+PROTOCOL = 3
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -68,32 +69,25 @@ class Beat(MessageBase):
     telemetry: dict[str, float] = Field(default_factory=dict)
 
 
-class ScoreHeader(MessageBase):
-    value: float | None = None
-    failure: str | None = None
-    metrics: dict[str, float] = Field(default_factory=dict)
-
-
-class RolloutHeader(MessageBase):
-    num_tokens: int = Field(ge=1)
-    spans: list[tuple[int, int, int | None]]
-    num_support: int | None = None
-    finish_reason: FinishReason
-    scores: dict[str, ScoreHeader]
-    text: str
-    timings: dict[str, float]
-
-
 class GroupHeader(MessageBase):
-    """Everything of a Group but its arrays, which follow as two frames.
+    """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
     int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs.
+    spans: (version, tokens, oldest version in the cache or None). scores: a number, the text of a failure, or None where
+    the reward does not apply.
     """
 
     number: int
     attempt: int
     num_prompt_tokens: int = Field(ge=1)
-    rollouts: list[RolloutHeader]
+    num_tokens: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    spans: list[list[tuple[int, int, int | None]]]
+    num_support: list[int | None]
+    finish_reasons: list[FinishReason]
+    scores: dict[str, list[float | str | None]]
+    metrics: dict[str, list[dict[str, float]]]
+    texts: list[str]
+    timings: list[dict[str, float]]
     temperature: float
     top_k: int
     top_p: float
@@ -148,17 +142,32 @@ class Ack(MessageBase):
     reason: str = ""
 
 
+class Later(MessageBase):
+    """No room for this Put now: the actor keeps the group and puts it again after `wait_s`. Nothing was decided about it."""
+
+    type: Literal["later"] = "later"
+    number: int
+    attempt: int
+    wait_s: float
+    reason: str
+
+
 class Stop(MessageBase):
     type: Literal["stop"] = "stop"
     reason: str
 
 
 class Register(MessageBase):
-    """A learner (re)starts with `step` steps done and a durable checkpoint of `committed`; its fence is in the answer."""
+    """A learner (re)starts with `step` steps done and a durable checkpoint of `committed`; its fence is in the answer.
+
+    learner: the name of this life of it. fence: the one it was given last, 0 when it never was.
+    """
 
     type: Literal["register"] = "register"
     step: int
     committed: int
+    learner: Name
+    fence: int = 0
 
 
 class Registered(MessageBase):
@@ -247,7 +256,7 @@ class Refused(MessageBase):
 
 
 Message = (
-    Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Stop
+    Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Later | Stop
     | Register | Registered | Take | Batch | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
@@ -262,12 +271,16 @@ def encode(message: Message, arrays: Frames | None = None, request: int = 0) -> 
 
 
 def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frames]:
-    """Request number, message, array frames. Raises WireError with the reason."""
+    """Request number, message, array frames.
+
+    Raises WireError with one of the reasons `oversized`, `malformed`, `protocol`, `unknown-type` and `field`.
+    """
     if not frames or any(len(frame) > max_frame_bytes for frame in frames) or len(frames[0]) > MAX_HEADER_BYTES:
         header, largest = (len(frames[0]), max(len(frame) for frame in frames)) if frames else (0, 0)
         raise WireError(
             f"{len(frames)} frames, a header of {header} and the largest of {largest} bytes; the limits are "
-            f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)"
+            f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)",
+            "oversized",
         )
     try:
         envelope = msgpack.unpackb(
@@ -283,14 +296,22 @@ def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frame
         raise WireError(f"a header that is no MessagePack within the limits: {error}") from error
     if not isinstance(envelope, list) or len(envelope) != 3 or not isinstance(envelope[1], int):
         raise WireError("a header that is no [protocol, request, message]")
-    if envelope[0] != PROTOCOL:
-        raise WireError(f"protocol {envelope[0]!r}; this side speaks {PROTOCOL}")
+    protocol, request, fields = envelope
+    if protocol != PROTOCOL:
+        raise WireError(f"protocol {str(protocol)[:40]}; this side speaks {PROTOCOL}", "protocol", request)
     try:
-        return envelope[1], _MESSAGES.validate_python(envelope[2]), frames[1:]
+        return request, _MESSAGES.validate_python(fields), frames[1:]
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][:8])
-        raise WireError(f"a message that is not one of ours: {first['msg'][:200]} at {where[:200]!r}") from error
+        raise _explained(error.errors()[0], request) from error
+
+
+def _explained(problem: Any, request: int) -> WireError:
+    """The first thing that is wrong with a message: which field, and the value it has."""
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type", "dict_type"):
+        tag = problem.get("ctx", {}).get("tag", problem["input"])
+        return WireError(f"type {str(tag)[:100]!r} is no message of ours", "unknown-type", request)
+    where = ".".join(str(part) for part in problem["loc"][:8])[:200]
+    return WireError(f"field {where!r} = {str(problem['input'])[:100]!r}: {problem['msg'][:200]}", "field", request)
 
 
 def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
@@ -299,7 +320,8 @@ def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
     if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
         raise WireError(
             f"a message of frames of {sizes} bytes cannot be sent: the limits are {MAX_HEADER_BYTES} for the first and "
-            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller."
+            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller.",
+            "oversized",
         )
 
 

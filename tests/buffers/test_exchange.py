@@ -39,7 +39,7 @@ def said(message: wire.Message, arrays: list[bytes] | None = None) -> wire.Frame
 FENCE, VERSION = st.sampled_from((1, 1, 1, 0, 2)), st.sampled_from((0, 0, 1, 2))
 NEARLY_RIGHT: list[st.SearchStrategy[wire.Frames]] = [
     st.builds(a_put, SMALL, st.integers(0, 1), VERSION),
-    st.builds(lambda step: said(wire.Register(step=step, committed=0)), st.integers(0, 2)),
+    st.builds(lambda step: said(wire.Register(step=step, committed=0, learner="a")), st.integers(0, 2)),
     st.builds(lambda f, v: said(wire.Hello(actor="anna", capacity=3, fence=f, version=v, holding=[(1, 0)])), FENCE, VERSION),
     st.builds(lambda f, v, x: said(wire.Beat(capacity=3, fence=f, version=v, telemetry={"x_s": x})), FENCE, VERSION, LARGE),
     st.builds(lambda f, v: said(WeightSet.of(f, v, {}).announcement()), FENCE, VERSION),
@@ -86,7 +86,7 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
         exchange = Exchange(config, bound, journal, WeightStore(), lambda: now, "x")
         try:
             credited: list[wire.CreditItem] = []
-            morning = [said(wire.Register(step=0, committed=0)), said(WeightSet.of(1, 0, {}).announcement())]
+            morning = [said(wire.Register(step=0, committed=0, learner="a")), said(WeightSet.of(1, 0, {}).announcement())]
             for identity, event in [*((b"c", frames) for frames in morning), (b"a", "anna serves the newest"), *events]:
                 if isinstance(event, float):
                     now += event

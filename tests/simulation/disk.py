@@ -32,7 +32,7 @@ class MemoryFile:
     def __init__(self, disk: MemoryDisk, node: Node) -> None:
         self._disk, self.node, self.closed = disk, node, False
 
-    def write(self, data: bytes, /) -> int:
+    def write(self, data: bytes | memoryview, /) -> int:
         part = self._disk.room(len(data))
         self.node.data += data[:part]
         self._disk.spend("write")

@@ -15,6 +15,7 @@ from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import AsyncRLHFError
 from buffers.exchange import Exchange
 from buffers.journal import Journal
+from buffers.quarantine import Quarantine
 from buffers.weight_store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
@@ -50,9 +51,11 @@ class HubRole:
         try:
             journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk)
             weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
-            exchange = Exchange(
-                self._config, self.bound, journal, weights, lambda: self.world.now, f"life {self._life}", WEIGHTS
-            )
+            quarantined = journal.replay.state.quarantined
+            quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
+            clock = lambda: self.world.now  # noqa: E731
+            life = f"life {self._life}"
+            exchange = Exchange(self._config, self.bound, journal, weights, clock, life, WEIGHTS, quarantine)
         except HubKilledError:
             self.kill()
             return
@@ -133,9 +136,18 @@ class HubRole:
     def _settle(self) -> None:
         exchange, journal = self.exchange, self._journal
         assert exchange is not None and journal is not None
-        acks = [(ack.number, ack.attempt, exchange._admission._queued[ack.number].oldest_version) for *_, ack in exchange._acks]
+        admission = exchange._admission
+        entries = {**admission._queued, **{n: entry for batch in admission._batches.values() for n, entry in batch.items()}}
+        acks = [
+            (held.message.number, held.message.attempt, entries[held.message.number].oldest_version)
+            for held in exchange._held
+            if isinstance(held.message, wire.Ack)
+        ]
         exchange.settle()
-        self.observer.acknowledged(acks)
+        if exchange._full:
+            self.world.note("the disk is full")
+        else:
+            self.observer.acknowledged(acks)
         for message in exchange.outbox:
             self.network.deliver(message)
         exchange.outbox.clear()

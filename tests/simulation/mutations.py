@@ -12,14 +12,14 @@ from buffers.admission import Admission, Credit
 from buffers.errors import RefusedError
 from buffers.exchange import Exchange
 from buffers.fetching import Fetching
-from buffers.journal import Journal
 from buffers.ledger import Entry
 from buffers.weights import WeightSet
+from tests.simulation.disk import MemoryDisk
 
 
 def skip_an_fsync() -> AbstractContextManager[Any]:
     """Groups are acknowledged when they were written, not when they are durable."""
-    return patch.object(Journal, "sync", lambda self: None)
+    return patch.object(MemoryDisk, "sync", lambda self, file: None)
 
 
 def forget_a_dedup() -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
                 honest(self, name, number, entry)
 
         with ExitStack() as stack:
-            for attribute, mutant in (("credits", credits), ("put", put), ("_drop_too_old", lambda self: None)):
+            for attribute, mutant in (("credits", credits), ("put", put), ("_drop_too_old", lambda self, numbers: False)):
                 stack.enter_context(patch.object(Admission, attribute, mutant))
             yield
 
