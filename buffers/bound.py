@@ -54,7 +54,7 @@ class Bound:
 
     def check(self) -> None:
         """Raise ConfigError for settings under which the run would wait forever, naming the nearest that would not."""
-        needed = self.publish_every - 1 + -(-(self.window - 1) // self.groups_per_batch)
+        needed = self.lowest_staleness
         if self.max_staleness < needed:
             raise ConfigError(
                 f"queue.max_staleness = {self.max_staleness} would hang: with publish_every = {self.publish_every}, "
@@ -66,6 +66,11 @@ class Bound:
                 f"queue.exact = true needs window = 1 and publish_every = 1 (every version exists and the step of every "
                 f"group is known), got window = {self.window}, publish_every = {self.publish_every}."
             )
+
+    @property
+    def lowest_staleness(self) -> int:
+        """The smallest bound under which this run does not wait forever: p - 1 + ceil((W - 1) / B)."""
+        return self.publish_every - 1 + -(-(self.window - 1) // self.groups_per_batch)
 
     def last_step(self, number: int, quarantined_below: int = 0) -> int:
         """Latest learner step at which group `number` can be trained on."""
