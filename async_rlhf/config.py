@@ -20,6 +20,8 @@ from actors.rewards import absolute
 from buffers.bound import Bound
 from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
+from learner.check import Circumstances
+from learner.check import check as check_learning
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 
 
@@ -177,16 +179,29 @@ def check(config: Config) -> None:
             f"learner.updates_per_step = {config.learner.updates_per_step} needs as many groups in a batch, "
             f"there are {config.groups_per_batch}; highest: {config.groups_per_batch}"
         )
-    config.bound(num_prompts=config.data.size).check()
-    if config.queue.max_staleness > 0 and config.loss.is_cap is None and not config.loss.allow_uncorrected:
-        raise ConfigError(
-            f"queue.max_staleness = {config.queue.max_staleness} without an importance weight trains on data of other "
-            "weights as if it were its own. Set loss.is_cap = 2.0, or loss.allow_uncorrected = true to do it on purpose."
-        )
+    bound = config.bound(num_prompts=config.data.size)
+    bound.check()
+    data = Circumstances(
+        group_size=config.generation.group_size,
+        max_staleness=config.queue.max_staleness,
+        lowest_staleness=bound.lowest_staleness,
+        exact=config.queue.exact,
+        truncated=_truncated(config.generation),
+    )
+    check_learning(config.learner, config.advantage, config.loss, config.guard, data)
     _check_security(config.security)
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
     _check_model(config)
+
+
+def _truncated(generation: GenerationConfig) -> str | None:
+    """The setting that keeps sampling from the whole distribution, if one does."""
+    if generation.top_k > 0:
+        return f"generation.top_k = {generation.top_k}"
+    if generation.top_p < 1:
+        return f"generation.top_p = {generation.top_p:g}"
+    return f"generation.min_p = {generation.min_p:g}" if generation.min_p > 0 else None
 
 
 def dialled(address: str) -> str:
