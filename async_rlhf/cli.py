@@ -96,7 +96,12 @@ def status(run_dir: RunPath, as_json: AsJson = False) -> None:
         for name, actor in found["hub"].get("actors", {}).items():
             typer.echo(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
         if found["hub"].get("waiting_for"):
-            typer.echo(f"the learner waits: {found['hub']['waiting_for']}")
+            typer.echo(f"waiting: {found['hub']['waiting_for']}")
+        if refused := found["hub"].get("refused"):
+            counts = sorted(refused.items(), key=lambda item: -item[1])
+            typer.echo(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
+        if ledger.get("quarantined"):
+            typer.echo(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
         if found["last"]:
             typer.echo(f"last step: {line(found['last'])}")
         for record in found["evaluations"]:

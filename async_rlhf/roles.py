@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,19 @@ _log = logging.getLogger(__name__)
 
 def run_hub(run: RunDir, config: Config, address: str) -> None:
     """The replay queue, the weight channel and the ledger."""
-    from actors.prompts import load_rows
+    from actors.prompts import load_rows, prompt_number
     from buffers.hub import Hub
     from buffers.keys import load_hub
 
-    num_prompts = len(load_rows(config.data)[0]) if config.data.epochs is not None else config.data.size
+    @cache
+    def num_rows() -> int:
+        return len(load_rows(config.data)[0])
+
+    num_prompts = num_rows() if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
-    Hub(address, run.path, config.queue, config.bound(num_prompts), access=access, weights=config.weights).run()
+    bound = config.bound(num_prompts)
+    prompt_of = lambda group: prompt_number(config.seed, group, num_rows())  # noqa: E731
+    Hub(address, run.path, config.queue, bound, access=access, weights=config.weights, prompt_of=prompt_of).run()
 
 
 def run_learner(run: RunDir, config: Config, address: str) -> None:

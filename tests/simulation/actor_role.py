@@ -84,7 +84,7 @@ class FakeScoring:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def submit(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+    def submit(self, key: RolloutKey, fields: Mapping[str, Any], place: object = None) -> None:
         self._pending[key] = self._rng.choice((0, 0, 0, 1, 3))
 
     def poll(self) -> list[Scored[RolloutKey]]:
