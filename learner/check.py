@@ -142,8 +142,8 @@ def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: Circum
     if advantage.kind == "gae":
         raise ConfigError(
             f"queue.max_staleness = {data.max_staleness} with advantage.kind = 'gae' fits the critic to the policies that "
-            "sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or loss.allow_uncorrected = "
-            "true to do it on purpose."
+            "sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or "
+            "loss.allow_uncorrected = true to do it on purpose."
         )
 
 
