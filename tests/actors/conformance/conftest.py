@@ -1,0 +1,74 @@
+"""The engines that must conform: each is started with the weights of `make_model(0)` as version 0.
+
+`torch` runs the pass written for Llama, `torch-generic` the model's own code; `torch-scarce` has so little memory and
+computes prefixes in such small chunks that rows are sent back and filled all the time; `vllm` is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from actors.config import EngineConfig
+from actors.engine import Completion, Engine, OnUpdate, RolloutKey
+from actors.torch_engine import engine as torch_engine
+from actors.torch_engine.loading import load_engine
+from tests.actors.vllm_model import make_model, raw_weights, save_model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """name: which engine. start: idle, version 0. begin: what was submitted has sampled some tokens; what ended."""
+
+    name: str
+    start: Callable[[OnUpdate], Engine]
+    begin: Callable[[Engine], list[Completion]]
+
+
+@pytest.fixture(scope="session")
+def torch_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(make_model(0), tmp_path_factory.mktemp("conformance") / "model"))
+
+
+def scarce() -> EngineConfig:
+    """Room for two and a half sequences of 120 tokens, where six slots are."""
+    config: Any = make_model(0).config
+    place = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return EngineConfig(slots=6, prefill_tokens=12, kv_bytes=300 * place)
+
+
+@pytest.fixture(
+    params=["torch", "torch-generic", "torch-scarce", pytest.param("vllm", marks=pytest.mark.filterwarnings("ignore"))]
+)
+def subject(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    if request.param == "vllm":
+        engine = request.getfixturevalue("vllm_engine")
+        yield Subject("vllm", lambda on_update: started_vllm(engine, on_update), begin_vllm)
+        engine.abort([RolloutKey(group, 0, member) for group in range(100) for member in range(2000)])
+        return
+    if request.param == "torch-generic":
+        monkeypatch.setattr(torch_engine, "can_serve", lambda model: False)
+    config = scarce() if request.param == "torch-scarce" else EngineConfig(slots=32)
+    torch.set_num_threads(1)
+    yield Subject(request.param, lambda mode: load_engine(torch_directory, config, on_update=mode, version=0), begin_torch)
+
+
+def started_vllm(engine: Any, on_update: OnUpdate) -> Engine:
+    engine.on_update = on_update
+    if engine.version != 0:
+        engine.load_weights(0, raw_weights(make_model(0)))
+    started: Engine = engine
+    return started
+
+
+def begin_torch(engine: Engine) -> list[Completion]:
+    return [completion for _ in range(24) for completion in engine.step()]
+
+
+def begin_vllm(engine: Engine) -> list[Completion]:
+    engine.probe([5, 6])  # comes back behind a step of what was submitted before it
+    return []
