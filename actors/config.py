@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field, field_validator
 from actors.rewards import RewardSpec, resolve
 from buffers.composition import Composition
 from buffers.config import Section
+from buffers.errors import ConfigError, RewardError
 
 
 class DataConfig(Section):
@@ -162,9 +163,12 @@ class RewardsConfig(Section):
     """The run stops when more than this share of the last scores failed."""
 
     def specs(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
-        """The rewards, proven to be loadable; see `actors.rewards.resolve`."""
+        """The rewards, proven to be loadable (`actors.rewards.resolve`); raises ConfigError for one that is not."""
         settings = {name: each.given for name, each in self.settings.items()}
-        return resolve(self.functions, base_dir, columns, self.options, settings)
+        try:
+            return resolve(self.functions, base_dir, columns, self.options, settings)
+        except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
+            raise ConfigError(str(error)) from error
 
     @property
     def composition(self) -> Composition:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from actors.rewards import reward
+from actors.rewards import Score, TransientError, reward
 
 if TYPE_CHECKING:
     from async_rlhf.api import TrainResult, train
+    from async_rlhf.reward_trial import Trial, try_rewards
 
-__all__ = ["TrainResult", "reward", "train"]
+__all__ = ["Score", "TrainResult", "TransientError", "Trial", "reward", "train", "try_rewards"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from async_rlhf import api
 
         return getattr(api, name)
+    if name in ("try_rewards", "Trial"):
+        from async_rlhf import reward_trial
+
+        return getattr(reward_trial, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

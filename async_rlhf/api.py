@@ -16,7 +16,7 @@ from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.run_dir import RunDir
-from buffers.errors import ConfigError, RewardError
+from buffers.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,7 @@ def preflight(config: Config) -> int:
     rows, _ = load_rows(config.data)
     if not rows:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
-    try:
-        specs = config.rewards.specs(Path.cwd(), set(rows[0].columns))
-    except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
-        raise ConfigError(str(error)) from error
+    specs = config.rewards.specs(Path.cwd(), set(rows[0].columns))
     config.rewards.composition.check(spec.name for spec in specs)
     config.bound(len(rows)).check()
     return len(rows)

@@ -30,6 +30,9 @@ app.add_typer(rollouts_app, name="rollouts")
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys for a hub that listens to other machines.")
 app.add_typer(keys_app, name="keys")
 
+rewards_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rewards before a run depends on them.")
+app.add_typer(rewards_app, name="rewards")
+
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, for example configs/quick.toml.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
 Overrides = Annotated[
@@ -214,6 +217,55 @@ def rollouts_replay(
         config = override(source.config(), {**changed, "name": name, "output_dir": str(source.path.parent)})
         run = replay(source, config)
         typer.echo(f"{len(run.read_metrics())} steps learned again in {run.path}")
+
+
+@rewards_app.command("try")
+def rewards_try(
+    rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME", help="Rewards, as in rewards.functions.")],
+    data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section rewards, for example timeout_s=2.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score completions that exist already: values, histogram, timings, failures. Exit code 6 when any score failed."""
+    with _errors():
+        from async_rlhf.config import parse_settings
+        from async_rlhf.exit_codes import REWARDS_FAILED
+        from async_rlhf.reward_trial import lines, try_rewards
+
+        trial = try_rewards(rewards, data, limit=limit, **parse_settings("rewards", overrides or []))
+        typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
+        if trial.num_failed:
+            raise typer.Exit(REWARDS_FAILED)
+
+
+@app.command("serve-reward")
+def serve_reward(
+    reward: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A reward, as in rewards.functions.")],
+    address: Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section rewards, for example workers=4.")
+    ] = None,
+) -> None:
+    """Serve a reward to actors on this and other machines, who ask it as the reward `remote`. Ctrl-C ends it."""
+    with _errors():
+        import signal
+
+        from actors.config import RewardsConfig
+        from actors.reward_server.server import RewardServer
+        from async_rlhf.config import parse_settings
+
+        config = RewardsConfig.model_validate({**parse_settings("rewards", overrides or []), "functions": [reward]})
+        (spec,) = config.specs(Path.cwd())
+        server = RewardServer(spec, config, address, keys)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        typer.echo(f"{spec.name} is served at {server.address}")
+        server.run()
+        typer.echo(", ".join(f"{count} {name}" for name, count in server.counters.items()))
 
 
 @keys_app.command("new")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,22 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value
+
+
+def parse_settings(section: str, texts: Iterable[str]) -> dict[str, Any]:
+    """Overrides of one section (`options.judge.url=...`) as the values of that section, checked; raises ConfigError."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        key, value = parse_override(text)
+        _set(values, key.removeprefix(f"{section}."), value)
+    _anchor({section: values}, Path.cwd())
+    try:
+        Config.model_fields[section].annotation.model_validate(values)  # type: ignore[union-attr]
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(_explain({**problem, "loc": (section, *problem["loc"])}) for problem in error.errors())
+        ) from error
+    return values
 
 
 def dump(config: Config) -> str:

@@ -1,0 +1,134 @@
+"""`rewards try` and `serve-reward`: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.rewards.builtins.exact import exact
+from async_rlhf import Score, try_rewards
+from async_rlhf.api import run
+from async_rlhf.cli import app
+from buffers.errors import ConfigError, DeadlineError
+
+JUDGES = """
+from async_rlhf import Score, reward
+def quality(completion, answer):
+    if completion == "boom": raise ValueError("no")
+    if completion == "skip": return None
+    return Score(float(completion) / 10, metrics={"length": len(completion)})
+
+@reward(scope="group")
+def best(completions): return [float(c == max(completions)) for c in completions]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    data = [{"completion": text, "answer": "4"} for text in ("1", "2", "10", "boom", "skip")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["rewards", "try", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) -> None:
+    code, output = invoke("judges.py:quality", "--data", "data.jsonl", "--json")
+    (told,) = json.loads(output)["rewards"]
+    assert code == 6  # a score failed: no run should depend on this reward yet
+    assert (told["num_scored"], told["num_not_applicable"], told["failures"]) == (3, 1, {"ValueError: no": 1})
+    assert math.isclose(told["mean"], 1.3 / 3) and (told["lowest"], told["highest"]) == (0.1, 1.0)
+    assert sum(count for _, _, count in told["histogram"]) == 3 and told["metrics"] == {"length": pytest.approx(4 / 3)}
+    assert set(told["seconds"]) == {"mean", "p50", "p95", "max"}
+    code, output = invoke("judges.py:quality", "--data", "data.jsonl")
+    assert "quality: 3 scored, 1 not applicable, 1 failed" in output and "failed 1 times: ValueError: no" in output
+    assert code == 6 and invoke("judges.py:quality", "--data", "data.jsonl", "--limit", "3")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["judges.py:qualty"], "did you mean 'quality'"),
+        (["judges.py:quality", "--set", "timeout=1"], "unknown key 'rewards.timeout': did you mean 'timeout_s'"),
+        (["judges.py:quality", "--set", "timeout_s=-1"], "rewards.timeout_s = -1"),
+        (["length", "--set", "options.length.target=1", "--set", "options.length.tolerance=1"], "asks for 'completion_ids'"),
+        (["length", "--set", "options.length.tagret=1"], "asks for 'target'"),
+        (["exact", "--set", "options.exakt.x=1"], "did you mean 'exact'"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_with_the_way_out(folder: Path, arguments: list[str], message: str) -> None:
+    code, output = invoke(*arguments, "--data", "data.jsonl")
+    assert code == 3 and message in output
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no completion"), ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"), ("{", "cannot be read")],
+)
+def test_data_without_completions_is_refused(folder: Path, content: str, message: str) -> None:
+    (folder / "data.jsonl").write_text(content)
+    code, output = invoke("judges.py:best", "--data", "data.jsonl")
+    assert code == 3 and message in output
+
+
+def test_the_same_from_python_with_functions_and_groups(folder: Path) -> None:
+    sys.modules.pop("judges", None)
+    groups = [{"completions": ["1", "2"], "answer": "2"}, {"completions": ["5"], "answer": "4"}]
+    trial = try_rewards([exact, "judges.py:best"], groups)
+    assert [each["best"] for each in trial.scores] == [Score(0.0), Score(1.0), Score(1.0)]
+    assert [each["exact"].value for each in trial.scores] == [0.0, 1.0, 0.0] and trial.num_failed == 0
+
+
+def test_a_reward_that_never_answers_ends_the_trial_with_a_name(folder: Path) -> None:
+    (folder / "slow.py").write_text("async def slow(completion):\n    import asyncio\n    await asyncio.sleep(100)\n")
+    with pytest.raises(DeadlineError, match="waited 0 s for the scores of 1 completions"):
+        try_rewards(["slow.py:slow"], [{"completion": "x"}], patience_s=0.3, timeout_s=60)
+
+
+def test_the_completions_of_a_run_are_data_too(small: Callable[..., Any], tmp_path: Path) -> None:
+    result = run(small(max_steps=1), quiet=True)
+    trial = try_rewards(["reasoning_gym", "overlong"], result.run_dir, options={"overlong": {"max_length": 12, "buffer": 4}})
+    assert trial.num_completions == 4 and trial.num_failed == 0
+    sampled = json.loads((result.run_dir / "rollouts.jsonl").read_text().splitlines()[0])
+    assert [each["reasoning_gym"].value for each in trial.scores] == [
+        rollout["scores"]["reasoning_gym"] for rollout in sampled["rollouts"]
+    ]
+    first = result.metrics[0]
+    assert first["stages/generation/seconds"] > 0 and 0 <= first["stages/exposed_ratio"] <= 1
+
+
+def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(folder: Path) -> None:
+    command = [sys.executable, "-m", "async_rlhf", "serve-reward", "judges.py:quality", "--address", "tcp://127.0.0.1:*"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[-1]
+            trial = try_rewards(["remote"], [{"completion": "3", "answer": ""}], options={"remote": {"address": address}})
+            assert trial.scores[0]["remote"] == Score(0.3, metrics={"length": 1.0})
+        finally:
+            server.terminate()
+        assert "1 answered" in server.stdout.read()
+    assert server.returncode == 0
+
+
+def test_serving_beyond_this_machine_needs_keys() -> None:
+    result = CliRunner().invoke(app, ["serve-reward", "exact", "--address", "tcp://0.0.0.0:5555"])
+    assert result.exit_code == 3 and "on this machine only" in result.output
+
+
+def test_a_mistake_in_the_data_files_folder_is_a_configuration_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        try_rewards(["exact"], folder)
