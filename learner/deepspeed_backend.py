@@ -1,0 +1,271 @@
+"""The seam with DeepSpeed: ZeRO shares optimizer state (1), gradients (2) and parameters (3) out over the ranks.
+
+Collective throughout: every method is called on all ranks at once, and what leaves is gathered to rank 0, parameter by
+parameter or, to be published under ZeRO-3, one bucket at a time, so that no device ever holds the whole model. A
+checkpoint is the one that plain torch writes: it can be resumed by either, in any number of ranks, at any stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+from buffers.errors import ConfigError
+from buffers.tensors import RawTensor
+from buffers.wire import Canary
+from learner.batch import MicroBatch
+from learner.config import LearnerConfig, LossConfig
+from learner.model_files import write_model
+from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
+from learner.policy import Policy, load_model
+from learner.rank_backend import RankBackend, probe, raw
+from learner.ranks import Ranks
+from learner.update import Step
+
+# Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
+_BUCKET_BYTES = 256 * 2**20
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# What the rest of the configuration decides.
+_OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler")
+
+
+class DeepSpeedBackend(RankBackend):
+    """See `backend.Backend` and `update.Machine`. Raises ConfigError for a configuration that DeepSpeed cannot be given."""
+
+    collective = True
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        loss: LossConfig,
+        publish_dtype: str = "float32",
+        ranks: Ranks | None = None,
+        value_clip: float | None = None,
+    ) -> None:
+        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip)
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        settings = deepspeed_settings(config)
+        _join(self._ranks)
+        self._policy = Policy(load_model(model_dir, torch.device("cpu")), config, with_critic=True)
+        self._reference: Policy | None = None
+        if loss.needs_reference:
+            self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
+        self._aliases = _aliases(self._policy.model)
+        critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
+        groups = parameter_groups(dict(self._policy.model.named_parameters()), critic)
+        # the output layer's weight is used outside its own forward pass
+        deepspeed.zero.register_external_parameter(self._policy, self._policy.output_layer.weight)
+        optimizer = make_adamw(groups, config, self._device)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=self._policy, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self._stage = int(self._engine.zero_optimization_stage())
+
+    def _step(self) -> Step:
+        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
+
+    # -- the machine of a step ---------------------------------------------------------------------------------------
+
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `Machine.predict`."""
+        with self._ranks.named("a forward pass"):
+            return self._engine(batch.to(self._device))  # type: ignore[no-any-return]
+
+    def reference(self, batch: MicroBatch) -> Tensor | None:
+        """See `Machine.reference`."""
+        return None if self._reference is None else self._reference(batch.to(self._device))[0]
+
+    def begin(self) -> None:
+        self._optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        with self._ranks.named("a backward pass"):
+            self._engine.backward(loss * self._ranks.size)  # DeepSpeed takes the mean over ranks, the loss is a part of a sum
+
+    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+        set_learning_rate(self._optimizer, self._config, step)
+        if not finite:
+            self._optimizer.check_overflow = self._refuse
+        try:
+            with self._ranks.named("an update"):
+                self._engine.step()
+        finally:
+            vars(self._optimizer).pop("check_overflow", None)
+        return float(self._engine.get_global_grad_norm()), not self._optimizer.overflow
+
+    def _refuse(self, *args: Any, **named: Any) -> None:
+        self._optimizer.overflow = True
+
+    # -- what leaves -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Mapping[str, RawTensor]:
+        """See `Backend.tensors`. Whole in host memory of rank 0, and empty elsewhere."""
+        found: dict[str, RawTensor] = {}
+        for bucket in buckets(list(self._policy.model.named_parameters()), _BUCKET_BYTES):
+            with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
+                if self._ranks.rank == 0:
+                    found |= {name: raw(p.detach().to(self._publish_dtype).cpu().clone()) for name, p in bucket}
+        return found
+
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        """See `Backend.canary`."""
+        with self._ranks.named("the canary"):
+            return probe(self._policy, self._device)
+
+    def freeze(self) -> Callable[[Path], None]:
+        """See `Backend.freeze`. Gathered before it returns; only rank 0's writer writes."""
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        with self._ranks.named("the gathering of a checkpoint"):
+            for name, p in self._named():
+                parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
+                if p.requires_grad:
+                    parts |= {key: safe_get_full_optimizer_state(p, key) for key in _MOMENTS}
+                if self._ranks.rank == 0:
+                    weights[name] = parts.pop("").cpu().clone()
+                    moments |= {f"{name}.{key}": value.cpu().clone() for key, value in parts.items() if value is not None}
+        moments |= {f"{name}.step": self._count().cpu().clone() for name, p in self._named() if p.requires_grad}
+
+        def write(directory: Path) -> None:
+            if self._ranks.rank > 0:
+                return
+            named = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            state = {name: named[own] for name, own in self._aliases.items()}
+            write_model(directory / "model", self._policy.model, state, self._model_dir)
+            save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")
+            if self._policy.critic is not None:
+                critic = {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")}
+                save_file(critic, directory / "critic.safetensors")
+
+        return write
+
+    def load(self, directory: Path) -> None:
+        """See `Backend.load`."""
+        weights = {f"model.{n}": v for n, v in load_model(directory / "model", torch.device("cpu")).state_dict().items()}
+        if self._policy.critic is not None:
+            weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
+        saved = load_file(directory / "optimizer.safetensors")
+        count = torch.zeros(())
+        with self._ranks.named("the sharing out of a checkpoint"):
+            for name, p in self._named():
+                value = weights[name].to(self._device)
+                with self._gathered([p], writes=True):
+                    p.data.copy_(value)
+                if not p.requires_grad:
+                    continue
+                safe_set_full_fp32_param(p, value.float())
+                for key in _MOMENTS:
+                    moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(value, device="cpu"))
+                    safe_set_full_optimizer_state(p, moment.to(self._device), key)
+                count = saved.get(f"{name.removeprefix('model.')}.step", count)
+        for state in self._optimizer.optimizer.state.values():
+            state["step"] = count.clone().to(state["step"].device)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Everything, under the policy's names: `model.*` and `critic.*`."""
+        return self._policy.named_parameters()
+
+    def _count(self) -> Tensor:
+        """Updates made so far, as AdamW counts them."""
+        return next((state["step"] for state in self._optimizer.optimizer.state.values() if "step" in state), torch.zeros(()))
+
+    def _gathered(self, parameters: Sequence[nn.Parameter], *, writes: bool = False) -> Any:
+        """Within, these parameters are whole on every rank; with `writes` rank 0's values are everybody's after it."""
+        return deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=0 if writes else None, enabled=self._stage == 3
+        )
+
+    def _whole(self, p: nn.Parameter) -> Tensor:
+        with self._gathered([p]):
+            return p.detach().float().cpu().clone()
+
+
+def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration: ours, with the user's file laid over it. Raises ConfigError."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # sizes are decided in tokens, where rows are cut
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False, "contiguous_gradients": True},
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    return settings if config.deepspeed_config is None else _laid_over(settings, config.deepspeed_config)
+
+
+def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
+    try:
+        own = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
+    if not isinstance(own, dict):
+        raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")
+    if taken := [key for key in _OURS if key in own]:
+        raise ConfigError(
+            f"learner.deepspeed_config = {path!r} sets {', '.join(taken)}, which this run's own settings decide; leave it out"
+        )
+    stage = own.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
+    if stage != settings["zero_optimization"]["stage"]:
+        raise ConfigError(f"learner.deepspeed_config = {path!r} asks for ZeRO stage {stage}; set learner.zero_stage = {stage}")
+    merged = {**settings, **own}
+    merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
+    return merged
+
+
+def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Parameters in order, in runs that reach `size` bytes (the last may not)."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    held = 0
+    for name, p in named:
+        bucket.append((name, p))
+        held += int(getattr(p, "ds_numel", p.numel())) * p.element_size()
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+def _join(ranks: Ranks) -> None:
+    """DeepSpeed finds itself in a process group, also when it is alone."""
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    # Collectives in shared memory would be compiled at the first start (minutes), and a rank that ended would hang the others.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """For every name of the state dict the parameter (or buffer) that it shares storage with, by its first name."""
+    owner: dict[tuple[int, tuple[int, ...]], str] = {}
+    state = model.state_dict()
+    named = [name for name, _ in model.named_parameters()]
+    for name in [*named, *(name for name in state if name not in set(named))]:
+        owner.setdefault((state[name].data_ptr(), tuple(state[name].shape)), name)
+    return {name: owner[tensor.data_ptr(), tuple(tensor.shape)] for name, tensor in state.items()}
