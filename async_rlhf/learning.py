@@ -38,6 +38,8 @@ def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> T
             max_failed_ratio=config.rewards.max_failed_ratio,
             sampled_groups=config.sampled_groups,
             advantage=config.advantage,
+            guard=config.guard,
+            lowest_staleness=config.bound(config.data.size).lowest_staleness,
         ),
     )
 

@@ -46,9 +46,9 @@ class Admission:
         self.actors: dict[str, Actor] = {}
         self.fence = 0
         self.owner = ""  # the learner that holds the fence
-        self.step = 0
-        self.committed_step = 0
+        self.step = self.committed_step = 0
         self.published: int | None = None
+        self.aim: int | None = None  # the staleness credits are to stay within, when less than the bound
         self.draining = False
         self._lease_s = lease_s
         self._line = Line(bound)
@@ -127,7 +127,7 @@ class Admission:
                 if self._has_room(actor, number)
                 and actor.fence == self.fence > 0
                 and actor.version <= self._newest
-                and self.bound.allows(actor.version, number, moved_up)
+                and self.bound.allows(actor.version, number, moved_up, self.aim)
             ]
             if not able:
                 break

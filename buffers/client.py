@@ -314,9 +314,9 @@ class LearnerClient:
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
 
-    def take(self, step: int) -> TakenBatch | str:
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
         """Batch `step`, or the reason why none will come. Waits as long as the hub says that it is coming."""
-        answer, arrays = self._connection.ask(wire.Take(fence=self.fence, step=step), timeout_s=self._timeout_s)
+        answer, arrays = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
         if isinstance(answer, wire.Ended):
             return answer.reason
         assert isinstance(answer, wire.Batch)

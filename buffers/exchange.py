@@ -214,6 +214,7 @@ class Exchange:
         self._check_fence(message)
         match message:
             case wire.Take():
+                admission.aim = message.aim
                 self._parked = (identity, request, message)
                 return None
             case wire.Trained():

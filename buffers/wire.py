@@ -177,9 +177,12 @@ class Registered(MessageBase):
 
 
 class Take(MessageBase):
+    """`aim`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
+
     type: Literal["take"] = "take"
     fence: int
     step: int
+    aim: int | None = None
 
 
 class Batch(MessageBase):

@@ -18,7 +18,7 @@ class Feed(Protocol):
 
     def register(self, step: int, committed: int) -> None: ...
 
-    def take(self, step: int) -> TakenBatch | str: ...
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str: ...
 
     def trained(self, step: int) -> None: ...
 
@@ -33,7 +33,7 @@ class ArchiveFeed:
     def __init__(self, queue_dir: Path) -> None:
         self._batches: Iterator[ArchivedBatch] = read_batches(queue_dir)
 
-    def take(self, step: int) -> TakenBatch | str:
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
         """Batch `step`, or the reason why there is none; raises RefusedError when it was deleted from the archive."""
         for batch in self._batches:
             if batch.step == step:

@@ -23,11 +23,12 @@ from buffers.client import HubRestartedError, TakenBatch
 from buffers.composition import Composition, Statistics
 from buffers.errors import NonFiniteError, RewardError, StalenessError
 from buffers.record import Group
+from learner import guard
 from learner.backend import Backend, StepReport
 from learner.batch import deal, make_rows
 from learner.beliefs import Beliefs, believe, choose
 from learner.checkpoint import Checkpoints
-from learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
+from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.feed import Feed
 from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
 
@@ -50,6 +51,9 @@ class TrainerConfig:
     sampled_groups: int
     """Groups of every step written to `rollouts.jsonl`."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    lowest_staleness: int = 0
+    """The smallest staleness the guard may aim at: below it the run would wait forever."""
 
 
 class Trainer:
@@ -74,6 +78,7 @@ class Trainer:
         self._registered = False
         self._published = self.step
         self._refused_in_a_row = self._constant_in_a_row = 0
+        self._aim = guard.Aim(config.max_staleness)
         self._broadcast_s = 0.0
         self._waited_s = 0.0
         self._recorded_at = time.monotonic()
@@ -97,7 +102,7 @@ class Trainer:
                 if not self._registered:
                     self._register()
                 began = time.monotonic()
-                batch = self._client.take(self.step)
+                batch = self._client.take(self.step, self._aim.staleness if self._config.guard.enabled else None)
             except HubRestartedError:
                 _log.warning("the hub was restarted: registering again at step %d", self.step)
                 self._registered = False
@@ -115,6 +120,7 @@ class Trainer:
         beliefs = self._believe(batch.groups, rewards)
         advantages = beliefs.advantages
         report = self._update(batch.groups, beliefs)
+        self._guard(report)
         self._tell(lambda: self._client.trained(step))
         self.step = step + 1
         self._broadcast_s = 0.0
@@ -138,6 +144,7 @@ class Trainer:
                 **report.metrics,
                 "groups": [group.number for group in batch.groups],
                 "applied": report.applied,
+                "staleness/aim": self._aim.staleness,
                 "step_time": took,
                 "tokens_per_second": data["num_tokens"] / took,
                 "samples_per_second": sum(len(group.rollouts) for group in batch.groups) / took,
@@ -166,6 +173,18 @@ class Trainer:
         rows = make_rows(groups, chosen, learner.row_tokens) if config.loss.needs_observation(config.advantage) else []
         observed = self._backend.observe(rows) if rows else {}
         return believe(groups, rewards, chosen, observed, config.advantage, config.loss)
+
+    def _guard(self, report: StepReport) -> None:
+        """Aim lower or higher for groups begun from the next take on, as this step's data suggest."""
+        config = self._config
+        if not config.guard.enabled:
+            return
+        before = self._aim.staleness
+        self._aim, reason = guard.observe(
+            self._aim, report.metrics, config.guard, config.lowest_staleness, config.max_staleness
+        )
+        if reason is not None:
+            _log.info("step %d: aiming at staleness %d instead of %d: %s", self.step, self._aim.staleness, before, reason)
 
     def _update(self, groups: Sequence[Group], beliefs: Beliefs) -> StepReport:
         """The optimizer's part: whole groups dealt to the updates of this step in order."""

@@ -18,7 +18,7 @@ from buffers.record import Group
 from buffers.tensors import RawTensor
 from buffers.weights import WeightSet
 from buffers.wire import Canary
-from learner.config import CheckpointConfig, LearnerConfig, LossConfig
+from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
 from learner.trainer import Trainer, TrainerConfig
 
@@ -45,6 +45,7 @@ class ScriptedHub:
     def __init__(self, batches: Sequence[Sequence[Group]], faults: Mapping[tuple[str, int], str] | None = None) -> None:
         self.batches, self.faults = batches, dict(faults or {})
         self.calls: list[tuple[str, int]] = []
+        self.aims: list[int | None] = []
         self.step = self.committed = -1
         self.known = False
         self.published: int | None = None
@@ -55,8 +56,9 @@ class ScriptedHub:
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
 
-    def take(self, step: int) -> TakenBatch | str:
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
         self._called("take", step)
+        self.aims.append(aim)
         assert step == self.step
         if step >= len(self.batches):
             return "end of data"
@@ -120,14 +122,20 @@ class Life:
         max_steps: int = STEPS,
         save_every: int = 2,
         max_failed_ratio: float = 0.25,
+        loss: LossConfig | None = None,
+        max_staleness: int = 1,
+        believing: Mapping[str, Any] | None = None,
         **learner: Any,
     ) -> None:
         self.directory = directory
-        loss = LossConfig()
+        loss = loss or LossConfig()
         config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
         self.backend = TorchBackend(model_dir, config, loss)
         checkpoint = CheckpointConfig(save_every=save_every)
-        whole = TrainerConfig(config, loss, checkpoint, max_steps, 1, Composition(), max_failed_ratio, sampled_groups=1)
+        whole = TrainerConfig(
+            config, loss, checkpoint, max_steps, max_staleness, Composition(), max_failed_ratio, sampled_groups=1,
+            **(believing or {}),
+        )  # fmt: skip
         self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, whole)
 
     @property
@@ -367,3 +375,59 @@ def test_a_step_of_several_updates_deals_out_whole_groups(
     monkeypatch.setattr(life.backend, "step", spy)
     life.trainer.run()
     assert seen == [[{2 * n}, {2 * n + 1}] for n in range(STEPS)]
+
+
+def test_the_guard_tells_the_hub_what_it_aims_at_and_says_why(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = ScriptedHub(make_batches(lag=1))
+    guard = GuardConfig(enabled=True, min_ess=0.999, patience=2)  # made-up log-probabilities are far from the model's
+    with caplog.at_level("INFO"):
+        Life(tmp_path, model_dir, hub, max_staleness=3, believing={"guard": guard, "lowest_staleness": 1}).trainer.run()
+    assert hub.aims == [3, 3, 2, 2, 1]
+    moves = [message for message in caplog.messages if "aiming at staleness" in message]
+    assert len(moves) == 2 and "aiming at staleness 2 instead of 3: 2 steps in a row: is/ess" in moves[0]
+
+
+def test_without_a_guard_nothing_is_said_of_an_aim(tmp_path: Path, model_dir: Path) -> None:
+    hub = ScriptedHub(make_batches())
+    Life(tmp_path, model_dir, hub).trainer.run()
+    assert set(hub.aims) == {None}
+
+
+def test_groups_that_say_nothing_are_left_out_and_counted(tmp_path: Path, model_dir: Path) -> None:
+    batches = [[make_group(0, [3, 1], rewards=[1.0, 1.0]), make_group(1, [2, 2], rewards=[0.0, 1.0])]]
+    dropping = {"advantage": AdvantageConfig(constant_groups="drop")}
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=1, believing=dropping)
+    life.trainer.run()
+    (record,) = life.metrics()
+    assert record["groups/silent"] == 1
+    assert sum(point["tokens"] for point in record["drift/by_staleness"].values()) == 4
+
+
+def test_so_many_batches_in_a_row_that_say_nothing_end_the_run(tmp_path: Path, model_dir: Path) -> None:
+    batches = [[make_group(n, [2, 2], version=max(0, n - 1), rewards=[1.0, 1.0])] for n in range(4)]
+    dropping = {"advantage": AdvantageConfig(constant_groups="drop", max_constant_batches=3)}
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), believing=dropping)
+    with pytest.raises(RewardError, match=r"3 batches in a row had no group.*too easy or all too hard"):
+        life.trainer.run()
+    assert life.trainer.step == 2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(kind="online_dpo"),
+        LossConfig(kind="best_of_n"),
+        LossConfig(kind="gspo", kl_coef=0.1),
+        LossConfig(second_moment=0.04, proximal="interpolate"),
+        LossConfig(kl_coef=0.1, kl_in="reward", entropy_coef=0.01),
+    ],
+    ids=lambda loss: f"{loss.kind}-{loss.kl_in}",
+)
+def test_every_kind_of_belief_reaches_the_gradient_of_a_real_model(tmp_path: Path, model_dir: Path, loss: LossConfig) -> None:
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()), loss=loss)
+    before = life.weights
+    life.trainer.run()
+    assert all(record["applied"] for record in life.metrics())
+    assert life.weights != before

@@ -84,8 +84,8 @@ def free_a_slot_at_take() -> AbstractContextManager[Any]:
         bound, freed = self.bound, self.bound.groups_per_batch * (self.step in self._taken)
         allows = type(bound).allows
 
-        def early(self: Any, version: int, number: int, quarantined_below: int = 0) -> bool:
-            return allows(self, version, number, quarantined_below + freed)
+        def early(self: Any, version: int, number: int, quarantined_below: int = 0, aim: int | None = None) -> bool:
+            return allows(self, version, number, quarantined_below + freed, aim)
 
         with patch.object(type(bound), "allows", early):
             return honest(self)
