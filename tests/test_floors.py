@@ -23,8 +23,8 @@ BELOW = {
 ROOMS = {
     "zmq": ("buffers/hub.py", "buffers/link.py", "actors/reward_server/"),
     "httpx2": ("actors/rewards/builtins/judge.py",),
-    "torch": ("actors/torch_engine/", "learner/", "experiments/"),
-    "vllm": ("actors/vllm_engine.py",),
+    "torch": ("actors/torch_engine/", "actors/vllm_engine/", "learner/", "experiments/"),
+    "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/deepspeed_backend.py",),
     "ray": ("async_rlhf/launch/ray.py",),
     "zstandard": ("buffers/delta.py",),

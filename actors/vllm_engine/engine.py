@@ -1,0 +1,150 @@
+"""The real vLLM behind the seam of `actors/engine.py`: decoding runs in vLLM's processes, beside the actor's loop.
+
+    submit -> waiting line -> session (thread) -> vLLM's core -> worker processes
+    step   <- completions  <-        |
+    load_weights -> a file in memory -> pause (keep) -> workers read it -> resume
+
+`step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
+spin while vLLM decodes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from actors.engine import Completion, OnUpdate, Request, RolloutKey
+from actors.torch_engine.weights import check_weights
+from actors.vllm_engine.session import Session
+from actors.vllm_engine.weights import write_weights
+from buffers.errors import EngineError
+from buffers.record import Float32Array
+from buffers.tensors import RawTensor
+
+# How long a call of `step` may wait for a completion: the actor answers the hub this late at most.
+_STEP_WAIT_S = 0.02
+# vLLM raises a temperature below this to it.
+_LEAST_TEMPERATURE = 0.01
+
+
+class VLLMEngine:
+    """`Engine` on vLLM.
+
+    Owns: a session. Waits for completions, a moment. Woken by the session. On close: vLLM's processes end.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        *,
+        vocabulary: int,
+        max_length: int,
+        has_tokenizer: bool,
+        on_update: OnUpdate = "keep",
+        version: int = -1,
+    ) -> None:
+        """session: started. model: of the served architecture, for names, shapes and dtypes only (device `meta`).
+
+        on_update: may be changed between updates.
+        """
+        self._session, self._model = session, model
+        self._vocabulary, self._max_length, self._has_tokenizer = vocabulary, max_length, has_tokenizer
+        self.on_update, self._version = on_update, version
+        self._unfinished: set[RolloutKey] = set()
+        self._taken: list[Completion] = []
+        self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
+        known = set(self._unfinished)
+        for request in requests:
+            self._check(request)
+            if request.key in known:
+                raise EngineError(f"{request.key} is already submitted; a key names one completion")
+            known.add(request.key)
+        self._session.submit(requests)
+        self._unfinished = known
+
+    def _check(self, request: Request) -> None:
+        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+        if num_prompt == 0:
+            raise EngineError(f"{request.key} has an empty prompt; give it at least one token (a begin token will do)")
+        if num_new < 1:
+            raise EngineError(f"{request.key} asks for max_new_tokens = {num_new}; at least 1 is needed")
+        if num_prompt + num_new > self._max_length:
+            raise EngineError(
+                f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, vLLM holds {self._max_length}; "
+                "shorten the prompt, lower max_completion_length or raise engine.kv_bytes"
+            )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
+            raise EngineError(
+                f"{request.key} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}, the model knows "
+                f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
+            )
+        if request.seed < 0 or not (request.temperature == 0 or request.temperature >= _LEAST_TEMPERATURE):
+            raise EngineError(
+                f"{request.key} has temperature {request.temperature}, seed {request.seed}; vLLM takes a temperature of 0 "
+                f"(greedy) or at least {_LEAST_TEMPERATURE}, and a seed of at least 0"
+            )
+        if request.stop and not self._has_tokenizer:
+            raise EngineError(f"{request.key} has stop strings, but the model directory has no tokenizer to read text with")
+
+    def abort(self, keys: Iterable[RolloutKey]) -> int:
+        dropped = self._unfinished.intersection(keys)
+        thrown_away = self._session.abort(dropped)
+        self._taken += self._session.take(0)
+        thrown_away += sum(len(completion.token_ids) for completion in self._taken if completion.key in dropped)
+        self._taken = [completion for completion in self._taken if completion.key not in dropped]
+        self._unfinished -= dropped
+        return thrown_away
+
+    def step(self) -> list[Completion]:
+        """What ended since the last call. Raises EngineError when vLLM has died."""
+        if self._coming is not None and not self._session.num_running:
+            (version, tensors), self._coming = self._coming, None
+            self._adopt(version, tensors)
+        waits = bool(self._unfinished) and not self._taken
+        ended = self._taken + self._session.take(_STEP_WAIT_S if waits else 0)
+        self._taken = []
+        self._unfinished.difference_update(completion.key for completion in ended)
+        return ended
+
+    def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+        check_weights(self._model, tensors)
+        self._coming = None
+        if self.on_update == "finish" and self._session.hold():
+            self._coming = (version, tensors)
+        else:
+            self._adopt(version, tensors)
+
+    def _adopt(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+        with tempfile.TemporaryDirectory(prefix="async-rlhf-", dir=_memory()) as directory:
+            file = Path(directory) / "weights.safetensors"
+            write_weights(file, tensors)
+            self._session.adopt(version, file, recompute=self.on_update == "interrupt")
+        self._version = version
+
+    def probe(self, token_ids: Sequence[int]) -> Float32Array:
+        return self._session.probe(token_ids)
+
+    def close(self) -> None:
+        """End vLLM and its processes."""
+        self._session.close()
+
+
+def _memory() -> Path | None:
+    """Where files are kept in memory, where the system has that."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else None

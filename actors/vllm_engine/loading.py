@@ -1,0 +1,71 @@
+"""From a model directory to a running vLLM. Opens files, sets the environment of vLLM's processes, starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from actors.config import EngineConfig
+from actors.engine import OnUpdate
+from actors.torch_engine.loading import find_max_length, find_stop_ids
+from actors.vllm_engine.arguments import engine_arguments, environment
+from actors.vllm_engine.engine import VLLMEngine
+from actors.vllm_engine.session import Session
+from buffers.errors import ConfigError
+
+
+def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
+    """An engine that serves the weights of `model_dir`, stamped `version`.
+
+    Changes the environment of this process, which vLLM's processes inherit.
+    Raises ImportError without vLLM, ConfigError when it or the configuration cannot be used, EngineError when it does not
+    start.
+    """
+    model = _skeleton(model_dir, config.dtype)
+    tokenizer = None
+    if (Path(model_dir) / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
+    os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
+    # Only now: vLLM reads the environment when it is imported.
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != config.device:
+        raise ConfigError(
+            f"engine.device = {config.device!r}, but the installed vLLM is built for {current_platform.device_type!r}; "
+            "set engine.device to that, and choose among several GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    context = find_max_length(model.config) or 0
+    arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
+    session = Session(config.slots, sorted(find_stop_ids(model, tokenizer)))
+    max_length = session.start(arguments, version)
+    return VLLMEngine(
+        session,
+        model,
+        vocabulary=int(model.get_input_embeddings().num_embeddings),
+        max_length=max_length,
+        has_tokenizer=tokenizer is not None,
+        on_update=on_update,
+        version=version,
+    )
+
+
+def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
+    """The model without its numbers: names, shapes and dtypes of its parameters, and its configurations."""
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
+    if (Path(model_dir) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return model

@@ -1,0 +1,60 @@
+"""Inside vLLM's worker processes: takes weights from a file, and ends with the actor. Loaded by vLLM by name.
+
+Only the path of a file travels through vLLM's own calls; the tensors are read from safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from safetensors import safe_open
+
+from actors.vllm_engine.arguments import ACTOR_PID
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class (`worker_extension_cls`); `model_runner` is the worker's."""
+
+    model_runner: Any
+
+    def receive_weights(self, path: str) -> None:
+        """Take every tensor of a safetensors file, named as in a checkpoint, into the running model in place."""
+        self.model_runner.reload_weights(weights_iterator=_tensors(path))
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            yield name, file.get_tensor(name)
+
+
+def end_with(actor_pid: int) -> None:
+    """Kill this process and vLLM's core, its parent, when the actor is gone.
+
+    vLLM's core does not notice by itself that the process it serves was killed.
+    """
+    core = os.getppid()
+
+    def wait() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(actor_pid).wait()
+        if core not in (actor_pid, 1) and os.getppid() == core:
+            os.kill(core, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-actor", daemon=True).start()
+
+
+# vLLM imports this module early in each worker, long before it can be called: nothing is left to an actor that was killed
+# while its engine started.
+if (_actor := os.environ.get(ACTOR_PID)) and int(_actor) != os.getpid():
+    end_with(int(_actor))

@@ -1,0 +1,31 @@
+"""The real vLLM, started once for all tests that use it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actors.vllm_model import make_model, save_model
+
+
+@pytest.fixture(scope="session")
+def vllm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with the weights of `make_model(0)`."""
+    return save_model(make_model(0), tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
+    """A running vLLM that serves version 0, `make_model(0)`; whoever loads other weights or leaves requests puts it right."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed (`make test` installs its CPU build on Linux)")
+    from actors.config import EngineConfig
+    from actors.vllm_engine.loading import load_engine
+
+    engine = load_engine(str(vllm_directory), EngineConfig(kind="vllm", slots=32), version=0)
+    yield engine
+    engine.close()

@@ -1,0 +1,59 @@
+"""What is particular to vLLM behind the seam; what every engine must do is in `conformance`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engine import Request, RolloutKey
+from buffers.errors import EngineError
+from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights
+
+# vLLM and what it imports warn of their own affairs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = 1e-4
+FIRST, SECOND = make_model(0), make_model(1)
+LONG = tuple(n % 90 + 5 for n in range(400))  # three blocks of vLLM's cache
+
+
+@pytest.fixture
+def engine(vllm_engine: Any) -> Iterator[Any]:
+    """Idle, serving version 0 with the weights of FIRST."""
+    vllm_engine.on_update = "keep"
+    if vllm_engine.version != 0:
+        vllm_engine.load_weights(0, raw_weights(FIRST))
+    yield vllm_engine
+    vllm_engine.abort([RolloutKey(n, 0, 0) for n in range(100)])
+
+
+def request(number: int, num_new: int = 20, temperature: float = 1.0) -> Request:
+    return Request(RolloutKey(number, 0, 0), LONG, num_new, temperature, number)
+
+
+def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat(engine: Any) -> None:
+    for version, model in ((1, SECOND), (2, FIRST), (1, FIRST), (2, SECOND)):
+        engine.load_weights(version, raw_weights(model))
+        for number in range(2):  # the second finds the first one's prompt
+            asked = request(number)
+            engine.submit([asked])
+            while engine.num_unfinished:
+                for completion in engine.step():
+                    expected = expected_logprobs(model, asked, completion.token_ids)
+                    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+                    assert [(span.version, span.cache_version) for span in completion.spans] == [(version, None)]
+
+
+def test_a_probe_does_not_wait_for_a_free_slot(engine: Any) -> None:
+    engine.submit([request(n, num_new=100) for n in range(64)])  # twice the slots
+    tokens = np.array(LONG[1:], np.int32)
+    np.testing.assert_allclose(engine.probe(LONG), plain_logprobs(FIRST, LONG[:1], tokens), atol=TOLERANCE)
+    assert engine.num_unfinished == 64
+
+
+def test_a_temperature_that_vllm_would_change_is_refused(engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"0 \(greedy\) or at least 0\.01"):
+        engine.submit([request(0, temperature=0.001)])

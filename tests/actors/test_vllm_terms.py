@@ -1,0 +1,141 @@
+"""vLLM's terms and ours, without a vLLM: arguments, capabilities, spans, log-probabilities, the weights' file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.config import EngineConfig
+from actors.engine import Request, RolloutKey
+from actors.vllm_engine.arguments import engine_arguments, environment
+from actors.vllm_engine.capabilities import Capabilities, probe
+from actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
+from actors.vllm_engine.weights import write_weights
+from buffers.errors import ConfigError, EngineError
+from buffers.record import Span
+from buffers.tensors import RawTensor
+
+NEEDED = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "kv_cache_memory_bytes", "enable_prefix_caching")
+SAMPLING = ("seed", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
+REQUEST = Request(RolloutKey(1, 0, 2), (5, 6), 8, 0.7, seed=3, top_k=2)
+
+
+@dataclass
+class Label:
+    version: str
+    start: int
+    end: int
+
+
+class OldAsyncLLM:
+    """The pause of early releases: it can only abort."""
+
+    def pause_generation(self) -> None: ...
+    def resume_generation(self) -> None: ...
+    def collective_rpc(self, method: str, args: Any) -> None: ...
+
+
+class PlainAsyncLLM(OldAsyncLLM):
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None: ...
+
+
+def test_a_vllm_that_lacks_what_is_needed_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as refused:
+        probe(OldAsyncLLM, make_dataclass("A", NEEDED[1:]), make_dataclass("S", SAMPLING), "0.9")
+    assert "vLLM 0.9 lacks AsyncLLM.pause_generation(mode, clear_cache), AsyncEngineArgs.worker_extension_cls;" in str(
+        refused.value
+    )
+
+
+def test_a_vllm_without_version_labels_is_served_the_careful_way() -> None:
+    has = probe(PlainAsyncLLM, make_dataclass("A", NEEDED), make_dataclass("S", SAMPLING), "0.20")
+    assert has == Capabilities(names_versions=False, flat_logprobs=False)
+    assert ["version labels" in text for text in has.lacking] == [True, False]
+    assert read_spans(None, 7, admitted=3, oldest=3) == (Span(3, 7),), "all count as the oldest weights'"
+
+
+def test_spans_name_the_cache_where_it_is_older() -> None:
+    labels = [Label("3", 0, 4), Label("5", 4, 4), Label("6", 4, 9)]
+    assert read_spans(labels, 9, admitted=3, oldest=3) == (Span(3, 4), Span(6, 5, 3))
+    assert read_spans(labels, 9, admitted=3, oldest=6) == (Span(3, 4), Span(6, 5)), "its prefix was computed again"
+
+
+def flat(*positions: tuple[tuple[int, float], ...]) -> Any:
+    ends = np.cumsum([len(position) for position in positions]).tolist()
+    pairs = [pair for position in positions for pair in position]
+    return SimpleNamespace(
+        start_indices=[0, *ends[:-1]], end_indices=ends, token_ids=[p[0] for p in pairs], logprobs=[p[1] for p in pairs]
+    )
+
+
+def test_what_has_a_finite_logprob_is_the_support_in_either_form() -> None:
+    positions = (((7, -0.5), (7, -0.5), (9, -1.0)), ((4, 0.0), (4, 0.0), (8, -np.inf)))
+    tokens = np.array([7, 4], np.int32)
+    dicts = [{token: SimpleNamespace(logprob=value) for token, value in position} for position in positions]
+    for given in (flat(*positions), dicts):
+        logprobs, support = read_logprobs(given, tokens, with_support=True)
+        assert logprobs.tolist() == [-0.5, 0.0] and support is not None
+        assert (support.sizes.tolist(), support.ids.tolist()) == ([2, 1], [7, 9, 4])
+
+
+def test_a_request_that_vllm_gave_up_is_an_error() -> None:
+    output = SimpleNamespace(finish_reason="error", token_ids=[1])
+    with pytest.raises(EngineError, match="finish_reason 'error'"):
+        completion_of(REQUEST, output, admitted=0, oldest=0)
+
+
+def test_sampling_is_passed_on_and_ends_with_our_stop_tokens_only() -> None:
+    arguments = sampling_arguments(REQUEST, [1, 9], Capabilities(True, True))
+    assert (arguments["temperature"], arguments["seed"], arguments["top_k"], arguments["max_tokens"]) == (0.7, 3, 2, 8)
+    assert arguments["stop_token_ids"] == [1, 9] and arguments["ignore_eos"] and not arguments["detokenize"]
+    assert arguments["logprobs"] == 2, "so many as can have been sampled"
+
+
+def arguments(**vllm: Any) -> dict[str, Any]:
+    config = EngineConfig.model_validate({"kind": "vllm", "slots": 8, "prefill_tokens": 100, "vllm": vllm})
+    known = {"model", "max_model_len", "swap_space", "dtype"}
+    return engine_arguments("model", config, context=512, has_tokenizer=True, known=known)
+
+
+def test_engine_arguments_are_passed_through() -> None:
+    given = arguments(tensor_parallel_size=2, arguments={"max_model_len": 300, "swap_space": 3})
+    assert (given["tensor_parallel_size"], given["max_model_len"], given["swap_space"]) == (2, 300, 3)
+    assert given["max_num_seqs"] == 9, "a place for the probe"
+    assert given["max_num_batched_tokens"] == 300, "on a CPU a prompt is computed whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("max_modellen", "did you mean 'max_model_len'"), ("dtype", r"arguments\.dtype is set by other settings")],
+)
+def test_an_unknown_or_doubled_engine_argument_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        arguments(arguments={name: 1})
+
+
+def test_the_users_environment_is_kept_but_for_the_threads() -> None:
+    given = {"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "16"}
+    set_ = environment(EngineConfig(threads=2), True, 77, given)
+    assert "VLLM_LOGGING_LEVEL" not in set_ and set_["OMP_NUM_THREADS"] == "2"
+    assert set_["TORCH_COMPILE_DISABLE"] == "1" and "TORCH_COMPILE_DISABLE" not in environment(EngineConfig(), False, 77, {})
+
+
+def test_the_file_holds_the_tensors_bit_for_bit(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(3, 5), "b": torch.randn(7, dtype=torch.bfloat16), "empty": torch.zeros(0, 4)}
+    raw = {
+        name: RawTensor(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes()
+        )
+        for name, tensor in tensors.items()
+    }
+    write_weights(tmp_path / "w.safetensors", raw)
+    loaded = load_file(tmp_path / "w.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
