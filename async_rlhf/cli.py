@@ -58,7 +58,13 @@ def train(
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Draw the stages of a rollout: what waits for what, and where.")
+    ] = False,
+) -> None:
     """Check a configuration, its data and its rewards, and say what it will do."""
     with _errors():
         from async_rlhf.api import preflight
@@ -74,6 +80,12 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
             f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
             f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
         )
+        if graph:
+            from actors.scoring.graph import drawing, stages
+
+            specs = loaded.rewards.specs(Path.cwd())
+            for line in drawing(stages(specs, loaded.rewards, loaded.generation, loaded.engine)):
+                typer.echo(line)
 
 
 @app.command()
@@ -109,6 +121,23 @@ def status(run_dir: RunPath, as_json: AsJson = False) -> None:
             typer.echo(f"last step: {line(found['last'])}")
         for record in found["evaluations"]:
             typer.echo(held_out(record))
+
+
+@app.command()
+def trace(
+    run_dir: RunPath,
+    out: Annotated[Path | None, typer.Option(help="File to write; trace.json in the run directory by default.")] = None,
+) -> None:
+    """Write a run's time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
+    with _errors():
+        from async_rlhf.run_dir import RunDir
+        from async_rlhf.trace import export, hidden
+
+        run = RunDir.existing(run_dir)
+        out = out or run.path / "trace.json"
+        typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
+        for name, hiding in hidden(run).items():
+            typer.echo(f"{name}: {hiding.seconds:.1f} s of calls, {hiding.share:.1%} hidden behind decoding and training")
 
 
 @app.command()

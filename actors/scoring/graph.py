@@ -1,0 +1,80 @@
+"""The stages a rollout goes through, as data: what comes after what, where it runs, how many at once. Nothing runs here.
+
+Made from the rewards of a run and the settings of its sections; drawn by `async-rlhf check --graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.config import EngineConfig, GenerationConfig, RewardsConfig
+from actors.rewards import RewardSpec
+from buffers.stages import GENERATION
+
+PUT = "put"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. after: names of the stages it waits for. unit: what one call of it is about.
+
+    where: the kind of process it runs in. concurrency: calls at once of one actor, None for no limit of its own.
+    limits: further ones, in words. timeout_s: of one call, None where there is none.
+    """
+
+    name: str
+    after: tuple[str, ...]
+    unit: str
+    where: str
+    concurrency: int | None
+    timeout_s: float | None = None
+    limits: tuple[str, ...] = ()
+
+
+def stages(
+    specs: Sequence[RewardSpec], rewards: RewardsConfig, generation: GenerationConfig, engine: EngineConfig
+) -> tuple[Stage, ...]:
+    """Generation, every reward, and the put that waits for all of them; in an order in which none comes before its own."""
+    first = Stage(GENERATION, (), "completion", f"engine {engine.kind} on {engine.device}", engine.slots)
+    judges = [_reward(spec, rewards, generation.group_size) for spec in specs]
+    last = Stage(PUT, tuple(judge.name for judge in judges), f"group of {generation.group_size}", "actor", None)
+    return (first, *judges, last)
+
+
+def drawing(graph: Sequence[Stage]) -> list[str]:
+    """The graph as lines of text: a stage hangs below the last one that it waits for."""
+    lines: list[str] = []
+    for stage in graph:
+        depth = _depth(stage, {each.name: each for each in graph})
+        arrow = "   " * (depth - 1) + "-> " if depth else ""
+        at_once = "" if stage.concurrency is None else f", {stage.concurrency} at once"
+        timeout = "" if stage.timeout_s is None else f", {stage.timeout_s:g} s"
+        limits = "".join(f", {limit}" for limit in stage.limits)
+        lines.append(f"{arrow}{stage.name}  [{stage.unit}; {stage.where}{at_once}{timeout}{limits}]")
+    return lines
+
+
+def _reward(spec: RewardSpec, rewards: RewardsConfig, group_size: int) -> Stage:
+    if spec.kind == "async":
+        where, concurrency = "event loop", spec.max_concurrency or rewards.max_concurrency
+    else:
+        own = f"{spec.workers} own" if spec.workers else "shared"
+        workers = spec.workers or rewards.workers
+        where, concurrency = f"{own} worker processes", min(workers, spec.max_concurrency or workers)
+    limits = [
+        f"{limit} {what}/min"
+        for limit, what in ((spec.requests_per_minute, "requests"), (spec.tokens_per_minute, "tokens"))
+        if limit is not None
+    ]
+    if spec.retries:
+        limits.append(f"{spec.retries} retries")
+    unit = f"group of {group_size}" if spec.scope == "group" else "completion"
+    if spec.batch_size > 1:
+        unit = f"up to {spec.batch_size} completions within {spec.batch_wait_s:g} s"
+    timeout_s = spec.timeout_s or rewards.timeout_s
+    return Stage(spec.name, (GENERATION,), unit, where, concurrency, timeout_s, tuple(limits))
+
+
+def _depth(stage: Stage, by_name: dict[str, Stage]) -> int:
+    return max((1 + _depth(by_name[name], by_name) for name in stage.after), default=0)
