@@ -64,7 +64,7 @@ def patch(old: memoryview, block: memoryview, width: int) -> memoryview:
         return old
     count = len(old) // width
     bitmap = np.frombuffer(_decompress(block[_HEAD.size : _HEAD.size + num_bitmap], -(-count // 8)), np.uint8)
-    changed = np.flatnonzero(np.unpackbits(bitmap, count=count))
+    changed = np.flatnonzero(np.unpackbits(bitmap, count=count).view(np.bool_))
     planes = np.frombuffer(_decompress(block[_HEAD.size + num_bitmap :], len(changed) * width), np.uint8)
     coded = np.ascontiguousarray(planes.reshape(width, -1).T).view(f"<u{width}").reshape(-1)
     new = np.frombuffer(old, f"<u{width}").copy()

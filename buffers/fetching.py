@@ -14,10 +14,10 @@ from buffers import wire
 from buffers.assembly import Assembly, ChunkedBytes
 from buffers.config import WeightsConfig
 from buffers.errors import ConfigError, WeightsError, WireError
-from buffers.shared import attach, is_local
+from buffers.shared import HeapPool, attach, is_local
 from buffers.weights import WeightSet, content_digest, num_chunks
 
-_CHUNKS_AHEAD = 4  # chunks asked for before the first has come
+_CHUNKS_AHEAD = 8  # chunks asked for before the first has come
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 
@@ -28,7 +28,7 @@ class Fetching:
     """
 
     def __init__(self, send: Callable[[wire.Message], int], address: str, config: WeightsConfig) -> None:
-        self._send, self._config = send, config
+        self._send, self._config, self._pool = send, config, HeapPool()
         self._maps = config.transport == "shared" or (config.transport == "auto" and is_local(address))
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
@@ -115,7 +115,7 @@ class Fetching:
         steps = manifest.deltas if self._leads(manifest.deltas, digest) else []
         if unfinished is None or self._deltas or steps or content_digest(unfinished.specs) != digest:
             self._drop()
-            self._assembly = unfinished = Assembly(manifest)
+            self._assembly = unfinished = Assembly(manifest, self._pool.make)
             name = f"the delta to version {manifest.version}"
             self._deltas = {step.result: ChunkedBytes(name, step.num_bytes) for step in steps}
         missing: list[tuple[str | None, int]] = [(None, index) for index in sorted(unfinished.missing)]

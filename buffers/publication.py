@@ -17,7 +17,7 @@ from buffers.assembly import Assembly, ChunkedBytes
 from buffers.config import WeightsConfig
 from buffers.errors import WeightsError, WireError
 from buffers.peers import Peer, Peers
-from buffers.shared import HeapMemory, SealedMemory, attach
+from buffers.shared import HeapPool, SealedMemory, attach
 from buffers.weight_store import MAX_DELTA_SHARE, Delta, WeightStore
 from buffers.weights import WeightSet, chunk_of, content_digest
 
@@ -52,7 +52,7 @@ class Publication:
     """Owns the store and the set that is on its way from the learner."""
 
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
-        self.store, self._config = store, config or WeightsConfig()
+        self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
         self._incoming: _Incoming | None = None
         self._sends_chunks = False  # somebody fetches what could be a delta
         self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
@@ -109,7 +109,7 @@ class Publication:
             delta=delta is not None,
             delta_next=self._config.delta and (given is None or self._sends_chunks),
         )
-        assembly = Assembly(announced, HeapMemory if transport == "chunks" else SealedMemory.make, given)
+        assembly = Assembly(announced, self._pool.make if transport == "chunks" else SealedMemory.make, given)
         incoming = ChunkedBytes(f"the delta to version {announced.version}", delta.num_bytes if delta else 0)
         self._counters["sets_mapped"] += given is not None
         return _Incoming(assembly, wanted, base, delta, incoming)

@@ -16,7 +16,7 @@ from buffers.tensors import RawTensor
 from buffers.weight_store import MAX_DELTA_SHARE, Delta
 from buffers.weights import WeightSet, chunk_of, num_chunks
 
-_CHUNKS_AHEAD = 4  # chunks sent before the first is acknowledged
+_CHUNKS_AHEAD = 8  # chunks sent before the first is acknowledged
 
 
 class Asks(Protocol):

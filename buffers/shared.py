@@ -17,9 +17,13 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from buffers.errors import WeightsError
 from buffers.weight_messages import Place
 
+Bytes = npt.NDArray[np.uint8]
 _NAME = "async-rlhf-weights-"
 HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
@@ -44,21 +48,42 @@ MakeMemory = Callable[[int], Memory]
 
 
 class HeapMemory:
-    """This process alone reads it."""
+    """This process alone reads it. `freed` is called with the bytes when nobody looks at them any more."""
 
     place: Place | None = None
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, data: Bytes | None = None, freed: Callable[[Bytes], None] | None = None) -> None:
         try:
-            self._data = bytearray(num_bytes)
-        except (MemoryError, OverflowError) as error:
+            data = np.empty(num_bytes, np.uint8) if data is None else data  # in huge pages, unlike a bytearray
+        except (MemoryError, OverflowError, ValueError) as error:
             raise WeightsError(f"no room for {num_bytes} bytes of weights") from error
-        self.view = memoryview(self._data).toreadonly()
+        lent = data.view()  # every view into the set keeps this one alive
+        if freed is not None:
+            weakref.finalize(lent, freed, data)
+        self._data = lent.data
+        self.view = self._data.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         self._data[offset : offset + len(data)] = data
 
     def seal(self) -> None: ...
+
+
+class HeapPool:
+    """Makes memory on the heap, each time the same when it is free again: fresh memory costs more than the copy into it.
+
+    Owns what was freed last.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Bytes | None = None
+
+    def make(self, num_bytes: int) -> Memory:
+        spare, self._spare = self._spare, None
+        return HeapMemory(num_bytes, spare if spare is not None and len(spare) == num_bytes else None, self._keep)
+
+    def _keep(self, data: Bytes) -> None:
+        self._spare = data
 
 
 class SealedMemory:

@@ -23,6 +23,7 @@ class Part(StrEnum):
     ENGINE = "engine"
     LEARNER = "learner"
     PIPELINE = "pipeline"
+    WEIGHTS = "weights"
 
 
 def main(
@@ -30,7 +31,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
     require_trl: Annotated[bool, typer.Option(help="Fail when TRL cannot be installed, rather than skip.")] = False,
 ) -> None:
-    """Measure ratios: engine against generate, learner against a plain update, the whole against TRL's GRPOTrainer."""
+    """Measure ratios: engine against generate, learner against a plain update, weights against memcpy, all against TRL."""
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)

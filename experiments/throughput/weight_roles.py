@@ -1,0 +1,81 @@
+"""The other processes of the weights benchmark: a hub, a learner that publishes when it is told to, and raw ZeroMQ.
+
+hub ADDRESS DIRECTORY TRANSPORT       serves until it is told to halt
+learner ADDRESS TRANSPORT BYTES       for each line of its input: publishes a set that differs a little from the last,
+                                      and prints when it began, in seconds of the clock all processes share
+source ADDRESS BYTES FRAME_BYTES      for each line of its input: pushes so many bytes in frames of that size
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any, cast
+
+import numpy as np
+import zmq
+
+from buffers.bound import Bound
+from buffers.client import LearnerClient
+from buffers.config import QueueConfig, WeightsConfig
+from buffers.hub import Hub
+from buffers.tensors import RawTensor
+
+DEADLINE_S = 120.0
+NUM_TENSORS = 16
+CHANGED_SHARE = 0.02
+
+
+def weights_config(transport: str) -> WeightsConfig:
+    """`delta` stands for chunks with deltas, `chunks` for chunks without."""
+    return WeightsConfig(transport=cast(Any, transport.replace("delta", "chunks")), delta=transport == "delta")
+
+
+def make_words(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """bfloat16 patterns of normally distributed numbers."""
+    block = np.random.default_rng(0).standard_normal(1 << 20).astype("<f4").view("<u4") >> 16
+    return np.resize(block.astype("<u2"), num_bytes // 2)
+
+
+def as_tensors(words: np.ndarray[Any, np.dtype[np.uint16]]) -> dict[str, RawTensor]:
+    parts = np.array_split(words, NUM_TENSORS)
+    return {f"layer{n}": RawTensor("bfloat16", (len(part),), part.view(np.uint8).data) for n, part in enumerate(parts)}
+
+
+def hub(address: str, directory: str, transport: str) -> None:
+    bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
+    Hub(address, Path(directory), QueueConfig(), bound, weights=weights_config(transport)).run()
+
+
+def learner(address: str, transport: str, num_bytes: str) -> None:
+    client = LearnerClient(address, timeout_s=DEADLINE_S, weights=weights_config(transport))
+    words, rng = make_words(int(num_bytes)), np.random.default_rng(1)
+    for _ in sys.stdin:
+        client.register(0, 0)  # the same step under a new fence: nothing need be trained in between
+        words[rng.integers(0, len(words), int(CHANGED_SHARE * len(words)))] += 1
+        tensors = as_tensors(words)
+        began = monotonic()
+        client.publish(0, tensors)
+        print(client.fence, began, monotonic(), flush=True)  # noqa: T201
+    client.close()
+
+
+def source(address: str, num_bytes: str, frame_bytes: str) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 16)
+    socket.connect(address)
+    data = memoryview(bytes(int(frame_bytes)))
+    for _ in sys.stdin:
+        for _ in range(int(num_bytes) // int(frame_bytes)):
+            socket.send(data)
+    context.destroy(linger=0)
+
+
+ROLES: dict[str, Callable[..., None]] = {"hub": hub, "learner": learner, "source": source}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,269 @@
+"""How fast do weights get from the learner to an actor? Beside memcpy and raw ZeroMQ, in turns, on one machine.
+
+- adopt:    an actor maps a set, verifies every digest and copies the tensors into its own; beside copying one array
+- shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
+- tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
+- delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
+- versions: deltas between consecutive versions of the shipped model, trained in float32 and published in bfloat16
+
+Run as `python -m experiments.throughput.weights [--json] [--small]`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+import zmq
+from transformers import AutoModelForCausalLM
+
+from buffers import delta
+from buffers.assembly import Assembly
+from buffers.client import ActorClient, ActorState, control
+from buffers.shared import SealedMemory, attach
+from buffers.tensors import RawTensor
+from buffers.weights import CHUNK_BYTES, WeightSet
+from experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs" / "models" / "tiny-speller"
+Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
+    """What an engine does with a set: every tensor into memory that is there already."""
+    for name, tensor in tensors.items():
+        data = np.frombuffer(tensor.data, np.uint8)
+        if name not in arrays:
+            arrays[name] = np.ones_like(data)
+        np.copyto(arrays[name], data)
+
+
+def memcpy_seconds(num_bytes: int) -> float:
+    """One copy between two arrays that are in memory already."""
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    began = perf_counter()
+    np.copyto(target, source)
+    return perf_counter() - began
+
+
+def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
+    began = perf_counter()
+    announced = weights.announcement()
+    given = None if announced.place is None else attach(announced.place, announced.num_bytes)
+    copy_into(arrays, Assembly(announced, given=given).whole().tensors())
+    return perf_counter() - began
+
+
+@contextmanager
+def process(*arguments: str | int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "experiments.throughput.weight_roles", *map(str, arguments)]
+    child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+class Fleet:
+    """A hub, a learner and, in this process, an actor."""
+
+    def __init__(self, address: str, transport: str, learner: subprocess.Popen[str]) -> None:
+        self._learner, self._arrays = learner, dict[str, Any]()
+        config = weights_config(transport)
+        self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
+        self._state = ActorState(0, 0, -1, ())
+
+    @classmethod
+    @contextmanager
+    def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[Fleet]:
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+            with (
+                process("hub", address, folder, transport),
+                process("learner", address, transport, num_bytes) as learner,
+            ):
+                fleet = cls(address, transport, learner)
+                try:
+                    yield fleet
+                    with control(address) as operator:
+                        operator.halt()
+                finally:
+                    fleet._client.close()
+
+    def publish(self) -> tuple[float, float]:
+        """Seconds from the learner's call to adopted, and from the hub's word that the set is there to adopted."""
+        assert self._learner.stdin is not None and self._learner.stdout is not None
+        self._learner.stdin.write("publish\n")
+        self._learner.stdin.flush()
+        fence = self._state.fence
+        while (weights := self._look()) is None or weights.fence == fence:
+            pass
+        copy_into(self._arrays, weights.tensors())
+        adopted = monotonic()
+        _, began, ended = map(float, self._learner.stdout.readline().split())
+        self._state = ActorState(0, weights.fence, weights.version, ())
+        self._client.beat(self._state, {})
+        return adopted - began, adopted - ended
+
+    def _look(self) -> WeightSet | None:
+        self._client.poll(self._state, {}, timeout_s=0.01)
+        return self._client.weights()
+
+
+def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
+    """PUSH/PULL of the same bytes in frames as large as a chunk over loopback tcp, without looking at them."""
+    context = zmq.Context()
+    pull = context.socket(zmq.PULL)
+    pull.setsockopt(zmq.RCVHWM, 16)
+    pull.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    address, seconds = f"tcp://127.0.0.1:{free_port()}", []
+    pull.bind(address)
+    with process("source", address, num_bytes, CHUNK_BYTES) as child:
+        assert child.stdin is not None
+        for _ in range(repeats):
+            child.stdin.write("push\n")
+            child.stdin.flush()
+            pull.poll(int(DEADLINE_S * 1000))
+            began = perf_counter()
+            for _ in range(num_bytes // CHUNK_BYTES):
+                pull.recv()
+            seconds.append(perf_counter() - began)
+    context.destroy(linger=0)
+    return seconds
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def versions(learning_rate: float, steps: int) -> list[WeightSet]:
+    """Consecutive bfloat16 versions of the shipped model, trained in float32 on random texts."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    sets = []
+    for step in range(steps):
+        ids = torch.randint(3, 30, (16, 40))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        tensors = {
+            name: RawTensor("bfloat16", tuple(p.shape), p.detach().bfloat16().reshape(-1).view(torch.uint8).numpy().data)
+            for name, p in model.named_parameters()
+        }
+        sets.append(WeightSet.of(1, step, tensors))
+    return sets
+
+
+def measure_versions(learning_rate: float, repeats: int) -> dict[str, Any]:
+    """The last step's delta: share of elements changed and of bytes; GB of the set encoded and decoded a second."""
+    old, new = versions(learning_rate, steps=8)[-2:]
+    before, after = (np.frombuffer(each.blob, "<u2") for each in (old, new))
+    encoding, decoding, limit = [], [], len(new.blob)
+    for _ in range(repeats):
+        began = perf_counter()
+        data = delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, limit)
+        assert data is not None
+        encoding.append(perf_counter() - began)
+        began = perf_counter()
+        assembly = Assembly(new.announcement())
+        assembly.patch(old, [data])
+        assert assembly.whole() == new
+        decoding.append(perf_counter() - began)
+        size = len(data)
+    gigabytes = len(new.blob) / 1e9
+    return {
+        "part": "versions",
+        "learning_rate": learning_rate,
+        "changed": float((before != after).mean()),
+        "delta_share": size / len(new.blob),
+        "set_mb": gigabytes * 1e3,
+        "encode_gb_per_s": gigabytes / statistics.median(encoding),
+        "decode_and_verify_gb_per_s": gigabytes / statistics.median(decoding),
+    }
+
+
+def measure_beside(
+    part: str, seconds: Callable[[], float], beside: Callable[[], float], num_bytes: int, repeats: int
+) -> dict[str, Any]:
+    """Both in turns; the first turn warms up. Medians, and the median of the turns' ratios."""
+    turns = [(beside(), seconds()) for _ in range(repeats + 1)][1:]
+    return {
+        "part": part,
+        "set_mb": num_bytes / 1e6,
+        "gb_per_s": num_bytes / 1e9 / statistics.median(ours for _, ours in turns),
+        "beside_gb_per_s": num_bytes / 1e9 / statistics.median(theirs for theirs, _ in turns),
+        "ratio": statistics.median(theirs / ours for theirs, ours in turns),
+        "turns": [(round(theirs, 6), round(ours, 6)) for theirs, ours in turns],
+    }
+
+
+def measure_adopt(num_bytes: int, repeats: int) -> dict[str, Any]:
+    weights, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
+    return measure_beside(
+        "adopt", lambda: adopt_seconds(weights, arrays), lambda: memcpy_seconds(num_bytes), num_bytes, repeats
+    )
+
+
+def measure_all(num_bytes: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """One dictionary a part."""
+
+    def copy() -> float:
+        return memcpy_seconds(num_bytes)
+
+    yield measure_adopt(num_bytes, repeats)
+    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+        yield measure_beside("shared", lambda: fleet.publish()[0], copy, num_bytes, repeats)
+    with Fleet.of("tcp", "chunks", num_bytes) as fleet:
+        raw = iter(raw_seconds(num_bytes, repeats + 1))
+        yield measure_beside("tcp", lambda: fleet.publish()[1], lambda: next(raw), num_bytes, repeats)
+        with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
+            for _ in range(2):
+                with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
+            yield measure_beside("delta", lambda: with_deltas.publish()[0], lambda: fleet.publish()[0], num_bytes, repeats)
+    for learning_rate in (1e-4, 1e-5, 1e-6):
+        yield measure_versions(learning_rate, repeats)
+
+
+def show(row: Mapping[str, Any]) -> str:
+    if row["part"] == "versions":
+        return (
+            f"versions, lr {row['learning_rate']:.0e}: {row['changed']:.1%} of elements changed, the delta has "
+            f"{row['delta_share']:.1%} of the bytes; encoded at {row['encode_gb_per_s']:.2f}, applied and verified at "
+            f"{row['decode_and_verify_gb_per_s']:.2f} GB of the set a second"
+        )
+    beside = {"tcp": "raw ZeroMQ", "delta": "without deltas"}.get(row["part"], "memcpy")
+    return (
+        f"{row['part']}, {row['set_mb']:.0f} MB: {row['gb_per_s']:.2f} GB/s, {beside} {row['beside_gb_per_s']:.2f} GB/s, "
+        f"ratio {row['ratio']:.2f}"
+    )
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")] = False,
+    small: Annotated[bool, typer.Option(help="16 MB and two turns: whether it works, not how fast it is.")] = False,
+) -> None:
+    """Measure how fast weights travel, beside memcpy and raw ZeroMQ."""
+    torch.set_num_threads(1)
+    for row in measure_all(16 << 20 if small else 1 << 30, 2 if small else 5):
+        typer.echo(json.dumps(row) if as_json else show(row))
+
+
+if __name__ == "__main__":
+    typer.run(main)
