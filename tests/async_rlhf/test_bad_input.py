@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICK
 from typer.testing import CliRunner
 
 from async_rlhf.cli import app
+from tests.conftest import QUICK
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import REPOSITORY
-
 from async_rlhf.chaos import problems
 from async_rlhf.run_dir import RunDir
+from tests.conftest import REPOSITORY
 
 
 def test_a_run_that_is_struck_at_random_loses_nothing(command: Callable[..., Any], tmp_path: Path) -> None:

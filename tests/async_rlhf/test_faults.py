@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import wait_for
 
 from async_rlhf.run_dir import RunDir
+from tests.conftest import wait_for
 
 
 def steps(run: Path) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command, wait_for
 from typer.testing import CliRunner
 
 from async_rlhf.cli import app
@@ -19,6 +18,7 @@ from async_rlhf.config import dialled
 from async_rlhf.run_dir import RunDir
 from buffers import keys, link
 from buffers.errors import ConfigError
+from tests.conftest import Command, wait_for
 
 
 @pytest.fixture

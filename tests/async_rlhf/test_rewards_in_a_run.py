@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICK, SMALL
 
 from async_rlhf.api import run
 from buffers.errors import RewardError
+from tests.conftest import QUICK, SMALL
 
 SCRIPT = """
 import json

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICK, SMALL, toml, wait_for
 
 from async_rlhf.run_dir import RunDir
 from experiments.staleness.sweep import run_sweep
+from tests.conftest import QUICK, SMALL, toml, wait_for
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

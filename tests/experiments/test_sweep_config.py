@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICK, REPOSITORY
 
 from async_rlhf.run_dir import RunDir
 from buffers.errors import ConfigError
 from experiments.staleness.config import Cell, load_sweep
 from experiments.staleness.sweep import state_of
+from tests.conftest import QUICK, REPOSITORY
 
 HEAD = f'[sweep]\nname = "s"\nbase = "{QUICK}"\noutput_dir = "sweeps"\nseeds = [0, 1]\n'
 VALUES = '[sweep.values]\n"queue.max_staleness" = [0, 2]\n'
