@@ -54,7 +54,7 @@ def train(
 def start(config: Config, *, resume: bool = False, progress: Progress | None = None) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back only has to `run`."""
     preflight(config)
-    config = with_own_weights(config.model_copy(update={"model": model_directory(config.model)}))
+    config = as_rewards_want(config.model_copy(update={"model": model_directory(config.model)}))
     directory = RunDir.reopen(config) if resume else RunDir.create(config)
     return Supervisor(config, directory, LocalLauncher(), progress), directory
 
@@ -89,8 +89,12 @@ def preflight(config: Config) -> int:
     return len(rows)
 
 
-def with_own_weights(config: Config) -> Config:
-    """The configuration with the weights that rewards give themselves written out, so that the record of a run is whole."""
+def as_rewards_want(config: Config) -> Config:
+    """The configuration with what rewards say of themselves (weights, stop strings) written out: a run's record is whole."""
     specs = config.rewards.specs(Path.cwd())
     weights = {spec.name: spec.weight for spec in specs if spec.weight != 1.0} | config.rewards.weights
-    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"weights": weights})})
+    stop = dict.fromkeys((*config.generation.stop, *(text for spec in specs for text in spec.stop_when)))
+    rewards = config.rewards.model_copy(update={"weights": weights})
+    return config.model_copy(
+        update={"rewards": rewards, "generation": config.generation.model_copy(update={"stop": tuple(stop)})}
+    )

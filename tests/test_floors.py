@@ -23,7 +23,7 @@ BELOW = {
 ROOMS = {
     "zmq": ("buffers/hub.py", "buffers/link.py", "actors/reward_server/", "experiments/throughput/"),
     "httpx2": ("actors/rewards/builtins/judge.py",),
-    "torch": ("actors/torch_engine/", "actors/vllm_engine/", "learner/", "experiments/"),
+    "torch": ("actors/torch_engine/", "actors/reward_model/", "actors/vllm_engine/", "learner/", "experiments/"),
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/deepspeed_backend.py",),
     "ray": ("async_rlhf/launch/ray.py",),

@@ -34,6 +34,7 @@ BUILTINS = {
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
     "regex": f"{_HERE}.regex:regex",
     "remote": "actors.reward_server.client:remote",
+    "reward_model": "actors.reward_model.scoring:reward_model",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -65,11 +66,13 @@ class RewardSpec:
     batch_size: int = 1
     batch_wait_s: float = 0.0
     workers: int = 0
+    stop_when: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
         if self.fields is not None:
             object.__setattr__(self, "fields", tuple(self.fields))
+        object.__setattr__(self, "stop_when", tuple(self.stop_when))
 
 
 def resolve(
@@ -83,8 +86,9 @@ def resolve(
 
     targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
     from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
-    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`. Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that
-    can get no value, for two rewards of one name and for none at all.
+    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`.
+    Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that can get no value, for two
+    rewards of one name and for none at all.
     """
     options, settings = options or {}, settings or {}
     specs: dict[str, RewardSpec] = {}
@@ -120,6 +124,8 @@ def _spec(
     chosen = dict(options.get(name, {}))
     if columns is not None:
         signature.check(name, columns, chosen.keys())
+        if settings.check is not None:
+            settings.check(**chosen)
     if settings.batch_size > 1 and signature.form != "list":
         raise ConfigError(
             f"reward {name!r} has batch_size = {settings.batch_size} but takes one completion; "
@@ -141,6 +147,7 @@ def _spec(
         batch_size=settings.batch_size,
         batch_wait_s=settings.batch_wait_s if settings.batch_size > 1 else 0.0,
         workers=settings.workers,
+        stop_when=settings.stop_when,
     )
 
 

@@ -50,6 +50,9 @@ class Settings:
     batch_size: int = 1
     batch_wait_s: float = 0.01
     workers: int = 0
+    stop_when: tuple[str, ...] = ()
+    check: Callable[..., object] | None = None
+    prepare: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         positive = ("timeout_s", "max_concurrency", "requests_per_minute", "tokens_per_minute", "batch_size")
@@ -62,6 +65,8 @@ class Settings:
                 raise ConfigError(f"@reward({name}={getattr(self, name)!r}): it must be 0 or more")
         if not math.isfinite(self.weight):
             raise ConfigError(f"@reward(weight={self.weight!r}): it must be a finite number")
+        if isinstance(self.stop_when, str) or not all(self.stop_when):
+            raise ConfigError(f"@reward(stop_when={self.stop_when!r}): it must be a tuple of texts, none of them empty")
         if self.scope not in ("completion", "group"):
             raise ConfigError(f"@reward(scope={self.scope!r}): choose 'completion' or 'group'")
         if self.batch_size > 1 and self.scope == "group":
@@ -85,6 +90,9 @@ def reward(
     batch_size: int = 1,
     batch_wait_s: float = 0.01,
     workers: int = 0,
+    stop_when: tuple[str, ...] = (),
+    check: Callable[..., object] | None = None,
+    prepare: Callable[..., object] | None = None,
 ) -> Callable[[Decorated], Decorated]: ...
 def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
@@ -101,6 +109,9 @@ def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     batch_size, batch_wait_s: a function that takes lists (`prompts`, `completions`, columns) is given up to so many
         completions at once, gathered for at most so long.
     workers: processes of its own for a synchronous reward; 0 shares those of `rewards.workers`.
+    stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
+    check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
+    prepare: called with the reward's options in each process that will call it, before the first call; models load here.
     """
 
     def mark(marked: RewardFunction) -> RewardFunction:

@@ -60,7 +60,10 @@ def ready(spec: RewardSpec) -> Ready | Answer:
     """Load a reward once per process; a reward that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec)
-        return Ready(function, Signature.of(function), settings_of(function).retry_on)
+        settings = settings_of(function)
+        if settings.prepare is not None:
+            settings.prepare(**spec.options)
+        return Ready(function, Signature.of(function), settings.retry_on)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
         return failed(error)
 

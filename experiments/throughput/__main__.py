@@ -23,6 +23,7 @@ class Part(StrEnum):
     ENGINE = "engine"
     LEARNER = "learner"
     PIPELINE = "pipeline"
+    FUSION = "fusion"
     WEIGHTS = "weights"
 
 

@@ -1,0 +1,92 @@
+"""A real sequence-classification model as a reward: batched dynamically, the same whoever it is batched with."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from actors.config import RewardsConfig
+from actors.reward_model.model import RewardModel
+from actors.rewards import resolve
+from actors.scoring.pool import ScoringPool
+from buffers.errors import ConfigError
+
+SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with a random head of one number."""
+    directory = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(SPELLER, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(SPELLER)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+TEXTS = ["a", "backward", "nus", "x" * 40, "sun sun"]
+
+
+def test_a_score_is_the_models_logit_alone_or_in_a_batch(judge: Path) -> None:
+    model = RewardModel(judge)
+    together = model.score(["Spell: "] * 5, TEXTS, 64)
+    alone = [model.score(["Spell: "], [text], 64)[0] for text in TEXTS]
+    assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 5
+    plain = AutoModelForSequenceClassification.from_pretrained(judge)
+    ids = AutoTokenizer.from_pretrained(judge)("Spell: nus", return_tensors="pt")["input_ids"]
+    assert together[2] == pytest.approx(plain(input_ids=ids).logits[0, 0].item(), abs=1e-5)
+
+
+def test_a_text_that_is_too_long_keeps_its_end(judge: Path) -> None:
+    model = RewardModel(judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    assert len(tokenizer("abcdef")["input_ids"]) == 6  # one token a letter
+    assert model.score(["ab" * 50], ["sun"], 10) == pytest.approx(model.score([("ab" * 50)[-7:]], ["sun"], 64), abs=1e-5)
+
+
+def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) -> None:
+    settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
+    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge)}}, settings)
+    answered = threading.Event()
+    pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(), wake=answered.set)
+    found: dict[int, Any] = {}
+    try:
+        for key, text in enumerate(TEXTS):
+            pool.submit(key, {"prompt": "Spell: ", "completion": text, "answer": "a"})
+        until = time.monotonic() + 60
+        while pool.num_pending and time.monotonic() < until:
+            answered.wait(0.1)
+            answered.clear()
+            found |= {done.key: done for done in pool.poll()}
+    finally:
+        pool.close()
+    wanted = RewardModel(judge).score(["Spell: "] * 5, TEXTS, 64)
+    assert [found[key].scores["reward_model"].value for key in range(5)] == pytest.approx(wanted, abs=1e-5)
+    # Those of one batch were in one call.
+    assert [found[key].stages["reward_model"] == found[0].stages["reward_model"] for key in range(5)] == [True] * 3 + [
+        False
+    ] * 2
+
+
+def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:
+    def refuse(path: Path, message: str, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(path), **options}})
+
+    refuse(tmp_path / "nowhere", "is no Hugging Face model")
+    refuse(SPELLER, "holds LlamaForCausalLM, not a model with a sequence-classification head")
+    refuse(judge, "label = 1, the model has 1; highest: 0", label=1)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((judge / name).read_bytes())
+    refuse(tmp_path, "has no tokenizer")
+    assert json.loads((judge / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
