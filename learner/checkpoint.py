@@ -2,7 +2,8 @@
 
 `checkpoints/step_000050/` holds `model/`, the optimizer's state and `state.json`; `checkpoints/latest` is a link to the
 newest. A directory under its final name is complete, whatever was killed when: it gets that name last and loses it first.
-What a killed owner left under another name is put right by the next one.
+What a killed owner left under another name is put right by the next one. `state.json` names every file with its size and
+digest, so that damage done later is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from buffers.errors import ConfigError
+
+# Of what a checkpoint holds; a newer one than this cannot be read here.
+SCHEMA = 2
+_STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED, _REPLACED = ".tmp-", ".replaced-"
 
 
-class Checkpoints:
-    """Owns `directory`. `keep_last` newest are kept."""
+class CheckpointError(ConfigError):
+    """A checkpoint that is torn, of a newer schema or of another model; starting again would end the same way."""
 
-    def __init__(self, directory: Path, keep_last: int) -> None:
-        self._directory, self._keep_last = directory, keep_last
+
+class Checkpoints:
+    """Owns `directory`. The `keep_last` newest are kept, and those of steps that are a multiple of `keep_every` for good."""
+
+    def __init__(self, directory: Path, keep_last: int, keep_every: int | None = None) -> None:
+        self._directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(f"{_UNFINISHED}*"):
             _remove(left_over)
@@ -44,7 +56,9 @@ class Checkpoints:
         _remove(temporary)
         temporary.mkdir()
         write(temporary)
-        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+        files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.rglob("*")) if path.is_file()}
+        whole = {"schema": SCHEMA, "step": step, **state, "files": files}
+        (temporary / _STATE).write_text(json.dumps(whole, indent=1) + "\n")
         for path in [*temporary.rglob("*"), temporary]:
             _fsync(path)
         replaced = self._directory / f"{_REPLACED}{final.name}"
@@ -57,22 +71,58 @@ class Checkpoints:
         _fsync(self._directory)
         _remove(replaced)
         for old in self.all()[: -self._keep_last]:
+            if self._keep_every is not None and _step(old) % self._keep_every == 0:
+                continue
             _remove(old.rename(self._directory / f"{_UNFINISHED}{old.name}"))
         return final
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        names = {path: _NAME.fullmatch(path.name) for path in self._directory.iterdir()}
-        steps = {path: int(name[1]) for path, name in names.items() if name}
-        return sorted(steps, key=steps.__getitem__)
+        return sorted((path for path in self._directory.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest complete checkpoint and its state, or None."""
+        """The newest checkpoint and its state, verified, or None. Raises CheckpointError."""
         found = self.all()
-        if not found:
-            return None
-        state: dict[str, Any] = json.loads((found[-1] / "state.json").read_text())
-        return found[-1], state
+        return (found[-1], verified(found[-1])) if found else None
+
+
+def verified(checkpoint: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose files are all there as they were written. Raises CheckpointError."""
+    elsewhere = f"Remove {str(checkpoint)!r} to go on from the one before it"
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+        schema, files = state["schema"], state["files"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} is torn: {_STATE} cannot be read ({error!r}). {elsewhere}."
+        ) from error
+    if schema > SCHEMA:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} has schema {schema}, this version reads up to {SCHEMA}. "
+            "It was written by a newer version: use that, or another run directory."
+        )
+    for name, expected in files.items():
+        path = checkpoint / name
+        found = _digest(path) if path.is_file() else None
+        if found != expected:
+            what = (
+                "is missing" if found is None else f"has {found['bytes']} bytes of {expected['bytes']}, or others than written"
+            )
+            raise CheckpointError(f"checkpoint {checkpoint.name} is torn: {name} {what}. {elsewhere}.")
+    return state
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+            size += len(data)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def _remove(path: Path) -> None:

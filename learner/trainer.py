@@ -12,6 +12,7 @@ same batches again. A step is recorded before it is made durable, so the record 
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,11 @@ from learner import guard
 from learner.backend import Backend, StepReport
 from learner.batch import deal, make_rows
 from learner.beliefs import Beliefs, believe, choose
-from learner.checkpoint import Checkpoints
+from learner.checkpoint import CheckpointError, Checkpoints
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.feed import Feed
 from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
+from learner.saving import Saver
 
 _log = logging.getLogger(__name__)
 # Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
@@ -64,7 +66,9 @@ class Trainer:
 
     def __init__(self, client: Feed, backend: Backend, directory: Path, config: TrainerConfig) -> None:
         self._client, self._backend, self._config = client, backend, config
-        self._checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep_last)
+        keep = config.checkpoint
+        self._checkpoints = Checkpoints(directory / "checkpoints", keep.keep_last, keep.keep_every)
+        self._saver = Saver(self._checkpoints, background=keep.background)
         self.step = self._committed = 0
         self._statistics = Statistics()
         if (found := self._checkpoints.latest()) is not None:
@@ -80,7 +84,7 @@ class Trainer:
         self._refused_in_a_row = self._constant_in_a_row = 0
         self._aim = guard.Aim(config.max_staleness)
         self._broadcast_s = 0.0
-        self._waited_s = 0.0
+        self._waited_s = self._paused_s = 0.0
         self._recorded_at = time.monotonic()
         self._busy: dict[str, float] = {}
 
@@ -88,8 +92,7 @@ class Trainer:
         try:
             while not isinstance(batch := self._take(), str):
                 self._train(batch)
-            if self.step > self._committed:
-                self._save()
+            self._end_saving()
         finally:
             self._metrics.close()
             self._samples.close()
@@ -130,6 +133,8 @@ class Trainer:
         self._sample(batch.groups, advantages, report)
         if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
             self._save()
+        else:
+            self._commit()
 
     def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:
         """One line of metrics. `step_time` runs from record to record, so a checkpoint counts into the step after it."""
@@ -154,6 +159,9 @@ class Trainer:
                 "actors": batch.telemetry.get("actors", 0.0),
                 "canary/drift": batch.telemetry.get("canary_drift", 0.0) / max(1.0, batch.telemetry.get("actors", 0.0)),
                 "broadcast/seconds": self._broadcast_s,
+                "checkpoint/pause_seconds": self._paused_s,
+                "checkpoint/write_seconds": self._saver.seconds,
+                "checkpoint/failed": self._saver.failed,
             }
         )
 
@@ -193,7 +201,7 @@ class Trainer:
         updates = deal(rows, learner.updates_per_step)
         if not updates:
             return StepReport.of_nothing()
-        report = self._backend.step(updates, self.step)
+        report = self._backend.step(updates * learner.epochs, self.step)
         self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
         if not report.applied:
             _log.error("step %d refused: its gradient is not finite; groups %s", self.step, [g.number for g in groups])
@@ -239,11 +247,33 @@ class Trainer:
         self._broadcast_s = time.monotonic() - began
 
     def _save(self) -> None:
-        config = self._config
-        state = {"version": self.step, "max_steps": config.max_steps, "rewards": self._statistics.state}
-        self._checkpoints.save(self.step, self._backend.save, state)
-        self._committed = self.step
-        self._tell(lambda: self._client.commit(self.step))
+        """Begin a checkpoint of the present step; training goes on while it is written."""
+        began = time.monotonic()
+        rewards = copy.deepcopy(self._statistics.state)
+        state = {"version": self.step, "max_steps": self._config.max_steps, "rewards": rewards}
+        self._saver.wait()
+        self._commit()
+        self._saver.begin(self.step, self._backend.freeze(), state)
+        self._paused_s = time.monotonic() - began
+        self._commit()
+
+    def _commit(self) -> None:
+        """Tell the hub of a checkpoint that has become durable since."""
+        durable = self._saver.durable
+        if durable is not None and durable > self._committed:
+            self._committed = durable
+            self._tell(lambda: self._client.commit(durable))
+
+    def _end_saving(self) -> None:
+        """The last step is durable and committed. Raises CheckpointError when it cannot be written."""
+        self._saver.wait()
+        self._commit()
+        if self.step > self._committed:
+            self._save()
+            self._saver.wait()
+            self._commit()
+        if self.step > self._committed:
+            raise CheckpointError(f"{self._saver.reason}; make room, then --resume goes on from step {self._committed}")
 
     def _register(self) -> None:
         """Says where this learner stands, and so everything that `trained` and `commit` would have said."""

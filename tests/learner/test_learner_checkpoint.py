@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint import Checkpoints
+from learner.checkpoint import SCHEMA, CheckpointError, Checkpoints
 
 
 class Killed(BaseException):
@@ -132,6 +133,42 @@ def test_the_newest_are_kept_and_counted_as_numbers(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.all()] == ["step_999999", "step_1000000"]
 
 
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_every=20)
+    for step in range(10, 90, 10):
+        checkpoints.save(step, writer(str(step)), {})
+    assert [path.name for path in checkpoints.all()] == [f"step_0000{step}" for step in (20, 40, 60, 70, 80)]
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, shorten, flip])
+@pytest.mark.parametrize("name", ["model/weights", "optimizer", "state.json"])
+def test_a_checkpoint_that_was_torn_is_named_with_the_file(tmp_path: Path, harm: Callable[[Path], None], name: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    path = checkpoints.save(3, writer("whole"), {"padding": "x"})
+    if name == "state.json" and harm is shorten:
+        harm = lambda path: path.write_text(path.read_text()[:-3])  # noqa: E731
+    harm(path / name)
+    with pytest.raises(CheckpointError, match=rf"checkpoint step_000003 is torn: {name} .*Remove .*step_000003' to go on"):
+        checkpoints.latest()
+
+
+def test_a_checkpoint_of_a_newer_schema_is_named_as_such(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    path = checkpoints.save(3, writer("whole"), {})
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"schema": SCHEMA + 1}))
+    with pytest.raises(CheckpointError, match=f"has schema {SCHEMA + 1}, this version reads up to {SCHEMA}"):
+        checkpoints.latest()
+
+
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step_by_step.txt").write_text("notes")
     (tmp_path / ".tmp-step_000007").mkdir()
@@ -140,7 +177,7 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert checkpoints.latest() is None
     checkpoints.save(1, writer("one"), {"colour": "red"})
     found = checkpoints.latest()
-    assert found is not None and found[1] == {"step": 1, "colour": "red"}
+    assert found is not None and found[1] | {"step": 1, "colour": "red"} == found[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001", "step_by_step.txt"]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from making import make_group, make_model
+from safetensors.torch import load_file
 
 from buffers.client import HubRestartedError, LearnerClient, TakenBatch
 from buffers.composition import Composition
@@ -18,6 +21,7 @@ from buffers.record import Group
 from buffers.tensors import RawTensor
 from buffers.weights import WeightSet
 from buffers.wire import Canary
+from learner.checkpoint import CheckpointError
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
 from learner.trainer import Trainer, TrainerConfig
@@ -121,6 +125,7 @@ class Life:
         *,
         max_steps: int = STEPS,
         save_every: int = 2,
+        background: bool = False,
         max_failed_ratio: float = 0.25,
         loss: LossConfig | None = None,
         max_staleness: int = 1,
@@ -131,7 +136,7 @@ class Life:
         loss = loss or LossConfig()
         config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
         self.backend = TorchBackend(model_dir, config, loss)
-        checkpoint = CheckpointConfig(save_every=save_every)
+        checkpoint = CheckpointConfig(save_every=save_every, background=background)
         whole = TrainerConfig(
             config, loss, checkpoint, max_steps, max_staleness, Composition(), max_failed_ratio, sampled_groups=1,
             **(believing or {}),
@@ -322,14 +327,18 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
     tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
-    save = first.backend.save
+    freeze = first.backend.freeze
 
-    def killed_in_the_second(directory: Path) -> None:
-        if first.trainer.step == 4:
+    def killed_in_the_second() -> Callable[[Path], None]:
+        write = freeze()
+
+        def killed(directory: Path) -> None:
+            (directory / "model").mkdir()
             raise Killed
-        save(directory)
 
-    monkeypatch.setattr(first.backend, "save", killed_in_the_second)
+        return killed if first.trainer.step == 4 else write
+
+    monkeypatch.setattr(first.backend, "freeze", killed_in_the_second)
     with pytest.raises(Killed):
         first.trainer.run()
     second = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
@@ -431,3 +440,81 @@ def test_every_kind_of_belief_reaches_the_gradient_of_a_real_model(tmp_path: Pat
     life.trainer.run()
     assert all(record["applied"] for record in life.metrics())
     assert life.weights != before
+
+
+def test_in_the_background_a_checkpoint_holds_the_step_it_was_begun_at_however_long_it_takes(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()), background=True)
+    freeze, trained, saved = life.backend.freeze, threading.Event(), []
+    monkeypatch.setattr(life.trainer, "_record", after(life.trainer._record, lambda: life.trainer.step == 3 and trained.set()))
+
+    def slow() -> Callable[[Path], None]:
+        weights, write = life.weights, freeze()
+
+        def once_another_step_was_made(directory: Path) -> None:
+            assert trained.wait(60)
+            write(directory)
+            saved.append((weights, load_file(directory / "model" / "model.safetensors")))
+
+        return once_another_step_was_made
+
+    monkeypatch.setattr(life.backend, "freeze", slow)
+    assert life.trainer.run() == "end of data"
+    assert len(saved) == 2
+    for weights, written in saved:
+        assert {name: written[name].numpy().tobytes() for name in weights} == weights
+    assert_each_batch_was_trained_once(life, undisturbed)
+
+
+def after(function: Callable[..., None], then: Callable[[], object]) -> Callable[..., None]:
+    def both(*arguments: Any) -> None:
+        function(*arguments)
+        then()
+
+    return both
+
+
+def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = ScriptedHub(make_batches())
+    life = Life(tmp_path, model_dir, hub)
+    freeze = life.backend.freeze
+
+    def full_at_first() -> Callable[[Path], None]:
+        def write(directory: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return write if life.trainer.step == 2 else freeze()
+
+    monkeypatch.setattr(life.backend, "freeze", full_at_first)
+    assert life.trainer.run() == "end of data"
+    assert [record["checkpoint/failed"] for record in life.metrics()] == [0, 0, 1, 1]
+    assert [call for call in hub.calls if call[0] == "commit"] == [("commit", 4)]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
+    freeze = life.backend.freeze
+
+    def full_at_last() -> Callable[[Path], None]:
+        def write(directory: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return write if life.trainer.step == 4 else freeze()
+
+    monkeypatch.setattr(life.backend, "freeze", full_at_last)
+    with pytest.raises(CheckpointError, match=r"step 4 could not be written: .*No space left.*--resume goes on from step 2"):
+        life.trainer.run()
+
+
+def test_epochs_go_over_the_batch_again_around_the_same_policy(tmp_path: Path, model_dir: Path) -> None:
+    lives = [Life(tmp_path / str(epochs), model_dir, ScriptedHub(make_batches()), epochs=epochs) for epochs in (1, 2)]
+    for life in lives:
+        life.trainer.run()
+    assert lives[0].weights != lives[1].weights
+    assert all(record["clip_ratio/region_mean"] == 0 for record in lives[0].metrics())
+    assert any(record["clip_ratio/region_mean"] > 0 for record in lives[1].metrics())

@@ -1,0 +1,77 @@
+"""One checkpoint at a time, written by a thread while the next steps run.
+
+    owns        the thread that writes, what is known of the last attempt
+    waits for   the attempt before, when another begins or the run ends, for `_WRITE_S`
+    woken by    the end of the thread
+    on close    nothing: whoever needs the last checkpoint durable calls `wait`
+
+What cannot be written (a full disk) is counted and said; the checkpoints before it stay, and the next that is due is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from buffers.errors import DeadlineError
+from learner.checkpoint import Checkpoints
+
+_log = logging.getLogger(__name__)
+_WRITE_S = 3600.0
+
+Writer = Callable[[Path], None]
+
+
+class Saver:
+    """See the module docstring. With `background` False, `begin` returns when the checkpoint is durable or has failed."""
+
+    def __init__(self, checkpoints: Checkpoints, *, background: bool) -> None:
+        self._checkpoints, self._background = checkpoints, background
+        self._thread: threading.Thread | None = None
+        self._raised: BaseException | None = None
+        self.durable: int | None = None
+        """Step of the newest checkpoint that was made durable here."""
+        self.failed = 0
+        """Checkpoints that could not be written."""
+        self.reason = ""
+        """Why the last attempt failed; empty when it did not."""
+        self.seconds = 0.0
+        """How long the last attempt took."""
+
+    def begin(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+        """Start to write the checkpoint of `step` steps; waits for the attempt before, if that is not over."""
+        self.wait()
+        self._thread = threading.Thread(target=self._save, args=(step, write, state), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""
+        if self._thread is not None:
+            self._thread.join(_WRITE_S)
+            if self._thread.is_alive():
+                raise DeadlineError(f"a checkpoint was not written within {_WRITE_S:.0f} s")
+            self._thread = None
+        if self._raised is not None:
+            raise self._raised
+
+    def _save(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            self._checkpoints.save(step, write, state)
+        except (OSError, SafetensorError) as error:
+            self.failed += 1
+            self.reason = f"the checkpoint of step {step} could not be written: {error}"
+            _log.error("%s; the one before it stays", self.reason)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._raised = error
+        else:
+            self.durable, self.reason = step, ""
+        self.seconds = time.monotonic() - began
