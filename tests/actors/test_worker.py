@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from actors.config import EngineConfig, RewardsConfig
-from actors.engine import RolloutKey
+from actors.engine import Engine, RolloutKey
 from actors.prompts import Row
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
@@ -15,7 +18,11 @@ from actors.torch_engine.loading import load_engine
 from actors.worker import Work, Worker
 from buffers.client import ActorClient, ActorState
 from buffers.record import Group
+from buffers.weights import WeightSet
 from buffers.wire import CreditItem
+from learner.config import LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+from tests.actors.vllm_model import make_model, save_model
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
@@ -23,49 +30,89 @@ MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-spell
 class ScriptedHub:
     """Gives one batch of credits a poll, then waits for `wanted` puts and stops the actor."""
 
-    def __init__(self, script: list[list[CreditItem]], wanted: int) -> None:
-        self._script, self._wanted = script, wanted
+    def __init__(self, script: list[list[CreditItem]], wanted: int, weights: Mapping[int, WeightSet] | None = None) -> None:
+        self._script, self._wanted, self._weights = script, wanted, dict(weights or {})
+        self._polls = 0
+        self.states: list[ActorState] = []
         self.groups: list[Group] = []
         self.unacknowledged: list[tuple[int, int]] = []
         self.stop_reason: str | None = None
 
     def poll(self, state: ActorState, telemetry: Mapping[str, float], timeout_s: float = 0.0) -> None:
+        self._polls += 1
         if len(self.groups) >= self._wanted:
             self.stop_reason = "enough"
 
     def credits(self) -> Sequence[CreditItem]:
         return self._script.pop(0) if self._script else []
 
-    def weights(self) -> None:
-        return None
+    def weights(self) -> WeightSet | None:
+        """The set that comes with this poll."""
+        return self._weights.pop(self._polls, None)
 
     def put(self, group: Group) -> None:
         self.groups.append(group)
 
     def beat(self, state: ActorState, telemetry: Mapping[str, float]) -> None:
-        pass
+        self.states.append(state)
 
 
-def test_a_group_credited_again_while_it_is_made_is_made_once_by_the_new_attempt() -> None:
-    def credit(number: int, attempt: int) -> CreditItem:
-        return CreditItem(number=number, attempt=attempt, lowest_version=0)
-
-    hub = ScriptedHub([[credit(0, 0), credit(1, 0)], [], [credit(0, 1)]], wanted=2)
+@contextmanager
+def worker(hub: ScriptedHub, engine: Engine, *, group_size: int = 2, length: int = 12, **sampling: Any) -> Iterator[Worker]:
     work = Work(
         seed=0,
         rows=[Row("ab", {"answer": "ba"})],
         encode=lambda row: (str(row.prompt), [20, 21]),
         decode=lambda ids: "x" * len(ids),
-        group_size=2,
-        max_completion_length=12,
+        group_size=group_size,
+        max_completion_length=length,
         temperature=1.0,
+        **sampling,
     )
     pool = ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), RewardsConfig(functions=("exact",)))
-    engine = load_engine(str(MODEL), EngineConfig(slots=8), version=0)
     try:
-        reason = Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3).run()
+        yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
         pool.close()
-    assert reason == "enough"
+
+
+def credit(number: int, attempt: int = 0) -> CreditItem:
+    return CreditItem(number=number, attempt=attempt, lowest_version=0)
+
+
+def test_a_group_credited_again_while_it_is_made_is_made_once_by_the_new_attempt() -> None:
+    hub = ScriptedHub([[credit(0), credit(1)], [], [credit(0, attempt=1)]], wanted=2)
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
+        assert actor.run() == "enough"
     assert sorted((group.number, group.attempt) for group in hub.groups) == [(0, 1), (1, 0)]
     assert all(len(group.rollouts) == 2 for group in hub.groups)
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
+def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_before_the_canary(
+    on_update: Any, tmp_path: Path
+) -> None:
+    directory = save_model(make_model(0), tmp_path / "model")
+    backend = TorchBackend(directory, LearnerConfig(), LossConfig())
+    newer = WeightSet.of(2, 1, backend.tensors(), backend.canary())
+    hub = ScriptedHub([[credit(number) for number in range(4)]], wanted=4, weights={6: newer})
+    engine = load_engine(str(directory), EngineConfig(slots=4), on_update=on_update, version=0)
+    with worker(hub, engine, length=20) as actor:
+        assert actor.run() == "enough"
+    by_group = {group.number: {span.version for span in group.spans()} for group in hub.groups}
+    if on_update == "finish":
+        assert by_group == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
+    else:
+        assert by_group == {0: {0, 1}, 1: {0, 1}, 2: {1}, 3: {1}}
+    served = [(state.fence, state.version) for state in hub.states]
+    assert served[-1] == (2, 1) and set(served) <= {(0, 0), (2, 1)}, "version and fence change together"
+
+
+def test_how_completions_were_sampled_is_in_the_record() -> None:
+    hub = ScriptedHub([[credit(0)]], wanted=1)
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=4), version=0), group_size=3, top_k=4) as actor:
+        actor.run()
+    (group,) = hub.groups
+    assert (group.top_k, group.top_p, group.min_p) == (4, 1.0, 0.0)
+    for rollout in group.rollouts:
+        assert rollout.support is not None and set(rollout.support.sizes.tolist()) == {4}
