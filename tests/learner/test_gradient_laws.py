@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from experiments.gradient_laws import policy
-from experiments.gradient_laws.table import CASES, Case, measure
+from experiments.gradient_laws.table import CASES, Case, markdown, measure
 from learner.config import LossConfig
 from learner.kinds import KINDS
 from learner.losses import objective
@@ -108,3 +109,8 @@ def test_no_completion_that_was_bad_pulls_harder_than_a_fixed_multiple_of_its_pl
         per_token.append(leaf.grad.abs())
     found, plain = per_token
     assert bool((found <= 3.0 * plain + 1e-12).all())
+
+
+def test_the_published_table_is_the_one_that_is_computed() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "learner.md"
+    assert markdown() in document.read_text()
