@@ -35,8 +35,7 @@ from buffers.room import Room
 
 
 class Admission:
-    """See the module docstring. Methods raise RefusedError with a reason word; nothing changes when they do, except that
-    a `put` refused as `future` or `stale` ends its lease."""
+    """Methods raise RefusedError with a reason; nothing changes then, but a `put` that is `future` or `stale` ends its lease."""
 
     def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()
@@ -177,9 +176,8 @@ class Admission:
     def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
-        `committed` is the step of its newest durable checkpoint: lower than `step` when the learner lived on while the
-        hub was restarted. Returns the numbers that checkpoint commits. Raises RefusedError: `fenced`, `committed` or
-        `unknown-step`.
+        `committed`: its newest durable checkpoint, before `step` when the learner lived on while the hub was restarted.
+        Returns the numbers that checkpoint commits. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
         """
         if fence <= self.fence:
             raise RefusedError("fenced", f"fence {fence} is not above the newest, {self.fence}")
@@ -198,7 +196,7 @@ class Admission:
         return self.commit(min(step, committed))
 
     def check_version(self, version: int) -> None:
-        """A version is the number of steps done when it was published. Raises RefusedError: `order`."""
+        """A version is the number of steps done. Raises RefusedError: `order`."""
         if version != self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot publish version {version}")
 
@@ -249,6 +247,10 @@ class Admission:
     def num_quarantined(self) -> int:
         return len(self._line.quarantined)
 
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
     def has_batch(self, step: int) -> bool:
         """Whether batch `step` is made up already (and not committed)."""
         return step in self._batches
@@ -298,8 +300,7 @@ class Admission:
     def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
         """Begin where a journal ends: what was committed, and every group that was put since, all of them queued.
 
-        The caller then replays the batches with `assign`, in order. Numbers begun but never put are free again.
-        """
+        The caller then replays the batches with `assign`, in order. Numbers begun and never put are free again."""
         self.fence, self.committed_step, self.step = past.fence, past.committed_step, past.committed_step
         self._committed_groups, self._committed_tokens = past.committed_groups, past.committed_tokens
         self._stale, self._stale_tokens, self._failed = past.stale, past.stale_tokens, past.failed
@@ -337,9 +338,9 @@ class Admission:
 
     def _has_room(self, actor: Actor, number: int) -> bool:
         """Whether an actor can take one more. A suspect is made alone: only then does losing it prove anything."""
-        if self.failures.is_suspect(number):
+        if number in self.failures.suspects:
             return not actor.leases and actor.capacity > 0
-        return len(actor.leases) < actor.capacity and not any(map(self.failures.is_suspect, actor.leases))
+        return len(actor.leases) < actor.capacity and self.failures.suspects.isdisjoint(actor.leases)
 
     def _is_due(self, number: int) -> bool:
         """Whether the next batch cannot do without this number (see `room`)."""
@@ -390,8 +391,7 @@ class Admission:
 
     def _drop_too_old(self, numbers: Iterable[int]) -> bool:
         """The second net: groups over the bound are counted and made again. By the proof there are none."""
-        oldest = self.bound.max_staleness
-        old = [number for number in numbers if staleness(self._queued[number].oldest_version, self.step) > oldest]
+        old = [n for n in numbers if staleness(self._queued[n].oldest_version, self.step) > self.bound.max_staleness]
         for number in old:
             self._drop(number)
         return bool(old)

@@ -316,12 +316,24 @@ class LearnerClient:
 
     def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
         """Batch `step`, or the reason why none will come. Waits as long as the hub says that it is coming."""
-        answer, arrays = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
+        taken = self._take(step, aim)
+        if isinstance(taken, str):
+            return taken
+        batch, frames = taken
+        groups = tuple(packing.decode_put(frames[i : i + 3]) for i in range(0, len(frames), 3))
+        return TakenBatch(step, groups, batch.telemetry)
+
+    def take_packed(self, step: int) -> wire.Frames | str:
+        """As `take`, but the groups as they came: three frames each, header and arrays of its Put."""
+        taken = self._take(step)
+        return taken if isinstance(taken, str) else taken[1]
+
+    def _take(self, step: int, aim: int | None = None) -> tuple[wire.Batch, wire.Frames] | str:
+        answer, frames = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
         if isinstance(answer, wire.Ended):
             return answer.reason
         assert isinstance(answer, wire.Batch)
-        groups = tuple(packing.decode_put(arrays[i : i + 3]) for i in range(0, len(arrays), 3))
-        return TakenBatch(step, groups, answer.telemetry)
+        return answer, frames
 
     def trained(self, step: int) -> None:
         """Batch `step` has been trained on."""

@@ -20,15 +20,12 @@ class Failures:
         self._counts: dict[int, int] = {}
         self._reasons: dict[int, list[str]] = {}
         self._blamed: dict[int, str] = {}
+        self.suspects: set[int] = set()  # lost so often that one more failure quarantines them
         self.quarantined: dict[int, tuple[int, tuple[str, ...]]] = {}  # number -> attempts, and why the newest failed
 
     def attempt(self, number: int) -> int:
         """Number of the next attempt: how often the group was lost before."""
         return self._counts.get(number, 0)
-
-    def is_suspect(self, number: int) -> bool:
-        """Lost so often that one more failure quarantines it."""
-        return self._counts.get(number, 0) >= max(1, self._max_attempts - 1)
 
     def blame(self, number: int, reason: str) -> None:
         """What was wrong with this attempt, should it fail: a group that is refused ends its actor."""
@@ -42,6 +39,7 @@ class Failures:
         reasons = [*self._reasons.get(number, ()), told][-_MAX_REASONS:]
         if attempt + 1 < self._max_attempts:
             self._counts[number], self._reasons[number] = attempt + 1, reasons
+            self._suspect(number)
             return False
         self.forget([number])
         self.quarantined[number] = attempt + 1, tuple(reasons)
@@ -53,6 +51,7 @@ class Failures:
             self._counts.pop(number, None)
             self._reasons.pop(number, None)
             self._blamed.pop(number, None)
+            self.suspects.discard(number)
 
     def remember(self) -> dict[int, tuple[int, tuple[str, ...]]]:
         """Number -> how often and why it was lost, for a journal."""
@@ -61,3 +60,9 @@ class Failures:
     def restore(self, past: Mapping[int, tuple[int, tuple[str, ...]]]) -> None:
         self._counts = {number: count for number, (count, _) in past.items()}
         self._reasons = {number: list(reasons) for number, (_, reasons) in past.items()}
+        for number in past:
+            self._suspect(number)
+
+    def _suspect(self, number: int) -> None:
+        if self._counts[number] >= max(1, self._max_attempts - 1):
+            self.suspects.add(number)

@@ -103,9 +103,10 @@ def check_group(header: GroupHeader, frames: Frames) -> Entry:
     if int(ids.min()) < 0:
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     for num_tokens, spans in zip(header.num_tokens, header.spans, strict=True):
-        if sum(span[1] for span in spans) != num_tokens or min(span[1] for span in spans) < 1:
+        lengths = [span[1] for span in spans]
+        if sum(lengths) != num_tokens or min(lengths) < 1:
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
-    if header.number < 0 or header.attempt < 0 or header.metrics or any(n is not None for n in header.num_support):
+    if header.number < 0 or header.attempt < 0 or header.metrics or header.num_support.count(None) < len(header.num_support):
         unpack_group(header, frames[1:])
     versions = [span[0] for spans in header.spans for span in spans]
     return Entry(header.attempt, min(versions), max(versions), sum(header.num_tokens), sum(map(len, frames)))
@@ -151,23 +152,24 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
 def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array]:
     """Ids and log-probabilities; raises WireError when lengths disagree."""
     size = len(header.num_tokens)
-    columns: dict[str, Sequence[Any]] = {
-        "spans": header.spans,
-        "num_support": header.num_support,
-        "finish_reasons": header.finish_reasons,
-        "texts": header.texts,
-        "timings": header.timings,
-        **{f"scores.{name}": column for name, column in header.scores.items()},
-        **{f"metrics.{name}": column for name, column in header.metrics.items()},
-    }
-    for name, column in columns.items():
+    columns: list[tuple[str, Sequence[Any]]] = [
+        ("spans", header.spans),
+        ("num_support", header.num_support),
+        ("finish_reasons", header.finish_reasons),
+        ("texts", header.texts),
+        ("timings", header.timings),
+        *header.scores.items(),
+        *header.metrics.items(),
+    ]
+    for name, column in columns:
         if len(column) != size:
-            raise _wrong(header, "lengths", f"{name} has {len(column)} items for {size} members")
+            raise _wrong(header, "lengths", f"{name!r} has {len(column)} items for {size} members")
     if not header.metrics.keys() <= header.scores.keys():
         raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
     num_completion, kept = sum(header.num_tokens), 0
-    for num_tokens, num_support in zip(header.num_tokens, header.num_support, strict=True):
-        kept += 0 if num_support is None else num_tokens + num_support
+    if header.num_support.count(None) < size:
+        pairs = zip(header.num_tokens, header.num_support, strict=True)
+        kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
     wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * num_completion]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")

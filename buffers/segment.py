@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ Record = Put | Take | Restored
 
 def put_head(number: int, entry: Entry) -> bytes:
     """What stands before a group's bytes in the payload of its record."""
-    head: bytes = msgpack.packb([number, *astuple(entry)])
+    fields = (number, entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens, entry.num_bytes)
+    head: bytes = msgpack.packb(fields)
     return _LENGTH.pack(len(head)) + head
 
 

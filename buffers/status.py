@@ -37,7 +37,7 @@ def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
 
 def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
     """The actors' counters summed, how many there are, and the queue's depth: for the learner's step record."""
-    depth, actors = float(admission.ledger.queued), float(len(admission.actors))
+    depth, actors = float(admission.num_queued), float(len(admission.actors))
     return {**peers.telemetry(), "queue/depth": depth, "actors": actors}
 
 

@@ -21,6 +21,7 @@ class Part(StrEnum):
     """A benchmark: the name of its module here."""
 
     ENGINE = "engine"
+    QUEUE = "queue"
     LEARNER = "learner"
     PIPELINE = "pipeline"
     FUSION = "fusion"
@@ -32,7 +33,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
     require_trl: Annotated[bool, typer.Option(help="Fail when TRL cannot be installed, rather than skip.")] = False,
 ) -> None:
-    """Measure ratios: engine against generate, learner against a plain update, weights against memcpy, all against TRL."""
+    """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL."""
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)

@@ -279,7 +279,7 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (header, [arrays[0] + b"\0", arrays[1]]), "arrays of"),
         (lambda header, arrays: (header, [arrays[0], arrays[1][:-4]]), "arrays of"),
         (lambda header, arrays: (header | {"num_prompt_tokens": 1 << 62}, arrays), "arrays of"),
-        (lambda header, arrays: (header | {"texts": []}, arrays), "texts has 0 items for 2 members"),
+        (lambda header, arrays: (header | {"texts": []}, arrays), "'texts' has 0 items for 2 members"),
         (lambda header, arrays: (header | {"number": -1}, arrays), "number and attempt must be >= 0"),
         (
             lambda header, arrays: (header, [arrays[0], np.array([0, np.nan, 0, 0], "<f4").tobytes()]),
@@ -293,7 +293,7 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
         (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
         (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must be"),
-        (lambda header, arrays: (header | {"scores": {"r": [1.0]}}, arrays), "scores.r has 1 items for 2 members"),
+        (lambda header, arrays: (header | {"scores": {"r": [1.0]}}, arrays), "'r' has 1 items for 2 members"),
         (lambda header, arrays: (header | {"metrics": {"other": [{}, {}]}}, arrays), "metrics of"),
         (
             lambda header, arrays: (header, [arrays[0], np.array([0, 0.5, 0, 0], "<f4").tobytes()]),

@@ -1,0 +1,311 @@
+"""How fast is the replay queue next to raw pyzmq? Both in turns on one machine, with the same number and size of messages.
+
+A message is a group of 8 rollouts. Four producers, one hub, one consumer, each a process; everything over ipc.
+
+- raw: PUSH to PULL, no hub, nothing checked, nothing kept.
+- queue: the real hub. Producers speak the actor's protocol (hello, credits, put, ack) and the consumer is a learner that takes,
+  trains on nothing, and commits every 16 batches. So every byte goes to the hub, to the journal, from the journal and to the
+  learner, and is checked twice. Producers send headers that were encoded before, and the consumer does not unpack: what
+  packing and unpacking cost is measured apart.
+
+Also: the time from put to take at a quarter of the goal's load each way, the hub's processor time, and its memory with 100,000
+rollouts queued. Run as `python -m experiments.throughput.queue [--json] [--small]`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import psutil
+import typer
+import zmq
+
+from buffers import packing, wire
+from buffers.bound import Bound
+from buffers.client import LearnerClient
+from buffers.config import Fsync, QueueConfig
+from buffers.hub import Hub
+from buffers.record import Group, Rollout, Span
+from buffers.score import Score
+from buffers.tensors import RawTensor
+from experiments.throughput.queue_producer import produce
+
+GROUP_SIZE, PRODUCERS = 8, 4
+COMMIT_EVERY = 16
+_MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it is sampled by version 0
+_LIMIT_S = 300.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Load:
+    """num_groups groups of rollouts of so many bytes, in batches of `batch` groups; rate: groups/s in all, 0: all they can."""
+
+    name: str
+    rollout_bytes: int
+    fsync: Fsync
+    num_groups: int
+    batch: int = 32
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run through the hub gave. wait_ms: from put until the batch has come, of groups after the first quarter."""
+
+    seconds: float
+    hub_cpu_s: float
+    wait_ms: tuple[float, ...]
+
+
+def a_group(rollout_bytes: int) -> Group:
+    """Eight completions that take so many bytes each: int32 ids and float32 log-probabilities."""
+    num_tokens = rollout_bytes // 8
+    ids, logprobs = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.5, np.float32)
+    timings = {"put_s": 0.0, "generate_s": 1.5}
+    rollouts = tuple(
+        Rollout(ids, logprobs, (Span(0, num_tokens),), "length", {"right": Score(float(i % 2))}, timings=timings)
+        for i in range(GROUP_SIZE)
+    )
+    return Group(0, 0, np.arange(32, dtype=np.int32), rollouts, 1.0, "producer-0", "a prompt", {"answer": "42"})
+
+
+def run_raw(load: Load) -> float:
+    """Seconds from the first message received to the last."""
+    header, arrays = packing.pack_group(a_group(load.rollout_bytes))
+    size = sum(map(len, wire.encode(wire.Put(group=header), arrays)))
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
+        address, each = f"ipc://{folder}/raw", load.num_groups // PRODUCERS
+        context = zmq.Context()
+        socket = context.socket(zmq.PULL)
+        socket.setsockopt(zmq.RCVTIMEO, int(_LIMIT_S * 1000))
+        socket.bind(address)
+        processes = [_SPAWN.Process(target=_push, args=(address, size, each), daemon=True) for _ in range(PRODUCERS)]
+        try:
+            with _running(processes):
+                for _ in range(PRODUCERS):
+                    socket.recv()
+                began = time.perf_counter()
+                for _ in range((each - 1) * PRODUCERS):
+                    socket.recv()
+                return time.perf_counter() - began
+        finally:
+            context.destroy(linger=0)
+
+
+def _push(address: str, size: int, count: int) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    message = bytes(size)
+    for _ in range(count):
+        socket.send(message)
+    socket.close()
+    context.term()
+
+
+def run_queue(load: Load) -> Run:
+    """All groups through the hub, from the first batch to the last."""
+    bound = Bound(load.batch, _MAX_STALENESS, load.num_groups)
+    with _hub(load, bound) as (address, hub, learner), _running(_producers(load, address)):
+        process, num_batches, wait_ms = psutil.Process(hub.pid), load.num_groups // load.batch, list[float]()
+        learner.take_packed(0)  # everybody has started
+        began, cpu = time.perf_counter(), _cpu_s(process)
+        for step in range(num_batches):
+            frames = learner.take_packed(step)
+            assert not isinstance(frames, str), frames
+            if load.rate and step >= num_batches // 4:
+                now = time.monotonic()
+                wait_ms += [1e3 * (now - _put_at(frame)) for frame in frames[::3]]
+            learner.trained(step)
+            if (step + 1) % COMMIT_EVERY == 0:
+                learner.commit(step + 1)
+        return Run(time.perf_counter() - began, _cpu_s(process) - cpu, tuple(wait_ms))
+
+
+def memory_at(load: Load) -> tuple[float, float]:
+    """MiB of the hub before the first group and with all of them queued."""
+    with _hub(load, Bound(load.batch, _MAX_STALENESS, load.num_groups + load.batch)) as (address, hub, learner):
+        process = psutil.Process(hub.pid)
+        before = process.memory_info().rss
+        with _running(_producers(load, address)), _status(address) as queued:
+            deadline = time.monotonic() + _LIMIT_S
+            while next(queued) < load.num_groups:
+                assert time.monotonic() < deadline, f"the groups were not queued within {_LIMIT_S:.0f} s"
+            after = process.memory_info().rss
+        del learner
+    return before / 2**20, after / 2**20
+
+
+@contextmanager
+def _status(address: str) -> Iterator[Iterator[int]]:
+    from buffers.client import control
+
+    def queued() -> Iterator[int]:
+        while True:
+            time.sleep(0.2)
+            yield hub.status()["ledger"]["queued"]
+
+    with control(address, timeout_s=30.0) as hub:
+        yield queued()
+
+
+@contextmanager
+def _hub(load: Load, bound: Bound) -> Iterator[tuple[str, BaseProcess, LearnerClient]]:
+    """A hub in a process of its own, and a learner that has published version 0."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
+        address = f"ipc://{folder}/hub"
+        process = _SPAWN.Process(target=_serve, args=(address, folder, load.fsync, bound), daemon=True)
+        with _running([process]):
+            learner = LearnerClient(address, timeout_s=60.0)
+            learner.register(0, 0)
+            learner.publish(0, {"w": RawTensor("float32", (), bytes(4))})
+            yield address, process, learner
+            learner.close()
+
+
+def _serve(address: str, folder: str, fsync: Fsync, bound: Bound) -> None:
+    Hub(address, Path(folder), QueueConfig(max_staleness=bound.max_staleness, fsync=fsync), bound).run()
+
+
+def _producers(load: Load, address: str) -> list[BaseProcess]:
+    header, arrays = packing.pack_group(a_group(load.rollout_bytes))
+    arguments = (address, header.model_dump(), arrays, load.rate / PRODUCERS)
+    return [_SPAWN.Process(target=produce, args=(f"producer-{i}", *arguments), daemon=True) for i in range(PRODUCERS)]
+
+
+@contextmanager
+def _running(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _put_at(header: bytes) -> float:
+    _, message, _ = wire.decode([header], max_frame_bytes=wire.MAX_FRAME_BYTES)
+    assert isinstance(message, wire.Put)
+    return message.group.timings[0]["put_s"]
+
+
+def packing_us(rollout_bytes: int, repeats: int = 300) -> dict[str, float]:
+    """Microseconds a group: what an actor does to send one, what the hub checks, what the learner does to read one."""
+    group = a_group(rollout_bytes)
+    header, arrays = packing.pack_group(group)
+    frames = wire.encode(wire.Put(group=header), arrays)
+
+    def check() -> None:
+        _, put, _ = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+        assert isinstance(put, wire.Put)
+        packing.check_group(put.group, frames)
+
+    parts: dict[str, Callable[[], object]] = {
+        "pack": lambda: wire.encode(wire.Put(group=packing.pack_group(group)[0]), arrays),
+        "check": check,
+        "unpack": lambda: packing.decode_put(frames),
+    }
+    found = {}
+    for name, part in parts.items():
+        began = time.perf_counter()
+        for _ in range(repeats):
+            part()
+        found[name] = round(1e6 * (time.perf_counter() - began) / repeats, 1)
+    return found
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Medians over the repeats; mb: 10^6 bytes of groups (ids and log-probabilities). The ratio is the median of pairs."""
+
+    load: str
+    fsync: str
+    raw_mb_s: float
+    queue_mb_s: float
+    ratio: float
+    rollouts_s: float
+    hub_cpu_s_per_1000: float
+
+
+def measure(load: Load, repeats: int) -> Throughput:
+    """Raw and queue in turns, so that a slow moment of the machine falls on both."""
+    size = load.rollout_bytes * GROUP_SIZE * load.num_groups / 1e6
+    raw, queue, cpu = list[float](), list[float](), list[float]()
+    for _ in range(repeats):
+        raw.append(size / run_raw(load))
+        run = run_queue(load)
+        queue.append(size / run.seconds)
+        cpu.append(1000 * run.hub_cpu_s / (load.num_groups * GROUP_SIZE))
+    ratios = [mine / theirs for mine, theirs in zip(queue, raw, strict=True)]
+    speed = statistics.median(queue)
+    return Throughput(
+        load.name, load.fsync, round(statistics.median(raw), 1), round(speed, 1), round(statistics.median(ratios), 3),
+        round(speed * 1e6 / load.rollout_bytes), round(statistics.median(cpu), 4),
+    )  # fmt: skip
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a table.")] = False,
+    small: Annotated[bool, typer.Option(help="A few groups only: that it runs, not how fast.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of raw and queue.")] = 3,
+) -> None:
+    """Compare the replay queue with raw pyzmq."""
+    scale = 64 if small else 1
+    repeats = 1 if small else repeats
+    loads = [
+        Load("2 KB", 2048, "off", 16384 // scale),
+        Load("2 KB", 2048, "interval", 16384 // scale),
+        Load("2 KB", 2048, "group", 16384 // scale),
+        Load("64 KB", 65536, "off", 2048 // scale),
+        Load("64 KB", 65536, "group", 2048 // scale),
+    ]
+    loads = loads[2:4] if small else loads
+    say = typer.echo
+    if not as_json:
+        say(f"{'rollouts':<10}{'fsync':<10}{'raw MB/s':>10}{'queue MB/s':>12}{'ratio':>8}{'rollouts/s':>12}{'CPU s/1000':>14}")
+    for load in loads:
+        found = measure(load, repeats)
+        if as_json:
+            say(json.dumps(asdict(found)))
+        else:
+            say(
+                f"{found.load:<10}{found.fsync:<10}{found.raw_mb_s:>10.0f}{found.queue_mb_s:>12.0f}{found.ratio:>8.3f}"
+                f"{found.rollouts_s:>12}{found.hub_cpu_s_per_1000:>14.4f}"
+            )
+    waits = sorted(run_queue(Load("2 KB", 2048, "group", 8192 // scale, batch=4, rate=1250.0)).wait_ms)
+    latency = {"p50_ms": round(waits[len(waits) // 2], 2), "p99_ms": round(waits[int(0.99 * len(waits))], 2)}
+    before, after = memory_at(Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8))
+    memory = {"empty_mib": round(before, 1), "queued_mib": round(after, 1), "rollouts": 12512 // (8 * scale) * 64}
+    with suppress(OSError):
+        memory["load_average"] = round(os.getloadavg()[0], 1)
+    if as_json:
+        say(json.dumps({"put_to_take": latency, "memory": memory, "packing_us": packing_us(2048)}))
+        return
+    p50, p99, empty, queued = *latency.values(), memory["empty_mib"], memory["queued_mib"]
+    say(f"put to take at 10,000 rollouts/s, batches of 4 groups, fsync group: p50 {p50} ms, p99 {p99} ms")
+    say(f"memory of the hub: {empty} MiB empty, {queued} MiB with {memory['rollouts']} rollouts queued")
+    say(f"microseconds a group of 8 x 2 KB: {packing_us(2048)}; load average {memory.get('load_average')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
