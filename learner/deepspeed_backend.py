@@ -34,7 +34,7 @@ from buffers.tensors import RawTensor
 from buffers.wire import Canary
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
-from learner.model_files import write_model
+from learner.model_files import saved_weights, write_model
 from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
 from learner.policy import Policy, load_model
 from learner.rank_backend import RankBackend, probe, raw
@@ -71,6 +71,7 @@ class DeepSpeedBackend(RankBackend):
         if loss.needs_reference:
             self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
         self._aliases = _aliases(self._policy.model)
+        self._shapes = {name: tensor.to("meta") for name, tensor in self._policy.model.state_dict().items()}
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
         groups = parameter_groups(dict(self._policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
@@ -138,6 +139,7 @@ class DeepSpeedBackend(RankBackend):
         """See `Backend.freeze`. Gathered before it returns; only rank 0's writer writes."""
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
+        self._begin_moments()
         with self._ranks.named("the gathering of a checkpoint"):
             for name, p in self._named():
                 parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
@@ -163,11 +165,13 @@ class DeepSpeedBackend(RankBackend):
 
     def load(self, directory: Path) -> None:
         """See `Backend.load`."""
-        weights = {f"model.{n}": v for n, v in load_model(directory / "model", torch.device("cpu")).state_dict().items()}
+        saved_model = saved_weights(directory, self._shapes)
+        weights = {f"model.{name}": value for name, value in saved_model.items()}
         if self._policy.critic is not None:
             weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
         saved = load_file(directory / "optimizer.safetensors")
         count = torch.zeros(())
+        self._begin_moments()
         with self._ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
                 value = weights[name].to(self._device)
@@ -186,6 +190,21 @@ class DeepSpeedBackend(RankBackend):
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything, under the policy's names: `model.*` and `critic.*`."""
         return self._policy.named_parameters()
+
+    def _begin_moments(self) -> None:
+        """AdamW makes its state at the first update; what is restored needs somewhere to go before."""
+        shards = (
+            self._optimizer.fp32_partitioned_groups_flat
+            if self._stage == 3
+            else self._optimizer.single_partition_of_fp32_groups
+        )
+        for shard in shards:
+            state = self._optimizer.optimizer.state[shard]
+            if not state:
+                state["step"] = torch.zeros((), device=shard.device)
+                state |= {key: torch.zeros_like(shard) for key in _MOMENTS}
+        if self._stage < 3:
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count(self) -> Tensor:
         """Updates made so far, as AdamW counts them."""

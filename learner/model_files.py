@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory that loads like the one it began with. Writes files, holds nothing."""
+"""A trained model as a Hugging Face directory that loads like the one it began with: written, and read back. Holds nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+
+from learner.checkpoint import CheckpointError
+from learner.policy import load_model
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
 _OWN_FILES = ("config.json", "model")
 _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Put the weights of a checkpoint into a model of the same make. Raises CheckpointError when it is of another."""
+    saved = saved_weights(checkpoint, model.state_dict())
+    model.load_state_dict(saved)
+
+
+def saved_weights(checkpoint: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a checkpoint's model, on the CPU, when its names and shapes are those of `own`."""
+    saved = load_model(checkpoint / "model", torch.device("cpu")).state_dict()
+    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (own, saved))
+    if ours != theirs:
+        name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} is of another model: {name} is {theirs.get(name, 'not there')} in it and "
+            f"{ours.get(name, 'not there')} here. Resume with the model it was made from, or start a new run."
+        )
+    return saved
 
 
 def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], began_with: Path) -> None:

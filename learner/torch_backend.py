@@ -11,10 +11,11 @@ from torch import Tensor
 
 from buffers.tensors import RawTensor
 from buffers.wire import Canary
+from learner import lora
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
 from learner.frozen import Frozen
-from learner.model_files import write_model
+from learner.model_files import load_weights, write_model
 from learner.optimizer import (
     load_optimizer_state,
     make_adamw,
@@ -44,8 +45,11 @@ class TorchBackend(RankBackend):
         value_clip: float | None = None,
     ) -> None:
         super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip)
-        self._policy = Policy(load_model(model_dir, self._device), config, with_critic=True)
-        self._model = self._policy.model
+        self._lora = config.lora if config.lora.rank else None
+        self._model = load_model(model_dir, self._device)
+        if self._lora is not None:
+            lora.add_adapters(self._model, self._lora)
+        self._policy = Policy(self._model, config, with_critic=True)
         self._reference: Policy | None = None
         if loss.needs_reference:
             self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
@@ -96,7 +100,8 @@ class TorchBackend(RankBackend):
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """See `Backend.tensors`."""
-        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in self._model.named_parameters()}
+        named = self._model.named_parameters() if self._lora is None else lora.merged(self._model)
+        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named}
 
     @torch.no_grad()
     def canary(self) -> Canary:
@@ -107,7 +112,8 @@ class TorchBackend(RankBackend):
         """See `Backend.freeze`. The copy is made by a thread; `apply` waits for it."""
         critic = self._policy.critic
         parts = {
-            "model": self._model.state_dict(),
+            "model": self._model.state_dict() if self._lora is None else lora.merged_state(self._model),
+            "adapter": {} if self._lora is None else lora.adapters(self._model),
             "optimizer": optimizer_state(self._optimizer, self._named()),
             "critic": {} if critic is None else critic.state_dict(),
         }
@@ -119,6 +125,8 @@ class TorchBackend(RankBackend):
             by_part = {part: {name: copied[f"{part} {name}"] for name in named} for part, named in parts.items()}
             write_model(directory / "model", self._model, by_part["model"], self._model_dir)
             save_file(by_part["optimizer"], directory / "optimizer.safetensors")
+            if self._lora is not None:
+                lora.write_adapter(directory / "adapter", by_part["adapter"], self._lora)
             if critic is not None:
                 save_file(by_part["critic"], directory / "critic.safetensors")
 
@@ -126,7 +134,10 @@ class TorchBackend(RankBackend):
 
     def load(self, directory: Path) -> None:
         """See `Backend.load`."""
-        self._model.load_state_dict(load_model(directory / "model", self._device).state_dict())
+        if self._lora is not None:
+            lora.read_adapter(directory / "adapter", self._model)
+        else:
+            load_weights(directory, self._model)
         state = load_file(directory / "optimizer.safetensors", device=str(self._device))
         load_optimizer_state(self._optimizer, self._named(), state)
         if self._policy.critic is not None:

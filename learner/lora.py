@@ -1,0 +1,100 @@
+"""Low-rank adapters by peft: injected into a model, merged when weights leave, kept apart in a checkpoint.
+
+W' = W + (alpha / rank) B A (Hu et al. 2021, arXiv 2106.09685): B begins at zero, so training begins at the model it was given.
+Engines and the checkpoint's `model/` get W'; the checkpoint's `adapter/` is a directory that peft loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from buffers.errors import ConfigError
+from learner.checkpoint import CheckpointError
+from learner.config import LoraConfig
+
+_NAME = "default"
+_BASE = ".base_layer"
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> None:
+    """Freeze the model and give its layers adapters, in place; the same ones each time. Raises ConfigError."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            inject_adapter_in_model(
+                PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0), model
+            )
+        except ValueError as error:
+            names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+            raise ConfigError(
+                f"learner.lora.targets = {list(config.targets)}: {error}. Layers here: {', '.join(names)}"
+            ) from error
+
+
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under the names they had without adapters, adapted ones as W'."""
+    layers = dict(model.named_modules())
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        place, adapted, kind = name.partition(_BASE)
+        if adapted and kind == ".weight":
+            layer: Any = layers[place]
+            yield place + kind, p.detach() + layer.get_delta_weight(_NAME).detach()
+        else:
+            yield place + kind if adapted else name, p.detach()
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """`merged` as a state dict: with buffers, and with every name of tied weights."""
+    own = dict(merged(model))
+    by_place = {p.data_ptr(): name.replace(_BASE, "") for name, p in model.named_parameters()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    return {name.replace(_BASE, ""): own.get(by_place.get(tensor.data_ptr(), ""), tensor) for name, tensor in state.items()}
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' own weights, under the model's names."""
+    return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """A directory as `peft.PeftModel.from_pretrained` reads it."""
+    directory.mkdir()
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in weights.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    layers = sorted({name.partition(".lora_")[0] for name in weights})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+@torch.no_grad()
+def read_adapter(directory: Path, model: nn.Module) -> None:
+    """Put the adapters of a checkpoint into the model. Raises CheckpointError when they are not this model's."""
+    file = directory / "adapter_model.safetensors"
+    if not file.exists():
+        raise CheckpointError(f"checkpoint {directory.parent.name} has no adapters; it was made with learner.lora.rank = 0")
+    saved = load_file(file)
+    for name, p in adapters(model).items():
+        found = saved.get(f"base_model.model.{name.replace(f'.{_NAME}.', '.')}")
+        if found is None or found.shape != p.shape:
+            raise CheckpointError(f"checkpoint {directory.parent.name} has other adapters than learner.lora asks for: {name}")
+        p.copy_(found)

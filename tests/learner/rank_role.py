@@ -1,0 +1,92 @@
+"""One rank of a learner in a process of its own: `python rank_role.py RANK SIZE DIRECTORY`, which holds `plan.json`.
+
+The plan is a list of jobs, each a backend with settings that makes steps on the same made-up batches; rank 0 leaves what
+came out in DIRECTORY/NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from making import make_group
+
+from learner.batch import deal, make_rows
+from learner.config import LearnerConfig, LossConfig
+from learner.lead import Leader, follow
+from learner.rank_backend import RankBackend
+from learner.ranks import Ranks
+
+GROUPS = [make_group(n, [3, 1, 6, 2], version=0) for n in range(4)]
+ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -1.0], [-0.25, 1.0, 1.0, -2.0]]
+# Plain enough that one step's gradient shows: no clipping of its norm, several micro-batches, fewer on one rank than the other.
+SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 40, "weight_decay": 0.1}
+
+
+def make(job: dict[str, Any], ranks: Ranks | None) -> RankBackend:
+    config = LearnerConfig(**SETTINGS, **job.get("settings", {}))
+    if config.backend == "deepspeed":
+        from learner.deepspeed_backend import DeepSpeedBackend as kind
+    else:
+        from learner.torch_backend import TorchBackend as kind  # type: ignore[assignment]
+    loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
+    return kind(Path(job["model"]), config, loss, ranks=ranks)
+
+
+def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
+    """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN), save."""
+    out.mkdir()
+    if "load" in job:
+        backend.load(Path(job["load"]))
+    seen = backend.observe(make_rows(GROUPS, ADVANTAGES, 512))
+    first, last = job.get("first", 0), job["steps"]
+    reports = []
+    for step in range(first, last):
+        advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
+        reports.append(backend.step(deal(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
+        if job.get("watch"):
+            sys.stdout.write(f"step {step}\n")
+            sys.stdout.flush()
+    backend.save(out)
+    weights = {name: bytes(tensor.data).hex() for name, tensor in backend.tensors().items()}
+    report = {
+        "metrics": [dict(report.metrics) for report in reports],
+        "members": [{str(m): w for m, w in report.weight_of_member.items()} for report in reports],
+        "applied": [report.applied for report in reports],
+        "observed": {str(member): each.logp_proximal.tolist() for member, each in seen.items()},
+        "canary": list(backend.canary().logprobs),
+        "weights": weights,
+    }
+    (out / "report.json").write_text(json.dumps(report))
+
+
+def main(rank: int, size: int, directory: Path) -> None:
+    plan = json.loads((directory / "plan.json").read_text())
+    timeout_s = plan[0].get("timeout_s", 60.0)
+    ranks = Ranks.join(rank, size, directory, timeout_s=max(30.0, timeout_s), idle_timeout_s=timeout_s)
+    for job in plan:
+        backend = make(job, ranks)
+        if rank > 0:
+            follow(backend, ranks)
+            continue
+        leader = Leader(backend, ranks)
+        lead(leader, job, directory / job["name"])
+        leader.close()
+    ranks.close()
+
+
+def _follow_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,97 @@
+"""Adapters learn, leave merged, and come back bit for bit; what they were put on stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import make_group, make_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from buffers.errors import ConfigError
+from learner.batch import deal, make_rows
+from learner.checkpoint import CheckpointError
+from learner.config import LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+
+GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(2)]
+UPDATES = deal(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)
+
+
+@pytest.fixture(params=["llama", "llama-tied"])
+def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    make_model(request.param).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def make_backend(path: Path, **lora: Any) -> TorchBackend:
+    config = LearnerConfig(learning_rate=1e-2, lora={"rank": 2, "alpha": 4.0, **lora})  # type: ignore[arg-type]
+    return TorchBackend(path, config, LossConfig())
+
+
+def published(backend: TorchBackend) -> dict[str, np.ndarray]:
+    return {n: np.frombuffer(bytes(t.data), np.float32).reshape(t.shape) for n, t in backend.tensors().items()}
+
+
+def test_training_begins_at_the_model_and_moves_only_what_has_an_adapter(model_dir: Path) -> None:
+    backend = make_backend(model_dir, targets=("q_proj", "v_proj"))
+    whole = TorchBackend(model_dir, LearnerConfig(), LossConfig())
+    start = published(backend)
+    assert start.keys() == published(whole).keys()
+    assert all(np.array_equal(start[name], value) for name, value in published(whole).items())
+    assert backend.step(UPDATES, 0).applied
+    moved = {name for name, value in published(backend).items() if not np.array_equal(value, start[name])}
+    assert moved == {name for name in start if "q_proj" in name or "v_proj" in name}
+
+
+def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) -> None:
+    """Merged weights in a plain model give the adapted policy's log-probabilities; so does the adapter on peft's own way."""
+    backend = make_backend(model_dir)
+    backend.step(UPDATES, 0)
+    (tmp_path / "saved").mkdir()
+    backend.save(tmp_path / "saved")
+    canary = backend.canary()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model").eval()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "saved" / "adapter").eval()
+    ids = torch.tensor([list(canary.ids)])
+    for model in (merged, adapted):
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=ids[:, :-1]).logits[0], -1).gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(logp, torch.tensor(list(canary.logprobs)), rtol=0, atol=1e-4)
+    state = merged.state_dict()
+    assert all(np.array_equal(state[name].numpy(), value) for name, value in published(backend).items())
+
+
+def test_saved_and_loaded_training_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+    straight, resumed = make_backend(model_dir), make_backend(model_dir)
+    straight.step(UPDATES, 0)
+    (tmp_path / "saved").mkdir()
+    straight.save(tmp_path / "saved")
+    straight.step(UPDATES, 1)
+    resumed.load(tmp_path / "saved")
+    resumed.step(UPDATES, 1)
+    ours, theirs = published(resumed), published(straight)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_layer_that_is_not_there_is_refused_with_those_that_are(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner.lora.targets = \['nowhere'\].*Layers here: .*q_proj"):
+        make_backend(model_dir, targets=("nowhere",))
+
+
+def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir: Path, tmp_path: Path) -> None:
+    for name, backend in (
+        ("plain", TorchBackend(model_dir, LearnerConfig(), LossConfig())),
+        ("other", make_backend(model_dir, rank=3)),
+    ):
+        (tmp_path / name).mkdir()
+        backend.save(tmp_path / name)
+    with pytest.raises(CheckpointError, match="checkpoint plain has no adapters"):
+        make_backend(model_dir).load(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="checkpoint other has other adapters than learner.lora asks for"):
+        make_backend(model_dir).load(tmp_path / "other")

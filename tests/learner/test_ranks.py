@@ -1,0 +1,181 @@
+"""Two ranks, by plain torch and by ZeRO-1, 2 and 3, are one: real processes, real gloo, the same made-up batches.
+
+The processes are started once for all tests that only look at what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making import make_model
+from rank_role import ADVANTAGES, GROUPS, lead, make
+from safetensors.torch import load_file
+
+from learner.batch import make_rows
+from learner.share import count, dealt, shares
+from tests.conftest import REPOSITORY, wait_for
+
+ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
+# Sums in another order: far below what one step of AdamW moves a weight by (1e-3).
+WEIGHTS, MOMENTS = 1e-6, 1e-6
+
+
+@contextmanager
+def processes(directory: Path, plan: Sequence[dict[str, Any]], size: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """All ranks of a plan; whatever is left of them is ended with the block."""
+    (directory / "plan.json").write_text(json.dumps(plan))
+    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    started = []
+    for rank in range(size):
+        command = [sys.executable, str(Path(__file__).parent / "rank_role.py"), str(rank), str(size), str(directory)]
+        with (directory / f"{rank}.log").open("wb") as log:
+            started.append(
+                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one torch rank makes of the same batches, in this process: 2 steps, 3 steps, and 2 of two updates."""
+    directory = tmp_path_factory.mktemp("alone")
+    make_model("llama").save_pretrained(directory / "model")
+    torch.set_num_threads(1)
+    job = {"model": str(directory / "model")}
+    for name, own in {
+        "two": {"steps": 2},
+        "three": {"steps": 3},
+        "updates": {"steps": 2, "updates": 2, "reference": True},
+    }.items():
+        lead(make(job | own, None), job | own, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def together(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks make of them."""
+    directory = tmp_path_factory.mktemp("together")
+    model = str(alone / "model")
+    plan = [
+        {"name": "torch", "model": model, "steps": 2},
+        {"name": "updates", "model": model, "steps": 2, "updates": 2, "reference": True},
+        *({"name": name, "model": model, "steps": 2, "settings": settings} for name, settings in ZERO.items()),
+        *(
+            {"name": f"{name}-{i}", "model": model, "steps": 3, "first": 2, "settings": ZERO[name], "load": str(source)}
+            for i, (name, source) in enumerate(
+                [("zero-3", directory / "zero-1"), ("zero-2", alone / "two"), ("zero-1", directory / "zero-3")]
+            )
+        ),
+        {"name": "torch-3", "model": model, "steps": 3, "first": 2, "load": str(directory / "zero-3")},
+        *(
+            {"name": f"{name}-poisoned", "model": model, "steps": 3, "poison": 1, "settings": settings}
+            for name, settings in list(ZERO.items())[1:]
+        ),
+    ]
+    with processes(directory, plan) as started:
+        codes = [process.wait(timeout=200) for process in started]
+    assert codes == [0, 0], (directory / "0.log").read_text()
+    return directory
+
+
+def report(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    return found
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Published weights and both moments of the optimizer."""
+    ours, theirs = (
+        {name: np.frombuffer(bytes.fromhex(text), np.float32) for name, text in report(each)["weights"].items()}
+        for each in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(np.abs(ours[name] - theirs[name]).max() < WEIGHTS for name in ours)
+    moments, expected = (load_file(each / "optimizer.safetensors") for each in (one, other))
+    assert moments.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(moments[name].reshape(value.shape), value, rtol=1e-4, atol=MOMENTS)
+
+
+@pytest.mark.parametrize("name", ["torch", *ZERO])
+def test_two_ranks_make_the_steps_of_one(alone: Path, together: Path, name: str) -> None:
+    assert_same_state(together / name, alone / "two")
+    ours, theirs = report(together / name), report(alone / "two")
+    for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
+        assert mine.keys() == other.keys()
+        for metric in ("loss", "grad_norm", "entropy", "is/ess", "is/ratio_max", "kl/behaviour"):
+            assert mine[metric] == pytest.approx(other[metric], rel=1e-4, abs=1e-6)
+    assert ours["applied"] == [True, True]
+    assert ours["canary"] == pytest.approx(theirs["canary"], abs=1e-4)
+    assert ours["members"] == [pytest.approx(each, rel=1e-4) for each in theirs["members"]]
+    assert ours["observed"].keys() == theirs["observed"].keys()
+    for member, logps in theirs["observed"].items():
+        assert ours["observed"][member] == pytest.approx(logps, abs=1e-5)
+
+
+def test_two_ranks_make_the_updates_of_one_with_a_reference(alone: Path, together: Path) -> None:
+    assert_same_state(together / "updates", alone / "updates")
+
+
+@pytest.mark.parametrize("name", ["zero-3-0", "zero-2-1", "zero-1-2", "torch-3"])
+def test_what_one_stage_or_number_of_ranks_saved_another_goes_on_from(alone: Path, together: Path, name: str) -> None:
+    assert_same_state(together / name, alone / "three")
+
+
+def test_one_rank_goes_on_from_what_two_saved(alone: Path, together: Path, tmp_path: Path) -> None:
+    job = {"model": str(alone / "model"), "first": 2, "steps": 3, "load": str(together / "zero-3")}
+    lead(make(job, None), job, tmp_path / "out")
+    assert_same_state(tmp_path / "out", alone / "three")
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_and_leaves_nothing_behind(
+    alone: Path, together: Path, name: str
+) -> None:
+    assert report(together / f"{name}-poisoned")["applied"] == [True, False, True]
+    assert_same_state(together / f"{name}-poisoned", alone / "two")
+
+
+def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path) -> None:
+    plan = [{"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 3.0, "watch": True}]
+    with processes(tmp_path, plan) as (leader, follower):
+        log = tmp_path / "0.log"
+        wait_for(lambda: "step 3\n" in log.read_text(), "the third step")
+        follower.send_signal(signal.SIGSTOP)
+        assert leader.wait(timeout=60) != 0
+    assert "RankLostError" in log.read_text() and "rank 1" in log.read_text()
+
+
+def test_rows_are_dealt_by_groups_to_the_rank_with_the_least_and_none_is_lost() -> None:
+    rows = make_rows(GROUPS, ADVANTAGES, 6)
+    parts = dealt(rows, 2)
+    assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in rows)
+    assert not {row.group for row in parts[0]} & {row.group for row in parts[1]}
+    load = [sum(row.length for row in part) for part in parts]
+    assert max(load) - min(load) <= max(row.length for row in rows)
+
+
+def test_ranks_make_equally_many_passes_and_know_what_all_of_them_count() -> None:
+    rows = make_rows(GROUPS[:1], ADVANTAGES[:1], 512)
+    first, second = (part[0] for part in shares([rows], 2, 40))
+    assert len(first.batches) == len(second.batches)
+    assert [batch.num_tokens for batch in second.batches] == [0] * len(second.batches)
+    assert first.counts == second.counts == count(rows)
+    assert sum(batch.num_tokens for batch in first.batches) == count(rows).num_tokens
