@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from actors.config import EngineConfig
 from actors.engine import OnUpdate
 from actors.torch_engine.loading import find_max_length, find_stop_ids
 from actors.vllm_engine.arguments import engine_arguments, environment
+from actors.vllm_engine.capabilities import probe
 from actors.vllm_engine.engine import VLLMEngine
 from actors.vllm_engine.session import Session
 from buffers.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
@@ -32,19 +36,24 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
     # Only now: vLLM reads the environment when it is imported.
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     if current_platform.device_type != config.device:
         raise ConfigError(
             f"engine.device = {config.device!r}, but the installed vLLM is built for {current_platform.device_type!r}; "
             "set engine.device to that, and choose among several GPUs with CUDA_VISIBLE_DEVICES"
         )
+    has = probe(AsyncLLM, AsyncEngineArgs, vllm.SamplingParams, vllm.__version__)
+    for lacking in has.lacking:
+        _log.warning("vLLM %s lacks %s", vllm.__version__, lacking)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     context = find_max_length(model.config) or 0
     arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
     session = Session(config.slots, sorted(find_stop_ids(model, tokenizer)))
-    max_length = session.start(arguments, version)
+    max_length = session.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), has, version)
     return VLLMEngine(
         session,
         model,

@@ -17,14 +17,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.engine import Completion, Request, RolloutKey
-from actors.vllm_engine.capabilities import TESTED, Capabilities, probe
+from actors.vllm_engine.capabilities import Capabilities
 from actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError
 from buffers.record import Float32Array
@@ -68,14 +68,15 @@ class Session:
         """Requests vLLM works on."""
         return len(self._running)
 
-    def start(self, arguments: Mapping[str, Any], version: int) -> int:
-        """Start vLLM with these arguments of AsyncEngineArgs; returns the longest sequence it can hold.
+    def start(self, make: Callable[[], Any], has: Capabilities, version: int) -> int:
+        """Start vLLM: `make` gives the AsyncLLM, in the session's thread. Returns the longest sequence it can hold.
 
-        Raises ConfigError when it lacks what is needed or refuses the arguments, EngineError when it does not come up.
+        Raises ConfigError when vLLM refuses its arguments, EngineError when it does not come up.
         """
         self._thread.start()
+        self._has = has
         try:
-            return self._call(self._start(arguments, version), "vLLM to start", START_S)
+            return self._call(self._start(make, version), "vLLM to start", START_S)
         except BaseException:
             self.close()
             raise
@@ -146,16 +147,9 @@ class Session:
             raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
         return future.result()
 
-    async def _start(self, arguments: Mapping[str, Any], version: int) -> int:
-        import vllm
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._has = probe(AsyncLLM, AsyncEngineArgs, vllm.SamplingParams, vllm.__version__)
-        for lacking in self._has.lacking:
-            _log.warning("vLLM %s (%s is tested) lacks %s", vllm.__version__, TESTED, lacking)
+    async def _start(self, make: Callable[[], Any], version: int) -> int:
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = make()
         except (ValueError, TypeError) as error:
             raise ConfigError(f"vLLM refuses the configuration: {error}") from error
         except (RuntimeError, OSError) as error:
