@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +32,7 @@ from buffers.errors import AsyncRLHFError
 
 _BUCKET = 1 << 24  # elements of one all-reduce: enough to fill the wire, little beside a model
 _BLAME_S = 3.0
+_MEETING_S = 300.0  # importing what a rank needs takes long on a busy machine
 
 Tensors = Mapping[str, Tensor]
 
@@ -42,12 +44,13 @@ class RankLostError(AsyncRLHFError):
 class Ranks:
     """This process's place among `size` ranks; a single one (`Ranks()`) says and waits for nothing.
 
-    `ended` names a rank that is known to have ended or to be stopped, where somebody can know.
+    `ended` names a rank that has ended, and how, where somebody can know.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._counters: Any = np.zeros(size, np.int64)
+        self._processes: Any = np.zeros(size, np.int64)
         self._control: Any = None
         self.ended: Callable[[], str | None] = lambda: None
 
@@ -61,14 +64,17 @@ class Ranks:
             return ranks
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of the group listens beyond this machine
         if rank == 0:
-            np.zeros(size, np.int64).tofile(directory / "progress")
+            np.zeros((2, size), np.int64).tofile(directory / "progress")
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        with ranks.named("the meeting of the ranks"):
+        with ranks.named("the meeting of the ranks", counted=False):
             store = FileStore(str(directory / "meeting"), size)
+            store.set(f"here-{rank}", "")
+            store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=_MEETING_S))
+            ranks._counters, ranks._processes = np.memmap(directory / "progress", np.int64, "r+", shape=(2, size))
+            ranks._processes[rank] = os.getpid()
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
             ranks._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
-        ranks._counters = np.memmap(directory / "progress", np.int64, "r+", shape=(size,))
         return ranks
 
     @contextmanager
@@ -158,14 +164,26 @@ class Ranks:
         return said["header"], parts
 
     def _blame(self) -> str:
-        """Who was missing: a rank that has ended, or those that came to fewer collectives than the one that came to most."""
+        """Who was missing: a rank that has ended or is stopped, else those that came to fewer collectives than others."""
         deadline = time.monotonic() + _BLAME_S
         while time.monotonic() < deadline:
-            if ended := self.ended():
+            if ended := self.ended() or self._absent():
                 return ended
             time.sleep(0.05)
         behind = [f"rank {rank}" for rank, count in enumerate(self._counters) if count < self._counters.max()]
         return f"{' and '.join(behind)} did not come" if behind else "a rank fell silent in the middle of it"
+
+    def _absent(self) -> str | None:
+        for rank, number in enumerate(self._processes.tolist()):
+            try:
+                status = psutil.Process(number).status() if number else psutil.STATUS_RUNNING
+            except psutil.NoSuchProcess:
+                status = psutil.STATUS_ZOMBIE
+            if status == psutil.STATUS_STOPPED:
+                return f"rank {rank} (process {number}) is stopped"
+            if status == psutil.STATUS_ZOMBIE:
+                return f"rank {rank} (process {number}) has ended"
+        return None
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

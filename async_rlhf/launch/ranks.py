@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from async_rlhf.exit_codes import CONFIGURATION, FAILED
 from async_rlhf.launch.program import Launcher, Process, rank_node
 
@@ -56,12 +54,10 @@ class RankProcesses:
         threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
 
     def ended(self) -> str | None:
-        """Which rank has ended or is stopped, and how; None when all run."""
+        """Which rank has ended, and how; None when all run."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"rank {rank} ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
-            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-                return f"rank {rank} (process {process.pid}) is stopped"
         return None
 
     def close(self, *, told: bool) -> None:

@@ -67,7 +67,7 @@ def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
 def main(rank: int, size: int, directory: Path) -> None:
     plan = json.loads((directory / "plan.json").read_text())
     timeout_s = plan[0].get("timeout_s", 60.0)
-    ranks = Ranks.join(rank, size, directory, timeout_s=max(30.0, timeout_s), idle_timeout_s=timeout_s)
+    ranks = Ranks.join(rank, size, directory, timeout_s=timeout_s, idle_timeout_s=timeout_s)
     for job in plan:
         backend = make(job, ranks)
         if rank > 0:

@@ -154,7 +154,7 @@ def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_and_leaves_nothing
 
 
 def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path) -> None:
-    plan = [{"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 3.0, "watch": True}]
+    plan = [{"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 5.0, "watch": True}]
     with processes(tmp_path, plan) as (leader, follower):
         log = tmp_path / "0.log"
         wait_for(lambda: "step 3\n" in log.read_text(), "the third step")
