@@ -24,7 +24,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from actors.engine import Request, RolloutKey
+from actors.engine import Engine, Request, RolloutKey
 from actors.torch_engine.engine import TorchEngine
 
 NUM_PROMPT_TOKENS = 8
@@ -83,7 +83,7 @@ def make_prompts(load: Load) -> list[tuple[int, ...]]:
     return [tuple(row) for row in np.random.default_rng(1).integers(1, 100, shape).tolist()]
 
 
-def run_engine(engine: TorchEngine, load: Load) -> None:
+def run_engine(engine: Engine, load: Load) -> None:
     work = enumerate(zip(make_prompts(load), load.lengths, strict=True))
     engine.submit([Request(RolloutKey(n, 0, 0), prompt, length, 1.0, n) for n, (prompt, length) in work])
     num_tokens = 0
