@@ -76,7 +76,8 @@ class TorchEngine:
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
-        self.num_suspended = 0
+        # Since the start: tokens sampled, and times a sequence was sent back.
+        self.num_sampled = self.num_suspended = 0
 
     @property
     def version(self) -> int:
@@ -189,6 +190,7 @@ class TorchEngine:
             self._last[:num_rows] = tokens
         # Token ids and float32 values are exact in float64, so one array brings both.
         sampled = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()[:, ready]
+        self.num_sampled += len(ready)
         self._rows.record(sampled[0].astype(np.int64), sampled[1].astype(np.float32), ready)
         if kept is not None:
             self._record_supports(kept, ready)

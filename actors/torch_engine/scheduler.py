@@ -242,7 +242,7 @@ class Scheduler:
             if prompt in ready:
                 num_tokens = len(entry.request.prompt_ids) - 1
                 copies.append(Copy(ready[prompt].row, row, num_tokens))
-                self._go_on(entry, num_tokens)
+                self._fills += self._rest(entry, num_tokens)
             elif prompt in shared:
                 fill = shared[prompt]
                 if fill.done:
@@ -253,10 +253,9 @@ class Scheduler:
                 self._fills.append(shared[prompt])
         return tuple(copies), tuple(admitted)
 
-    def _go_on(self, entry: _Entry, done: int) -> None:
+    def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; what it knows beyond is its own."""
-        if len(entry.ids) - 1 > done:
-            self._fills.append(_Fill(entry.ids, [entry], done))
+        return [_Fill(entry.ids, [entry], done)] if len(entry.ids) - 1 > done else []
 
     def _next_chunks(self) -> tuple[Chunk, ...]:
         """As much as `prefill_tokens` allow, padding included, in order; completed fills are forgotten."""
@@ -276,9 +275,8 @@ class Scheduler:
                 fill.done += size
             if fill.num_left:
                 break
-            del self._fills[index]
-            for entry in fill.members:
-                self._go_on(entry, fill.done)
+            # What each member knows beyond the prompt comes next, so that rows are ready one group after the other.
+            self._fills[index : index + 1] = [rest for entry in fill.members for rest in self._rest(entry, fill.done)]
         return tuple(chunks)
 
     def _entry(self, row: int) -> _Entry:

@@ -21,6 +21,7 @@ class Part(StrEnum):
     """A benchmark: the name of its module here."""
 
     ENGINE = "engine"
+    UPDATES = "updates"
     VLLM = "vllm_side"
     QUEUE = "queue"
     LEARNER = "learner"
