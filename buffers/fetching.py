@@ -14,7 +14,8 @@ from buffers import wire
 from buffers.assembly import Assembly, ChunkedBytes
 from buffers.config import WeightsConfig
 from buffers.errors import ConfigError, WeightsError, WireError
-from buffers.shared import HeapPool, attach, is_local
+from buffers.shared import HeapPool, MakeMemory, attach, is_local
+from buffers.weight_store import Delta
 from buffers.weights import WeightSet, content_digest, num_chunks
 
 _CHUNKS_AHEAD = 8  # chunks asked for before the first has come
@@ -24,16 +25,20 @@ _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the 
 class Fetching:
     """Owns the unfinished set and, where deltas may come, the newest whole one. `send` returns its request number.
 
-    serving: (fence, version) that the actor serves; it is not fetched again.
+    serving: (fence, version) that the actor serves; it is not fetched again. applied: the deltas that made the newest set.
     """
 
-    def __init__(self, send: Callable[[wire.Message], int], address: str, config: WeightsConfig) -> None:
-        self._send, self._config, self._pool = send, config, HeapPool()
+    def __init__(
+        self, send: Callable[[wire.Message], int], address: str, config: WeightsConfig, make: MakeMemory | None = None
+    ) -> None:
+        self._send, self._config, self._make = send, config, make or HeapPool().make
         self._maps = config.transport == "shared" or (config.transport == "auto" and is_local(address))
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
         self._assembly: Assembly | None = None
         self._deltas: dict[str, ChunkedBytes] = {}
+        self._steps: list[wire.DeltaSpec] = []
+        self.applied: list[Delta] = []
         self._asking: Iterator[tuple[str | None, int]] = iter(())
         self._held: WeightSet | None = None
         self._weights: WeightSet | None = None
@@ -115,7 +120,8 @@ class Fetching:
         steps = manifest.deltas if self._leads(manifest.deltas, digest) else []
         if unfinished is None or self._deltas or steps or content_digest(unfinished.specs) != digest:
             self._drop()
-            self._assembly = unfinished = Assembly(manifest, self._pool.make)
+            self._assembly = unfinished = Assembly(manifest, self._make)
+            self._steps = list(steps)
             name = f"the delta to version {manifest.version}"
             self._deltas = {step.result: ChunkedBytes(name, step.num_bytes) for step in steps}
         missing: list[tuple[str | None, int]] = [(None, index) for index in sorted(unfinished.missing)]
@@ -153,6 +159,7 @@ class Fetching:
                 assembly.patch(self._held, [each.memory.view for each in self._deltas.values()])
 
     def _finish(self, weights: WeightSet) -> None:
+        self.applied = [Delta(step.base, step.result, self._deltas[step.result].memory.view) for step in self._steps]
         self._drop()
         self._target, self._num_damaged = None, 0
         self._weights = weights
@@ -170,7 +177,7 @@ class Fetching:
 
     def _drop(self) -> None:
         """Forget the unfinished set."""
-        self._assembly, self._deltas, self._asking = None, {}, iter(())
+        self._assembly, self._deltas, self._steps, self._asking = None, {}, [], iter(())
 
     def _ask_chunk(self) -> None:
         ask = next(self._asking, None)

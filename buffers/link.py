@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -97,6 +97,11 @@ class SocketLink:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wake_in, zmq.POLLIN)
+
+    @property
+    def sockets(self) -> list[Any]:
+        """What a poller waits for, when it waits for several links."""
+        return [self._socket, self._monitor, self._wake_in]
 
     def send(self, frames: wire.Frames) -> bool:
         try:

@@ -126,12 +126,12 @@ class Publication:
             self._incoming = None
             raise
         self._incoming = None
-        spec, delta = incoming.delta, None
+        spec, deltas = incoming.delta, list[Delta]()
         if spec is not None:
-            delta = Delta(spec.base, spec.result, incoming.delta_bytes.memory.view)
+            deltas.append(Delta(spec.base, spec.result, incoming.delta_bytes.memory.view))
             self._counters["deltas"] += 1
             self._counters["delta_bytes"] += spec.num_bytes
-        self.store.add(weights, delta)
+        self.store.add(weights, deltas)
         self._counters["sets"] += 1
         return weights
 

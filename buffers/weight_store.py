@@ -6,7 +6,7 @@ fetches the whole set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +49,21 @@ class WeightStore:
                 weights = _load(directory / name, files.read(directory / name), make)
                 self._sets[weights.version] = weights
 
-    def add(self, weights: WeightSet, delta: Delta | None = None) -> None:
-        """Keep a set. One of a newer learner takes the place of an older one's, and of those that learner went on to."""
+    def add(self, weights: WeightSet, deltas: Sequence[Delta] = ()) -> None:
+        """Keep a set, and of the deltas the newest.
+
+        A set of a newer learner takes the place of an older one's, and of those that learner went on to.
+        """
         for other in [v for v, old in self._sets.items() if v > weights.version and old.fence < weights.fence]:
             self._forget(other)
         self._sets[weights.version] = weights
         if self._directory is not None:
             _save(weights, self._directory / f"{weights.version:08d}.weights", self._files)
-        if delta is not None:
-            self._deltas.pop(delta.result, None)
-            self._deltas[delta.result] = delta
-            while sum(len(each.data) for each in self._deltas.values()) > MAX_DELTA_SHARE * len(weights.blob):
-                del self._deltas[next(iter(self._deltas))]
+        for step in deltas:
+            self._deltas.pop(step.result, None)
+            self._deltas[step.result] = step
+        while sum(len(each.data) for each in self._deltas.values()) > MAX_DELTA_SHARE * len(weights.blob):
+            del self._deltas[next(iter(self._deltas))]
 
     def get(self, version: int) -> WeightSet:
         """Raises WeightsError when the version is not here (any more)."""
@@ -95,6 +98,11 @@ class WeightStore:
         """Forget every set older than `version`."""
         for old in [old for old in self._sets if old < version]:
             self._forget(old)
+
+    def keep_only(self, versions: Container[int]) -> None:
+        """Forget every other set."""
+        for other in [other for other in self._sets if other not in versions]:
+            self._forget(other)
 
     def _forget(self, version: int) -> None:
         del self._sets[version]

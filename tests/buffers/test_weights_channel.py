@@ -5,97 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from buffers import wire
-from buffers.bound import Bound
-from buffers.client import ActorClient, ActorState, LearnerClient, control
-from buffers.config import QueueConfig, WeightsConfig
+from buffers.client import ActorState
+from buffers.config import WeightsConfig
 from buffers.errors import ConfigError, RefusedError
-from buffers.hub import Hub
 from buffers.shared import HAS_SEALS
-from buffers.tensors import RawTensor
-from buffers.weights import CHUNK_BYTES, WeightSet
+from buffers.weights import WeightSet
+from tests.buffers.weight_fleet import CHUNKS, DEADLINE_S, SIZE, Actor, Fleet, actors, tensors, until, words
 
-DEADLINE_S = 30.0
-SIZE = 3 * CHUNK_BYTES // 2
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHUNKS = WeightsConfig(transport="chunks")
 sealed = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
-
-
-def words(version: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Version after version, one more element in a hundred is one unit higher."""
-    rng = np.random.default_rng(0)
-    all_words = rng.integers(0, 1 << 16, SIZE, dtype=np.uint16)
-    for _ in range(version):
-        all_words[rng.integers(0, SIZE, SIZE // 100)] += 1
-    return all_words
-
-
-def tensors(version: int) -> dict[str, RawTensor]:
-    return {"w": RawTensor("bfloat16", (SIZE,), words(version).tobytes()), "b": RawTensor("float32", (), b"abcd")}
-
-
-class Fleet:
-    """A hub in a thread and one learner, which publishes version 0 again and again under new fences."""
-
-    def __init__(self, folder: Path, address: str, hub: WeightsConfig, learner: WeightsConfig) -> None:
-        self.address, self._pool = address, ThreadPoolExecutor(1)
-        bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-        self._running: Future[None] = self._pool.submit(Hub(address, folder, QueueConfig(), bound, weights=hub).run)
-        self.learner = LearnerClient(address, timeout_s=DEADLINE_S, weights=learner)
-
-    def publish(self, content: int) -> None:
-        self.learner.register(0, 0)
-        self.learner.publish(0, tensors(content))
-
-    def status(self) -> dict[str, Any]:
-        with control(self.address) as operator:
-            return dict(operator.status())
-
-    def close(self) -> None:
-        self.learner.close()
-        with control(self.address) as operator:
-            operator.halt()
-        self._running.result(DEADLINE_S)
-        self._pool.shutdown()
-
-
-class Actor:
-    """Adopts what it is told to."""
-
-    def __init__(self, fleet: Fleet, name: str, weights: WeightsConfig = CHUNKS) -> None:
-        self.client = ActorClient(fleet.address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=weights)
-        self.serving = (0, -1)
-        self.words = b""
-
-    def look(self) -> bool:
-        self.client.poll(ActorState(0, *self.serving, ()), {}, timeout_s=0.02)
-        weights = self.client.weights()
-        if weights is None:
-            return False
-        self.words, self.serving = bytes(weights.tensors()["w"].data), (weights.fence, weights.version)
-        return True
-
-    def adopt(self, content: int) -> None:
-        """Look until a set has been adopted, which must be this one."""
-        until(self.look)
-        assert self.words == words(content).tobytes()
-
-
-def until(what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s"
 
 
 @pytest.fixture
@@ -109,15 +33,6 @@ def fleet(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Fleet]]:
     yield make
     for each in made:
         each.close()
-
-
-@contextmanager
-def actors(*made: Actor) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for actor in made:
-            actor.client.close()
 
 
 def test_after_the_whole_set_only_what_changed_travels(fleet: Callable[..., Fleet]) -> None:
