@@ -23,6 +23,7 @@ from buffers.errors import ConfigError, did_you_mean
 from learner.check import Circumstances
 from learner.check import check as check_learning
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from learner.machine_check import check_machine
 
 
 class EvaluationConfig(Section):
@@ -204,6 +205,7 @@ def check(config: Config) -> None:
         exact=config.queue.exact,
         truncated=_truncated(config.generation),
     )
+    check_machine(config.learner, config.groups_per_batch, config.max_steps)
     check_learning(config.learner, config.advantage, config.loss, config.guard, data)
     _check_security(config.security)
     if config.address:
@@ -259,6 +261,9 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
     """Make the paths in these raw values absolute, seen from `base`."""
     if isinstance(values.get("model"), str):
         values["model"] = str(base / Path(values["model"]).expanduser())
+    learner = values.get("learner")
+    if isinstance(learner, dict) and isinstance(own := learner.get("deepspeed_config"), str) and own != "none":
+        learner["deepspeed_config"] = str(base / own)
     security = values.get("security")
     if isinstance(security, dict) and isinstance(keys := security.get("keys"), str) and keys != "none":
         security["keys"] = str(base / keys)

@@ -1,0 +1,76 @@
+"""Settings of the learner's machine that cannot work together, refused before any process starts. No torch.
+
+Each refusal says what was asked, the limit, and the nearest choice that works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from buffers.errors import ConfigError
+from learner.config import LearnerConfig
+
+
+def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) -> None:
+    """`groups_per_batch`: prompts of one step; `max_steps`: steps of the run. Raises ConfigError."""
+    _check_ranks(config, groups_per_batch)
+    _check_schedule(config, max_steps)
+    _check_deepspeed(config)
+    if config.lora.rank:
+        _check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
+
+
+def _check_ranks(config: LearnerConfig, groups_per_batch: int) -> None:
+    groups = groups_per_batch // config.updates_per_step
+    if groups < config.ranks:
+        raise ConfigError(
+            f"learner.ranks = {config.ranks} cannot share an update of {groups} groups: a group stays on one rank. "
+            f"Highest: learner.ranks = {max(1, groups)}, or make learner.batch_size larger."
+        )
+    if config.ranks > 1 and ":" in config.device:
+        raise ConfigError(
+            f"learner.device = {config.device!r} is one device for {config.ranks} ranks; "
+            f"{config.device.partition(':')[0]!r} gives every rank its own."
+        )
+
+
+def _check_schedule(config: LearnerConfig, max_steps: int) -> None:
+    if config.schedule != "constant" and config.schedule_steps is None:
+        raise ConfigError(
+            f"learner.schedule = {config.schedule!r} needs learner.schedule_steps; over the whole run: {max_steps}"
+        )
+    if config.schedule_steps is not None and config.schedule_steps <= config.warmup_steps:
+        raise ConfigError(
+            f"learner.schedule_steps = {config.schedule_steps} ends within the warm-up of {config.warmup_steps} steps; "
+            f"lowest: {config.warmup_steps + 1}"
+        )
+    if config.final_learning_rate > config.learning_rate:
+        raise ConfigError(
+            f"learner.final_learning_rate = {config.final_learning_rate:g} is above learner.learning_rate; "
+            f"highest: {config.learning_rate:g}"
+        )
+
+
+def _check_deepspeed(config: LearnerConfig) -> None:
+    if config.backend == "torch":
+        if config.deepspeed_config is not None:
+            raise ConfigError("learner.deepspeed_config is for learner.backend = 'deepspeed'; set that, or leave it out")
+        return
+    _check_installed("deepspeed", "learner.backend", config.backend, "deepspeed", "'torch'")
+    if config.deepspeed_config is not None and not Path(config.deepspeed_config).is_file():
+        raise ConfigError(
+            f"learner.deepspeed_config = {config.deepspeed_config!r} is no file; name a JSON file, or leave it out"
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            f"learner.lora.rank = {config.lora.rank} with learner.backend = 'deepspeed': adapters are merged on one rank, "
+            "which shared-out parameters do not allow. Set learner.backend = 'torch', or learner.lora.rank = 0."
+        )
+
+
+def _check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{key} = {value!r} needs the package {package}: pip install 'async-rlhf[{extra}]'. Without it: {other}"
+        )

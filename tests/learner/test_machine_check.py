@@ -1,0 +1,75 @@
+"""Settings of the machine that cannot work are refused with the nearest that can."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.errors import ConfigError
+from learner.config import LearnerConfig
+from learner.machine_check import check_machine
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "more ranks than groups": (
+        {"ranks": 5},
+        r"learner.ranks = 5 cannot share an update of 4 groups.*Highest: learner.ranks = 4",
+    ),
+    "more ranks than groups of an update": ({"ranks": 3, "updates_per_step": 2}, "of 2 groups.*Highest: learner.ranks = 2"),
+    "one device for all": ({"ranks": 2, "device": "cuda:1"}, "'cuda:1' is one device for 2 ranks; 'cuda' gives every rank"),
+    "a fall without an end": ({"schedule": "cosine"}, "needs learner.schedule_steps; over the whole run: 100"),
+    "a fall before the rise": ({"schedule": "linear", "schedule_steps": 5, "warmup_steps": 5}, "within the warm-up.*lowest: 6"),
+    "a fall upwards": ({"learning_rate": 1e-4, "final_learning_rate": 1e-3}, "highest: 0.0001"),
+    "DeepSpeed's file without it": ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
+    "no such file": ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
+    "adapters shared out": (
+        {"backend": "deepspeed", "lora": {"rank": 4}},
+        "Set learner.backend = 'torch', or learner.lora.rank = 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_refused_with_what_can(case: str) -> None:
+    settings, message = CASES[case]
+    with pytest.raises(ConfigError) as raised:
+        check_machine(LearnerConfig(**settings), groups_per_batch=4, max_steps=100)
+    assert re.search(message, str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "peft"])
+def test_a_package_that_is_not_there_is_named_with_the_way_to_get_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    settings: dict[str, Any] = {"deepspeed": {"backend": "deepspeed"}, "peft": {"lora": {"rank": 4}}}[package]
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'async-rlhf\[(deepspeed|lora)\]'"):
+        check_machine(LearnerConfig(**settings), 4, 100)
+
+
+DEEPSPEED_FILES = {
+    "not json": ("{", "cannot be read"),
+    "a list": ("[]", "must hold one JSON object"),
+    "what the run decides": ('{"optimizer": {}, "train_batch_size": 8}', "sets train_batch_size, optimizer, which"),
+    "another stage": ('{"zero_optimization": {"stage": 1}}', "asks for ZeRO stage 1; set learner.zero_stage = 1"),
+}
+
+
+@pytest.mark.parametrize("case", DEEPSPEED_FILES)
+def test_a_deepspeed_file_that_contradicts_the_run_is_refused(case: str, tmp_path: Path) -> None:
+    from learner.deepspeed_backend import deepspeed_settings
+
+    text, message = DEEPSPEED_FILES[case]
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_settings(LearnerConfig(backend="deepspeed", deepspeed_config=str(tmp_path / "ds.json")))
+
+
+def test_a_deepspeed_file_is_laid_over_ours(tmp_path: Path) -> None:
+    from learner.deepspeed_backend import deepspeed_settings
+
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": true}')
+    config = LearnerConfig(backend="deepspeed", zero_stage=3, dtype="bfloat16", deepspeed_config=str(tmp_path / "ds.json"))
+    settings = deepspeed_settings(config)
+    assert settings["zero_optimization"] | {"stage": 3, "reduce_bucket_size": 7} == settings["zero_optimization"]
+    assert settings["wall_clock_breakdown"] and settings["bf16"]["enabled"] and settings["gradient_clipping"] == 1.0
