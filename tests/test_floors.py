@@ -21,7 +21,14 @@ BELOW = {
 }
 # Where a heavy dependency may be imported, as prefixes of paths.
 ROOMS = {
-    "zmq": ("buffers/hub.py", "buffers/gate.py", "buffers/link.py", "buffers/relay.py", "actors/reward_server/", "experiments/throughput/"),
+    "zmq": (
+        "buffers/hub.py",
+        "buffers/gate.py",
+        "buffers/link.py",
+        "buffers/relay.py",
+        "actors/reward_server/",
+        "experiments/throughput/",
+    ),
     "httpx2": ("actors/rewards/builtins/judge.py",),
     "torch": ("actors/torch_engine/", "actors/reward_model/", "actors/vllm_engine/", "learner/", "experiments/"),
     "vllm": ("actors/vllm_engine/",),
