@@ -25,13 +25,14 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if config.proximal == "interpolate":
         between_N = interpolated(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.staleness_N)
         inputs = replace(inputs, logp_proximal_N=between_N)
-    sums: dict[str, Tensor] = {}
     weight_N = torch.ones_like(inputs.advantage_N)
+    none, all_N = weight_N.new_zeros(()), weight_N.sum()
+    sums = {"clip_ratio/region_mean": none, "is/masked_ratio": none, "is/clamped_ratio": none, "is/weight_mean": all_N}
     if kind.corrects != "nothing":
         correction = correct(
             inputs, config, weigh=kind.corrects == "weights and masks", whole_sequences=kind.level == "sequence"
         )
-        weight_N, sums = correction.weight_N, dict(correction.sums)
+        weight_N, sums = correction.weight_N, {**sums, **correction.sums}
     terms, own_sums = LOSSES[config.kind](inputs, weight_N, config)
     per_token_N = _per_token(inputs, config, sums)
     if kind.level == "token":

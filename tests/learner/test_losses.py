@@ -253,3 +253,9 @@ def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
 def test_every_kind_of_loss_that_can_be_configured_is_in_the_table() -> None:
     kinds = LossConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
     assert set(LOSSES) == set(KINDS) == set(kinds)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_loss_reports_what_is_promised_of_every_step(kind: str) -> None:
+    sums = objective(inputs_of(completions(0)), LossConfig.model_validate({"kind": kind})).sums
+    assert sums.keys() >= {"clip_ratio/region_mean", "is/weight_mean", "is/masked_ratio", "is/clamped_ratio"}
