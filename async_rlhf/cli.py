@@ -270,6 +270,21 @@ def rewards_try(
             raise typer.Exit(REWARDS_FAILED)
 
 
+@app.command()
+def relay(
+    hub: Annotated[str, typer.Argument(help="Address of the hub, or of another relay.")],
+    address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory to speak to the hub, as an actor's.")] = None,
+    own_keys: Annotated[Path | None, typer.Option(help="Key directory to be spoken to by actors, as a hub's.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section weights.")] = None,
+) -> None:
+    """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
+    with _errors():
+        from async_rlhf.relaying import run_relay
+
+        run_relay(hub, address, keys, own_keys, overrides or [], typer.echo)
+
+
 @app.command("serve-reward")
 def serve_reward(
     reward: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A reward, as in rewards.functions.")],

@@ -1,0 +1,30 @@
+"""The verb `relay`: checks what it was given, then stands between a hub and its actors until it is told to end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from async_rlhf.config import parse_settings
+from buffers.config import WeightsConfig
+from buffers.errors import ConfigError
+from buffers.keys import load_hub
+from buffers.link import connector
+from buffers.relay import Relay
+from buffers.shared import is_local
+
+
+def run_relay(
+    hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
+) -> None:
+    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, zmq.ZMQError when the address is taken."""
+    for asked, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
+        if directory is None and not is_local(asked):
+            raise ConfigError(f"{asked!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+    config = WeightsConfig.model_validate(parse_settings("weights", overrides))
+    relay = Relay(hub, address, config, connector(keys), None if own_keys is None else load_hub(own_keys))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: relay.stop())
+    say(f"relays between {hub} and actors at {address}")
+    relay.run()
