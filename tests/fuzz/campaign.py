@@ -1,0 +1,189 @@
+"""A live hub in a process of its own, an honest actor and learner who go on training, and strangers who send it rubbish."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import zmq
+
+from buffers import wire
+from buffers.bound import Bound
+from buffers.client import ActorClient, ActorState, LearnerClient, control
+from buffers.config import QueueConfig
+from buffers.hub import Hub
+from buffers.record import Group, Rollout, Span
+from buffers.tensors import RawTensor
+from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, mutants
+
+_STRANGERS = 4
+_DEADLINE_S = 60.0
+_BOUND = Bound(groups_per_batch=1, max_staleness=1, num_groups=1 << 40)
+
+
+@dataclass(frozen=True)
+class Report:
+    """growth_mib: of the hub's resident memory since the first tenth of the frames. steps: the honest learner's."""
+
+    frames: int
+    seconds: float
+    answers: int
+    growth_mib: float
+    steps: int
+    status: dict[str, Any]
+
+
+def run(num_frames: int, seed: int, progress: Callable[[int], None] = lambda sent: None) -> Report:
+    """Raises what an honest peer raises, or AssertionError when the hub has died or does not answer."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
+        address = f"ipc://{folder}/hub"
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(address, folder), daemon=True)
+        process.start()
+        honest = Honest(address)
+        try:
+            honest.start()
+            hub = psutil.Process(process.pid)
+            began, before, answers = time.monotonic(), 0, 0
+            with _Strangers(address) as strangers:
+                for sent, frames in enumerate(itertools.islice(mutants(seed), num_frames)):
+                    answers += strangers.send(frames)
+                    if sent == num_frames // 10:
+                        before = hub.memory_info().rss
+                    if sent % 1000 == 0:
+                        assert process.is_alive(), f"the hub died within the {sent} frames before"
+                        honest.check()
+                        progress(sent)
+                after = hub.memory_info().rss
+            with control(address, timeout_s=_DEADLINE_S) as operator:
+                status = operator.status()
+            seconds = time.monotonic() - began
+            honest.go_on()
+            honest.stop()
+            return Report(num_frames, seconds, answers, (after - before) / 2**20, honest.steps, status)
+        finally:
+            honest.stop()
+            process.kill()
+            process.join()
+
+
+def _serve(address: str, folder: str) -> None:
+    config = QueueConfig(max_staleness=1, fsync="off", max_frame_bytes=MAX_FRAME_BYTES, lease_s=30.0, segment_bytes=1 << 16)
+    Hub(address, Path(folder), config, _BOUND).run()
+
+
+class _Strangers:
+    """A few connections that send in turn and read what comes back."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._sockets = [self._context.socket(zmq.DEALER) for _ in range(_STRANGERS)]
+        for socket in self._sockets:
+            socket.setsockopt(zmq.SNDTIMEO, int(_DEADLINE_S * 1000))
+            socket.connect(address)
+        self._turns = itertools.cycle(self._sockets)
+
+    def __enter__(self) -> _Strangers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, frames: wire.Frames) -> int:
+        """How many answers came meanwhile, each a message of ours."""
+        socket, answers = next(self._turns), 0
+        socket.send_multipart(frames or [b""])
+        while socket.poll(0):
+            wire.decode(socket.recv_multipart(), max_frame_bytes=wire.MAX_FRAME_BYTES)
+            answers += 1
+        return answers
+
+
+class Honest:
+    """An actor and a learner, a thread each: every group must come back as it was made, once, in order."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._ending = address, threading.Event()
+        self._failed: BaseException | None = None
+        self._threads = [threading.Thread(target=self._guard, args=(role,)) for role in (self._act, self._learn)]
+        self.steps = 0
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Returns when some more steps were done."""
+        wanted, deadline = self.steps + 3, time.monotonic() + _DEADLINE_S
+        while self.steps < wanted:
+            self.check()
+            assert time.monotonic() < deadline, f"no three steps in {_DEADLINE_S:.0f} s"
+            time.sleep(0.01)
+
+    def check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def stop(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_DEADLINE_S)
+
+    def _guard(self, role: Callable[[], None]) -> None:
+        try:
+            role()
+        except BaseException as error:  # noqa: BLE001 (raised again by whoever checks)
+            self._failed = error
+
+    def _act(self) -> None:
+        client = ActorClient(self._address, "honest", beat_s=0.2, timeout_s=_DEADLINE_S)
+        fence, version, holding = 0, -1, dict[int, int]()
+        while not self._ending.is_set():
+            client.poll(ActorState(4, fence, version, tuple(holding.items())), {}, timeout_s=0.02)
+            if (weights := client.weights()) is not None:
+                fence, version = weights.fence, weights.version
+                client.beat(ActorState(4, fence, version, tuple(holding.items())), {})
+            for credit in client.credits():
+                client.put(_a_group(credit.number, credit.attempt, version))
+            assert not client.refused, f"an honest put was refused: {client.refused}"
+        client.close()
+
+    def _learn(self) -> None:
+        learner = LearnerClient(self._address, timeout_s=_DEADLINE_S)
+        for _ in range(FENCE):
+            learner.register(0, 0)
+        assert learner.fence == FENCE
+        learner.publish(0, _weights(0))
+        while not self._ending.is_set():
+            batch = learner.take(self.steps)
+            assert not isinstance(batch, str), batch
+            (group,) = batch.groups
+            made = _a_group(self.steps, group.attempt, group.newest_version)
+            assert (
+                group.number == self.steps
+                and group.rollouts[0].completion_ids.tolist() == made.rollouts[0].completion_ids.tolist()
+            )
+            learner.trained(self.steps)
+            self.steps += 1
+            learner.publish(self.steps, _weights(self.steps))
+            learner.commit(self.steps)
+        learner.close()
+
+
+def _weights(version: int) -> dict[str, RawTensor]:
+    return {"w": RawTensor("int32", (1,), np.array([version], "<i4").tobytes())}
+
+
+def _a_group(number: int, attempt: int, version: int) -> Group:
+    ids, logprobs = np.array([number % 1000, 5], np.int32), np.array([-0.5, -1.0], np.float32)
+    return Group(number, attempt, np.array([1], np.int32), (Rollout(ids, logprobs, (Span(version, 2),), "stop"),), 1.0)

@@ -1,0 +1,164 @@
+"""Frames that nobody honest sends: every message of the protocol, spoilt in one of many ways. Random numbers come from a seed.
+
+A mutant that is by chance an order of somebody who may give it (a learner's with the right fence, an operator's, an actor's
+that asks for work) is not rubbish, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+
+from buffers import packing, wire
+from buffers.errors import WireError
+from buffers.record import Group, Rollout, Span
+from buffers.score import Score
+
+MAX_FRAME_BYTES = 1 << 20
+FENCE = 2
+"""The fence of the honest learner; messages below carry that of the one before."""
+_OTHER = 1
+_VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    1 << 63,
+    -(1 << 63),
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 5000,
+    b"b",
+    [],
+    {},
+    [[1]],
+    {"a": 1},
+)
+_WORDS = ("exec", "hub", "", 7, None, [], "putt", "__class__")
+_ORDERS = (wire.Register, wire.Halt, wire.Drain, wire.Gone)
+
+
+def a_put(number: int) -> wire.Frames:
+    ids, logprobs = np.array([3, 5, 7], np.int32), np.array([-0.5, -1.5, -2.5], np.float32)
+    rollouts = tuple(Rollout(ids, logprobs, (Span(0, 3),), "stop", {"right": Score(1.0)}, "text") for _ in range(2))
+    header, arrays = packing.pack_group(
+        Group(number, 0, np.array([1, 2], np.int32), rollouts, 1.0, "stranger", "p", {"a": [1]})
+    )
+    return wire.encode(wire.Put(group=header), arrays, 5)
+
+
+def originals() -> list[wire.Frames]:
+    """One of every message, the hub's own answers among them."""
+    given: dict[str, Any] = {
+        "actor": "stranger", "capacity": 2, "fence": _OTHER, "version": 3, "numbers": [1, 2], "number": 1, "attempt": 0,
+        "step": 1, "committed": 1, "learner": "other", "index": 0, "num_bytes": 8, "tensors": [], "credits": [], "reason": "r",
+        "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "accepted": True, "wait_s": 1.0, "telemetry": {"x": 1.0},
+        "status": {"a": 1}, "num_chunks": 1, "chunks": True, "delta": True, "delta_next": False, "done": True,
+    }  # fmt: skip
+    found = [a_put(number) for number in (0, 1, 1 << 40)]
+    for model in get_args(wire.Message):
+        if model is not wire.Put:
+            required = [
+                name for name, field in model.model_fields.items() if field.is_required() or name in ("fence", "telemetry")
+            ]
+            fields = {name: given[name] for name in required}
+            arrays = [b"12345678"] if model is wire.Chunk else []
+            found.append(wire.encode(model.model_validate(fields), arrays, 5))
+    return found
+
+
+def mutants(seed: int) -> Iterator[wire.Frames]:
+    """Without end."""
+    rng, known = Random(seed), originals()
+    while True:
+        frames = list(rng.choice(known[:3] if rng.random() < 0.4 else known))
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            frames = rng.choice(_WAYS)(rng, frames)
+        if not _is_order(frames):
+            yield frames
+
+
+def _is_order(frames: wire.Frames) -> bool:
+    try:
+        message = wire.decode(frames, max_frame_bytes=MAX_FRAME_BYTES)[1]
+    except WireError:
+        return False
+    return isinstance(message, _ORDERS) or getattr(message, "fence", None) == FENCE
+
+
+def _flip(rng: Random, frames: wire.Frames) -> wire.Frames:
+    if not frames:
+        return frames
+    which = rng.randrange(len(frames))
+    data = bytearray(frames[which])
+    for _ in range(rng.randint(1, 4)):
+        if data:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    return [*frames[:which], bytes(data), *frames[which + 1 :]]
+
+
+def _cut(rng: Random, frames: wire.Frames) -> wire.Frames:
+    which = rng.randrange(len(frames)) if frames else 0
+    return [
+        *frames[:which],
+        *(frame[: rng.randint(0, len(frame))] for frame in frames[which : which + 1]),
+        *frames[which + 1 :],
+    ]
+
+
+def _lengthen(rng: Random, frames: wire.Frames) -> wire.Frames:
+    return [frame + rng.randbytes(rng.choice((0, 1, 4, 300))) for frame in frames]
+
+
+def _reorder(rng: Random, frames: wire.Frames) -> wire.Frames:
+    return rng.sample(frames, rng.randint(0, len(frames))) + frames[: rng.randint(0, 2)]
+
+
+def _noise(rng: Random, frames: wire.Frames) -> wire.Frames:
+    return [rng.randbytes(rng.choice((0, 1, 7, 60))) for _ in range(rng.choice((1, 1, 3, 40)))]
+
+
+def _oversize(rng: Random, frames: wire.Frames) -> wire.Frames:
+    return [*frames, bytes(MAX_FRAME_BYTES + 1)] if rng.random() < 0.01 else _flip(rng, frames)
+
+
+def _field(rng: Random, frames: wire.Frames) -> wire.Frames:
+    """One value somewhere in the header becomes another, vanishes, or gets company."""
+    try:
+        envelope: Any = msgpack.unpackb(frames[0])
+    except (ValueError, IndexError, msgpack.exceptions.UnpackException):
+        return _noise(rng, frames)
+    place, inner = envelope, envelope
+    while isinstance(inner, dict | list) and inner and rng.random() < 0.8:
+        place = inner
+        inner = place[rng.choice(list(place) if isinstance(place, dict) else range(len(place)))]
+    if not isinstance(place, dict | list) or not place:
+        return _noise(rng, frames)
+    key: Any = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    what = rng.random()
+    if what < 0.6:
+        place[key] = rng.choice(_VALUES + _WORDS)
+    elif what < 0.8:
+        del place[key]
+    elif isinstance(place, dict):
+        place["extra"] = rng.choice(_VALUES)
+    else:
+        place.append(rng.choice(_VALUES))
+    return [msgpack.packb(envelope), *frames[1:]]
+
+
+def _numbers(rng: Random, frames: wire.Frames) -> wire.Frames:
+    """Arrays of the right length with wrong numbers in them."""
+    wrong = rng.choice((float("nan"), float("inf"), -float("inf"), 0.5, 3e38))
+    return [*frames[:-1], np.full(max(1, len(frames[-1]) // 4), wrong, "<f4").tobytes()] if frames else frames
+
+
+_WAYS: tuple[Callable[[Random, wire.Frames], wire.Frames], ...] = (
+    _flip, _cut, _lengthen, _reorder, _noise, _oversize, _numbers, *[_field] * 9,
+)  # fmt: skip
