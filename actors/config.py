@@ -94,6 +94,8 @@ class EngineConfig(Section):
     kv_bytes: int | None = Field(default=None, ge=1)
     """Most bytes of keys and values; where they run out the newest sequences wait and are computed again later, losing
     nothing. `"none"`: as much as `slots` sequences take."""
+    cuda_graphs: bool = False
+    """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
     canary_limit: float | None = Field(default=None, gt=0)
     """Largest difference, in nats a token, between what the learner and the engine say of the same probe under the same
     weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""

@@ -50,6 +50,14 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         """Whether so many rows of up to `length` tokens stay within `max_places`."""
         return self._max_places is None or num_rows * self._columns_for(length) <= self._max_places
 
+    def columns_within(self, length: int) -> int:
+        """`length`, or the most there may be."""
+        return min(length, self._max_length) if self._max_length else length
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are; others when they were replaced."""
+        return tuple(buffer.data_ptr() for buffer in (*self.keys, *self.values))
+
     def begin_chunks(self, chunks: PaddedChunks) -> None:
         """The next pass computes these chunks."""
         self.reserve(chunks.length)

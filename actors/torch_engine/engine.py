@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from actors.engine import Completion, OnUpdate, Request, RolloutKey
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.forward import Forward, ModelForward
+from actors.torch_engine.graphs import GraphedForward, Recorder
 from actors.torch_engine.llama import LlamaForward, can_serve
 from actors.torch_engine.rows import Rows
 from actors.torch_engine.sampling import Truncation, sample
@@ -54,12 +55,13 @@ class TorchEngine:
         on_update: OnUpdate = "keep",
         prefill_tokens: int = 2048,
         max_places: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
         max_length: the longest prompt and completion together, None for no limit. prefill_tokens: the most tokens of
         prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
-        `slots` sequences of any length.
+        `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         """
         self._model = model.eval()
         self._version, self._on_update = version, on_update
@@ -71,8 +73,11 @@ class TorchEngine:
         self._rows = Rows(slots)
         self._is_bounded = max_places is not None
         self._cache = RowCache(slots, max_length, max_places)
-        forward = LlamaForward if can_serve(model) else ModelForward
-        self._forward: Forward = forward(model, self._cache)
+        self._forward: Forward
+        if recorder is not None:
+            self._forward = GraphedForward(model, self._cache, slots, recorder)
+        else:
+            self._forward = (LlamaForward if can_serve(model) else ModelForward)(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None

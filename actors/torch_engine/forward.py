@@ -45,6 +45,10 @@ class ModelForward:
         if padded is not None:
             self._cache.begin_chunks(padded)
             self._pass(padded.ids, padded.positions, padded.mask(self._model.dtype))
+        return self._decode(tokens, positions, length)
+
+    def _decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """One token in each row: logits [N, V]."""
         self._cache.begin_tokens(positions, length)
         mask = decode_mask(positions, length, self._model.dtype)
         return self._pass(tokens[:, None], positions[:, None], mask)

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from actors.config import EngineConfig
 from actors.engine import OnUpdate
 from actors.torch_engine.engine import TorchEngine
+from actors.torch_engine.graphs import record_on_cuda
 from buffers.errors import ConfigError, EngineError
 
 
@@ -45,6 +46,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         on_update=on_update,
         prefill_tokens=config.prefill_tokens,
         max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
+        recorder=record_on_cuda if config.cuda_graphs else None,
     )
 
 
@@ -98,6 +100,11 @@ def check_architecture(config: PretrainedConfig) -> None:
 
 
 def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
+    if config.cuda_graphs and (torch.device(config.device).type != "cuda" or config.kv_bytes is not None):
+        raise ConfigError(
+            f"engine.cuda_graphs = true with engine.device = {config.device!r} and engine.kv_bytes = {config.kv_bytes}: "
+            "it needs a CUDA device, and all slots' memory; set engine.device = 'cuda' and leave engine.kv_bytes out"
+        )
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
     try:

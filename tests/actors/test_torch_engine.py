@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -124,6 +124,21 @@ def test_rows_of_different_temperatures_share_a_batch(model: PreTrainedModel) ->
     engine.submit(requests)
     done = run(engine)
     assert_plain_logprobs(model, requests, done)
+
+
+def test_passes_that_are_recorded_and_replayed_give_what_passes_computed_anew_give(model: PreTrainedModel) -> None:
+    recorded: list[torch.Size] = []
+
+    def record(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        recorded.append(run().shape)
+        return run
+
+    engine = TorchEngine(model, slots=6, version=0, max_length=MAX_LENGTH, recorder=record)
+    requests = mixed_requests(14)
+    engine.submit(requests)
+    done = run(engine)
+    assert_plain_logprobs(model, requests, done)
+    assert 0 < len(recorded) <= 2 * len({1, 2, 4, 6}), "once per shape, and once more where buffers were replaced"
 
 
 def test_greedy_is_what_transformers_generate_returns(model: PreTrainedModel) -> None:

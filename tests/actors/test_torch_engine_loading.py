@@ -90,3 +90,8 @@ def test_a_model_with_another_memory_than_keys_and_values_is_refused() -> None:
 def test_a_sliding_window_limits_the_length() -> None:
     assert find_max_length(LlamaConfig(**SMALL)) == 32
     assert find_max_length(MistralConfig(**SMALL, sliding_window=20)) == 20
+
+
+def test_graphs_without_a_gpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs = true with engine\.device = 'cpu'"):
+        load_engine(save_model(tmp_path), EngineConfig(cuda_graphs=True))
