@@ -518,3 +518,16 @@ def test_epochs_go_over_the_batch_again_around_the_same_policy(tmp_path: Path, m
     assert lives[0].weights != lives[1].weights
     assert all(record["clip_ratio/region_mean"] == 0 for record in lives[0].metrics())
     assert any(record["clip_ratio/region_mean"] > 0 for record in lives[1].metrics())
+
+
+@pytest.mark.parametrize("kind", ["gae", "v_trace", "traced"])
+def test_with_a_critic_policy_and_values_learn_from_token_advantages(tmp_path: Path, model_dir: Path, kind: str) -> None:
+    advantage = AdvantageConfig.model_validate({"kind": kind})
+    critic = {"kind": "head", "learning_rate": 1e-2}
+    hub = ScriptedHub(make_batches())
+    life = Life(tmp_path, model_dir, hub, believing={"advantage": advantage}, critic=critic)
+    life.trainer.run()
+    metrics = life.metrics()
+    assert all(record["applied"] for record in metrics)
+    assert metrics[0]["critic/value_mean"] == 0.0  # its last layer begins at zero
+    assert all(record["critic/loss"] > 0 and record["critic/value_mean"] != 0.0 for record in metrics[1:])
