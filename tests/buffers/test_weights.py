@@ -89,6 +89,32 @@ def test_an_impossible_announcement_is_refused(tensors: list[tuple[str, str, lis
         Assembly(Publish(fence=1, version=1, num_bytes=num_bytes, tensors=specs))
 
 
+def test_a_set_is_verified_in_pieces_and_no_further_than_it_has_come() -> None:
+    sent = weights()
+    assembly = Assembly(sent.manifest())
+    hashed: list[int] = []
+    honest = assembly._verifier.advance
+
+    def advance(front: int, max_bytes: int) -> None:
+        before = assembly._verifier._done
+        honest(front, max_bytes)
+        hashed.append(assembly._verifier._done - before)
+
+    assembly._verifier.advance = advance  # type: ignore[method-assign]
+    for index in (0, 2):
+        assembly.add(index, sent.chunk(index))
+        while assembly._verifier._done < CHUNK_BYTES:
+            assembly.advance(CHUNK_BYTES // 4)
+        assembly.advance()
+    assert hashed == [CHUNK_BYTES // 4] * 4 + [0, 0], "behind the gap nothing can be verified yet"
+    assembly.add(1, sent.chunk(1))
+    assert assembly.is_complete and not assembly.is_verified
+    while not assembly.is_verified:
+        assembly.advance(CHUNK_BYTES)
+    assert sum(hashed) == LARGE + 4 and max(hashed) <= CHUNK_BYTES
+    assert assembly.whole() == sent
+
+
 def test_a_set_without_bytes_is_complete_at_once() -> None:
     empty = WeightSet.of(1, 1, {})
     assert Assembly(empty.announcement()).whole() == empty

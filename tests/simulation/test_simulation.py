@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -72,3 +73,12 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         assert f"s: {kind} (" in told, kind
     for event in ("hub killed", "hub ended, the disk is full", "learner ended", "the network is calm"):
         assert event in labels, event
+
+
+def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
+    """The weights of a run change in few elements, and slow links and frozen actors are late to adopt them."""
+    totals = Counter[str]()
+    for seed in range(60):
+        totals.update(schedule.run(seed).hub.get("weights", {}))
+    assert totals["deltas"] > totals["sets"] / 2
+    assert totals["dropped_actors"] > 0
