@@ -22,7 +22,7 @@ FOUND_BY = {
     "forget_a_dedup": {"ledger", "memory", "twice"},
     "count_staleness_at_completion": {"bound"},
     "free_a_slot_at_take": {"memory"},
-    "commit_a_label_before_the_load": {"truth"},
+    "commit_a_label_before_the_load": {"truth", "crash"},  # before its first weights an engine has no tokens to give
     "ignore_the_fence": {"refused", "twice", "ledger", "replay"},
 }
 
