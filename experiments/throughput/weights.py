@@ -12,6 +12,7 @@ Run as `python -m experiments.throughput.weights [--json] [--small]`.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -258,11 +259,14 @@ def show(row: Mapping[str, Any]) -> str:
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")] = False,
     small: Annotated[bool, typer.Option(help="16 MB and two turns: whether it works, not how fast it is.")] = False,
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of the set, in MiB.")] = 1024,
+    turns: Annotated[int, typer.Option(min=1, help="Of which the medians are given.")] = 5,
 ) -> None:
     """Measure how fast weights travel, beside memcpy and raw ZeroMQ."""
     torch.set_num_threads(1)
-    for row in measure_all(16 << 20 if small else 1 << 30, 2 if small else 5):
-        typer.echo(json.dumps(row) if as_json else show(row))
+    for row in measure_all(16 << 20 if small else megabytes << 20, 2 if small else turns):
+        busy = {"load_average": os.getloadavg()[0], "cpus": os.cpu_count()}
+        typer.echo(json.dumps({**row, **busy}) if as_json else f"{show(row)} (load {busy['load_average']:.1f})")
 
 
 if __name__ == "__main__":
