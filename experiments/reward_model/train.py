@@ -1,0 +1,166 @@
+"""Trains a reward model from preference pairs and says how good it is.
+
+    python -m experiments.reward_model.train --out DIR [--pairs FILE] [--model DIR]
+
+Without `--pairs` it makes pairs from the tiny speller's gold reward. Loss: -log sigmoid(r(chosen) - r(rejected)) (Bradley and
+Terry 1952; Ouyang et al. 2022, equation 1), plus a small pull of r(chosen) + r(rejected) to zero (Eisenstein et al. 2023,
+arXiv 2312.09244, equation 8), which fixes what the first leaves open. Seeded: the same machine gives the same weights.
+The directory is a Hugging Face model; the reward `reward_model` takes it as its `path`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from experiments.reward_model.measure import Quality, quality
+from experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
+
+BASE = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that decides the weights."""
+
+    seed: int = 0
+    epochs: int = 2
+    batch: int = 64
+    """Pairs per update."""
+    learning_rate: float = 5e-4
+    """Highest; rises over the first tenth of the updates, then falls to zero along a cosine."""
+    centre: float = 0.01
+    """Weight of the pull to zero."""
+    weight_decay: float = 0.01
+    held_out: float = 0.1
+    """Share of the prompts that are only measured on."""
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """before, after: on the held-out pairs. gold: share of held-out pairs in the gold reward's order, where there is one."""
+
+    before: Quality
+    after: Quality
+    gold: float | None
+    num_training: int
+
+
+def train(
+    pairs: Sequence[Pair],
+    out: Path,
+    config: Training | None = None,
+    base: Path = BASE,
+    gold: Callable[[str, str], float] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Trained:
+    """Train on `pairs` from the weights in `base`, save to `out` (made), measure on what was held out."""
+    config = config or Training()
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.threads)
+    random = Random(config.seed)
+    training, held_out = split(pairs, config.held_out, random)
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, local_files_only=True, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    before = quality(margins(model, tokenizer, held_out))
+    updates = config.epochs * -(-len(training) // config.batch)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay)
+    model.train()
+    for update, batch in enumerate(_batches(training, config, random)):
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(config, update, updates)
+        chosen, rejected = scores(model, tokenizer, batch).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean() + config.centre * (chosen + rejected).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (update + 1) % 20 == 0 or update + 1 == updates:
+            tell(f"update {update + 1} of {updates}: loss {loss.item():.4f}")
+    found = margins(model, tokenizer, held_out)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return Trained(before, quality(found), _agreement(held_out, found, gold), len(training))
+
+
+def scores(model: Any, tokenizer: Any, pairs: Sequence[Pair]) -> torch.Tensor:
+    """float32 [2 P]: the scores of all chosen, then of all rejected completions behind their prompts."""
+    texts = [pair.prompt + pair.chosen for pair in pairs] + [pair.prompt + pair.rejected for pair in pairs]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    found: torch.Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
+    return found
+
+
+@torch.inference_mode()
+def margins(model: Any, tokenizer: Any, pairs: Sequence[Pair]) -> list[float]:
+    """Score of the chosen minus that of the rejected, for each pair."""
+    model.eval()
+    found: list[float] = []
+    for start in range(0, len(pairs), 128):
+        chosen, rejected = scores(model, tokenizer, pairs[start : start + 128]).chunk(2)
+        found += (chosen - rejected).tolist()
+    return found
+
+
+def _batches(pairs: Sequence[Pair], config: Training, random: Random) -> list[list[Pair]]:
+    batches = []
+    for _ in range(config.epochs):
+        order = random.sample(list(pairs), len(pairs))
+        batches += [order[start : start + config.batch] for start in range(0, len(order), config.batch)]
+    return batches
+
+
+def _rate(config: Training, update: int, updates: int) -> float:
+    rising = min(1.0, (update + 1) / max(1, updates // 10))
+    return config.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * update / updates))
+
+
+def _agreement(pairs: Sequence[Pair], found: Sequence[float], gold: Callable[[str, str], float] | None) -> float | None:
+    """Of the pairs that the gold reward tells apart, the share that the model puts in the gold's order."""
+    if gold is None:
+        return None
+    true = [gold(pair.prompt, pair.chosen) - gold(pair.prompt, pair.rejected) for pair in pairs]
+    told = [(margin > 0) == (truth > 0) for margin, truth in zip(found, true, strict=True) if truth != 0]
+    return sum(told) / len(told) if told else None
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory for the model, made.")],
+    pairs: Annotated[Path | None, typer.Option(help="JSONL of prompt, chosen, rejected.")] = None,
+    model: Annotated[Path, typer.Option(help="Directory of the model to begin with.")] = BASE,
+    count: Annotated[int, typer.Option(min=2, help="Pairs to make where no file is given.")] = 4000,
+    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train a reward model; its quality is printed and written beside it as `quality.json`."""
+    given = read_pairs(pairs) if pairs is not None else gold_pairs(count, Random(seed))
+    gold = gold_reward if pairs is None else None
+    trained = train(given, out, Training(seed=seed, epochs=epochs), model, gold, lambda line: typer.echo(line, err=True))
+    (out / "quality.json").write_text(json.dumps(asdict(trained), indent=1) + "\n")
+    for name, found in (("before", trained.before), ("after", trained.after)):
+        typer.echo(
+            f"{name:<6} accuracy {found.accuracy:.3f}, loss {found.loss:.3f} nats, "
+            f"calibration error {found.calibration_error:.3f} ({found.num_pairs} held-out pairs)"
+        )
+    for each in trained.after.bins:
+        typer.echo(f"  says {each.predicted:.2f}, is right {each.right:.2f}  ({each.count} pairs)")
+    if trained.gold is not None:
+        typer.echo(f"in the gold reward's order: {trained.gold:.3f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
