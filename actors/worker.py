@@ -23,6 +23,7 @@ from actors.engine import Completion, Engine, Request, RolloutKey
 from actors.prompts import Row, prompt_number, rollout_seed
 from actors.scoring.fields import fields_of
 from actors.scoring.pool import Place, Scored, ScoringPool
+from actors.selection import Selection
 from buffers.client import ActorClient, ActorState
 from buffers.errors import WeightsError
 from buffers.record import Group, Rollout
@@ -33,6 +34,8 @@ from buffers.wire import CreditItem
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
 _IDLE_WAIT_S = 0.2
+# What is trained is compared with what was begun once in so many groups.
+_GROUPS_A_REPORT = 16
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Worker:
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
         self._mark, self._decoding = tell, Decoding(tell)
+        self._selection, self._bias = Selection(), Selection().report(0.0)
         self._fence = 0
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
@@ -146,7 +150,7 @@ class Worker:
         """Load a new set. Going back (the learner was restored) cancels what was begun."""
         if weights.version < self._engine.version:
             numbers = list(self._open)
-            self._drop(numbers)
+            self._drop(numbers, again=False)
             self._client.release(numbers)
             _log.info("back to version %d: %d groups are begun again", weights.version, len(numbers))
         began = time.time()
@@ -180,7 +184,9 @@ class Worker:
 
     def _begin(self, credits: Sequence[CreditItem]) -> None:
         # Credited although it is being made here: the hub had given it up meanwhile. Only the new attempt counts.
-        self._drop([credit.number for credit in credits if credit.number in self._open])
+        self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
+        for credit in credits:
+            self._selection.begin(credit.number, time.monotonic())
         requests: list[Request] = []
         for credit in credits:
             row, prompt, group = self._work.requests(credit.number, credit.attempt)
@@ -189,12 +195,17 @@ class Worker:
         if requests:
             self._engine.submit(requests)
 
-    def _drop(self, numbers: Sequence[int]) -> None:
-        """Forget these groups: what runs of them stops, what is being scored is not waited for."""
-        groups = [(number, self._open.pop(number)) for number in numbers]
-        keys = [RolloutKey(n, group.attempt, m) for n, group in groups for m in range(self._work.group_size)]
-        self._count["dropped_tokens_total"] += self._engine.abort(keys)
-        self._scoring.discard(keys)
+    def _drop(self, numbers: Sequence[int], *, again: bool) -> None:
+        """Forget these groups, or begin them again: what runs of them stops, what is being scored is not waited for."""
+        for number in numbers:
+            group = self._open.pop(number)
+            keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
+            thrown_away = [self._engine.abort([key]) for key in keys]
+            self._count["dropped_tokens_total"] += sum(thrown_away)
+            self._scoring.discard(keys)
+            ended = {member: len(completion.token_ids) for member, (completion, *_) in group.completions.items()}
+            lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
+            self._selection.dropped(number, filter(None, lengths), again=again)
 
     def _score(self, completion: Completion) -> None:
         """The completion ended: its judges start now."""
@@ -227,6 +238,7 @@ class Worker:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
+            self._account(number, [rollout.num_tokens for rollout in group.rollouts.values()])
             self._client.put(
                 Group(
                     number=number,
@@ -242,6 +254,14 @@ class Worker:
                     columns=group.row.columns,
                 )
             )
+
+    def _account(self, number: int, lengths: Sequence[int]) -> None:
+        """The group goes off; now and then, what became of the others."""
+        self._selection.trained(number, lengths)
+        if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
+            before, self._bias = self._bias, self._selection.report(time.monotonic())
+            if self._bias.alarm and not before.alarm:
+                _log.warning("long completions are dropped more often than short ones: %s", self._bias)
 
     def _state(self) -> ActorState:
         """Groups that only wait for scores take no room in the engine, so they make room for others."""
@@ -267,6 +287,11 @@ class Worker:
         return {
             **self._count,
             "canary_drift": self._canary_drift,
+            "selection_ks": self._bias.ks,
+            "selection_mean_ratio": self._bias.mean_ratio,
+            "selection_correlation": self._bias.correlation,
+            "selection_alarm": float(self._bias.alarm),
+            "oldest_group_age": self._bias.oldest_s,
             "scoring": float(self._scoring.num_pending),
             "scores_failed_total": float(failed),
         }

@@ -1,0 +1,101 @@
+"""Does what is trained on look like what was begun? Asynchronous systems prefer what ends early; here it is counted.
+
+The *dispatched* cohort is every completion that was begun; the *trained* one is those of it that were used. When
+completions are dropped because they were under way too long, the trained ones are the short ones, and what is learned is
+brevity. Pure: lengths and times come in, numbers go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Standard errors from 0 at which a correlation is no accident: one false alarm in 16,000 looks at one that is.
+ALARM_ERRORS = 4.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a window of completions says.
+
+    ks: Kolmogorov-Smirnov distance between the lengths dispatched and trained, 0 to 1. mean_ratio: mean length trained
+    over mean length dispatched. correlation: of length with being dropped (point-biserial), 0 where all or none were.
+    alarm: the correlation is positive and no accident. oldest_s: age of the oldest prompt begun and not yet decided.
+    """
+
+    dispatched: int
+    dropped: int
+    ks: float
+    mean_ratio: float
+    correlation: float
+    alarm: bool
+    oldest_s: float
+
+
+class Selection:
+    """The fate of the last `window` completions, and when those still undecided were begun.
+
+    A completion dropped in mid-sequence counts with the length it had: the bias is then underestimated.
+    """
+
+    def __init__(self, window: int = 4096) -> None:
+        self._fates: deque[tuple[int, bool]] = deque(maxlen=window)
+        self._begun: dict[int, float] = {}
+
+    def begin(self, group: int, now: float) -> None:
+        """A group is begun; what is begun again keeps its age: its prompt has waited all the while."""
+        self._begun.setdefault(group, now)
+
+    def trained(self, group: int, lengths: Iterable[int]) -> None:
+        """The group's completions are used."""
+        self._begun.pop(group, None)
+        self._fates += ((length, False) for length in lengths)
+
+    def dropped(self, group: int, lengths: Iterable[int], *, again: bool) -> None:
+        """The group's completions are not used; `again` when its prompt will be begun once more."""
+        if not again:
+            self._begun.pop(group, None)
+        self._fates += ((length, True) for length in lengths)
+
+    def report(self, now: float) -> Report:
+        """Of the window. Nothing dispatched: no distance, ratio 1."""
+        lengths = np.array([length for length, _ in self._fates], np.float64)
+        dropped = np.array([fate for _, fate in self._fates], np.bool_)
+        correlation = correlate(lengths, dropped)
+        return Report(
+            dispatched=len(lengths),
+            dropped=int(dropped.sum()),
+            ks=ks_distance(lengths, lengths[~dropped]),
+            mean_ratio=float(lengths[~dropped].mean() / lengths.mean()) if (~dropped).any() and lengths.any() else 1.0,
+            correlation=correlation,
+            alarm=correlation > 0 and is_no_accident(correlation, len(lengths)),
+            oldest_s=max((now - begun for begun in self._begun.values()), default=0.0),
+        )
+
+
+def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+    """sup |F - G| of two empirical distributions; 0 when both are empty, 1 when only one is."""
+    if not len(one) or not len(other):
+        return float(len(one) != len(other))
+    places = np.union1d(one, other)
+    shares = [np.searchsorted(np.sort(side), places, side="right") / len(side) for side in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+def correlate(values: npt.NDArray[np.float64], marked: npt.NDArray[np.bool_]) -> float:
+    """Pearson's correlation of a number and a mark; 0 where either does not vary."""
+    if not len(values) or values.std() == 0 or marked.std() == 0:
+        return 0.0
+    return float(((values - values.mean()) * (marked - marked.mean())).mean() / (values.std() * marked.std()))
+
+
+def is_no_accident(correlation: float, count: int) -> bool:
+    """Whether Fisher's z = atanh(r) lies `ALARM_ERRORS` standard errors, 1 / sqrt(n - 3), from 0."""
+    if count < 10:
+        return False
+    return abs(math.atanh(min(0.999999, max(-0.999999, correlation)))) * math.sqrt(count - 3) > ALARM_ERRORS

@@ -1,0 +1,85 @@
+"""What is trained on against what was begun: distances of lengths, ages, and the alarm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.selection import Selection, correlate, ks_distance
+
+LENGTHS = st.lists(st.integers(1, 30), max_size=30)
+
+
+@given(LENGTHS, LENGTHS)
+def test_the_distance_is_the_largest_gap_between_the_shares_below_any_length(one: list[int], other: list[int]) -> None:
+    found = ks_distance(np.array(one, float), np.array(other, float))
+    assert found == pytest.approx(ks_distance(np.array(other, float), np.array(one, float)))
+    if one and other:
+        gaps = [
+            abs(sum(x <= place for x in one) / len(one) - sum(x <= place for x in other) / len(other)) for place in range(32)
+        ]
+        assert found == pytest.approx(max(gaps))
+    else:
+        assert found == (bool(one) != bool(other))
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=2, max_size=40))
+def test_the_correlation_is_pearsons(pairs: list[tuple[int, bool]]) -> None:
+    values, marked = np.array([pair[0] for pair in pairs], float), np.array([pair[1] for pair in pairs])
+    found = correlate(values, marked)
+    if values.std() and marked.std():
+        assert found == pytest.approx(np.corrcoef(values, marked)[0, 1], abs=1e-9)
+    else:
+        assert found == 0
+
+
+def fates(seed: int, drop: float, from_length: int = 0) -> Selection:
+    """1000 groups of two; those whose mean length reaches `from_length` are dropped with probability `drop`."""
+    draw, selection = np.random.default_rng(seed), Selection()
+    for group in range(1000):
+        lengths = draw.lognormal(3, 0.8, 2).astype(int) + 1
+        selection.begin(group, float(group))
+        if lengths.mean() >= from_length and draw.random() < drop:
+            selection.dropped(group, lengths.tolist(), again=False)
+        else:
+            selection.trained(group, lengths.tolist())
+    return selection
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed: int) -> None:
+    fair, unfair = fates(seed, drop=0.3).report(0.0), fates(seed, drop=0.5, from_length=40).report(0.0)
+    assert not fair.alarm and fair.dropped > 500 and fair.ks < 0.05 and abs(fair.mean_ratio - 1) < 0.05
+    assert unfair.alarm and unfair.correlation > 0.2 and unfair.ks > 0.03 and unfair.mean_ratio < 0.95
+
+
+def test_dropping_the_short_ones_is_no_preference_for_brevity() -> None:
+    selection = Selection()
+    for group in range(100):
+        selection.trained(group, [50 + group]) if group % 2 else selection.dropped(group, [1 + group % 5], again=False)
+    report = selection.report(0.0)
+    assert report.correlation < -0.9 and not report.alarm
+
+
+def test_the_oldest_prompt_keeps_its_age_through_being_begun_again() -> None:
+    selection = Selection()
+    selection.begin(0, 10.0)
+    selection.begin(1, 20.0)
+    selection.dropped(0, [5, 6], again=True)
+    selection.begin(0, 30.0)
+    assert selection.report(50.0).oldest_s == 40.0
+    selection.trained(0, [5, 6])
+    assert selection.report(50.0).oldest_s == 30.0
+    selection.dropped(1, [], again=False)
+    assert selection.report(50.0).oldest_s == 0.0
+
+
+def test_only_the_window_counts_and_nothing_at_all_is_no_bias() -> None:
+    selection = Selection(window=10)
+    assert (selection.report(0.0).ks, selection.report(0.0).mean_ratio, selection.report(0.0).alarm) == (0.0, 1.0, False)
+    selection.dropped(0, range(1, 100), again=False)
+    selection.trained(1, [7] * 10)
+    report = selection.report(0.0)
+    assert (report.dispatched, report.dropped, report.ks) == (10, 0, 0.0)
