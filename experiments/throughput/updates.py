@@ -152,13 +152,14 @@ def main(
 ) -> None:
     """Measure the gap at a weight update in each mode, and the first token with and without a shared prompt."""
     torch.set_num_threads(threads)
-    results: list[Update | FirstToken] = [
-        *(measure_update(mode, updates) for mode in get_args(OnUpdate)),
-        measure_first_token(repeats),
-    ]
-    for result in results:
-        values = asdict(result)
-        typer.echo(json.dumps(values | {"threads": threads}) if as_json else "  ".join(f"{k}={v}" for k, v in values.items()))
+    for mode in get_args(OnUpdate):
+        show(measure_update(mode, updates), as_json)
+    show(measure_first_token(repeats), as_json)
+
+
+def show(result: Update | FirstToken, as_json: bool) -> None:
+    values = asdict(result)
+    typer.echo(json.dumps(values) if as_json else "  ".join(f"{name}={value}" for name, value in values.items()))
 
 
 if __name__ == "__main__":
