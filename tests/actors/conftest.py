@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,4 +30,7 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
 
     engine = load_engine(str(vllm_directory), EngineConfig(kind="vllm", slots=32), version=0)
     yield engine
-    engine.close()
+    with warnings.catch_warnings():  # this may run in the teardown of any test
+        warnings.simplefilter("ignore")
+        engine.close()
+        gc.collect()  # vLLM leaves a socket context to the collector, which warns of it
