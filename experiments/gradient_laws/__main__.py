@@ -1,9 +1,12 @@
-"""`python -m experiments.gradient_laws`: print the table of `docs/learner.md`."""
+"""`python -m experiments.gradient_laws [learning]`: print the tables of `docs/learner.md`."""
 
 from __future__ import annotations
 
 import sys
 
-from experiments.gradient_laws.table import markdown
+import torch
 
-sys.stdout.write(markdown() + "\n")
+from experiments.gradient_laws import learning, table
+
+torch.set_num_threads(1)
+sys.stdout.write((learning if sys.argv[1:] == ["learning"] else table).markdown() + "\n")
