@@ -78,6 +78,8 @@ def data_metrics(
     for name in rollouts[0].scores:
         values = [rollout.scores[name].value for rollout in rollouts]
         metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
+        failures = [rollout.scores[name].failure for rollout in rollouts]
+        metrics[f"rewards/{name}/failed_ratio"] = sum(failure is not None for failure in failures) / len(failures)
         told = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
         for metric in told:
             found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]

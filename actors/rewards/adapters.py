@@ -13,12 +13,13 @@ of ours; `adapted` chooses by what it sees. The functions themselves stay unchan
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.rewards.answer import shown
+from actors.rewards.answer import as_text, shown
 from actors.rewards.settings import SETTINGS, RewardFunction, settings_of
 from actors.rewards.signature import ALTERNATIVES
 from buffers.errors import RewardError
@@ -45,8 +46,16 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
 
 
 def from_trl(function: RewardFunction) -> RewardFunction:
-    """A TRL reward, which is one of ours already."""
-    return function
+    """A TRL reward, which is one of ours already; where prompts are chats, completions are chats of one message, as there."""
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        prompts, completions = given.get("prompts"), given.get("completions")
+        if prompts and completions and not isinstance(prompts[0], str):
+            given["completions"] = [[{"role": "assistant", "content": completion}] for completion in completions]
+        return function(**given)
+
+    return _awaited(call) if inspect.iscoroutinefunction(function) else call
 
 
 def from_verl(function: RewardFunction) -> RewardFunction:
@@ -77,8 +86,8 @@ def from_openrlhf(function: RewardFunction) -> RewardFunction:
     """OpenRLHF's `reward_func(queries, prompts, labels)`: a query is prompt and completion; `extra_logs` are metrics."""
 
     def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
-        query = fields["prompt"] + fields["completion"]
-        given = {"queries": [query], "prompts": [fields["prompt"]], "labels": [_truth(fields)]}
+        prompt = as_text(fields["prompt"])
+        given = {"queries": [prompt + fields["completion"]], "prompts": [prompt], "labels": [_truth(fields)]}
         return given if _open(function) else {name: given[name] for name in _parameters(function) if name in given}
 
     def answered(result: Any) -> Any:
@@ -168,6 +177,14 @@ def _adapter(
     return call
 
 
+def _awaited(call: RewardFunction) -> RewardFunction:
+    @functools.wraps(call)
+    async def waiting(**given: Any) -> Any:
+        return await call(**given)
+
+    return waiting
+
+
 def _truth(fields: Mapping[str, Any]) -> Any:
     found = next((fields[name] for name in _TRUTH if name in fields), None)
     # verl's own data sets nest it.
@@ -175,7 +192,8 @@ def _truth(fields: Mapping[str, Any]) -> Any:
 
 
 def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": fields["prompt"]}]
+    asked = fields["prompt"]
+    prompt = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     completion = [{"role": "assistant", "content": fields["completion"]}]
     about = {
         "answer": fields.get("answer", ""),

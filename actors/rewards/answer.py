@@ -80,6 +80,11 @@ def read_list(result: Any, count: int) -> tuple[Answer, ...]:
     return tuple(map(read, result))
 
 
+def as_text(prompt: Any) -> str:
+    """A prompt as text; of a chat, what was said in it, one message a line."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+
+
 def shown(result: Any) -> str:
     return f"{type(result).__name__} {result!r:.60}"
 

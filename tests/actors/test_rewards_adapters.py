@@ -122,6 +122,24 @@ def test_a_data_set_without_the_answer_is_refused_with_the_names_that_would_do(f
         resolve([target], folder, {"level"})
 
 
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2 = "}]
+
+
+def test_a_chat_reaches_every_form_as_its_system_would_give_it(tmp_path: Path) -> None:
+    (tmp_path / "chats.py").write_text(
+        "def trl(prompts, completions): return [float(c[0]['content'] == '4' and p[1]['role'] == 'user')"
+        " for p, c in zip(prompts, completions)]\n"
+        "async def trl_async(prompts, completions): return trl(prompts, completions)\n"
+        "def reward_func(queries, prompts, labels): return [float(queries == ['Add.\\n2 + 2 = 4'])]\n"
+        "class Rubric: pass\n"
+        "def right(prompt, completion): return float(prompt[0]['role'] == 'system' and completion[0]['content'] == '4')\n"
+        "rubric = Rubric()\nrubric.funcs, rubric.weights = [right], [1.0]\n"
+    )
+    targets = ["trl:chats.py:trl", "trl:chats.py:trl_async", "chats.py:reward_func", "chats.py:rubric"]
+    for spec in resolve(targets, tmp_path, {"answer"}):
+        assert ask(spec, {**TRUTH, "prompt": CHAT}).value == 1.0, spec.name
+
+
 def test_what_is_returned_in_the_wrong_shape_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         "def no_score(solution_str, ground_truth): return {'acc': 1.0}\n"

@@ -107,6 +107,8 @@ def test_the_metrics_of_a_batch_are_those_worked_out_by_hand() -> None:
         "frac_reward_zero_std": pytest.approx(2 / 3),
         "rewards/failed_ratio": pytest.approx(2 / 14),
         "rewards/judge/mean": pytest.approx((1 + 0 + 3 + 3 + 3) / 5),
+        "rewards/judge/failed_ratio": pytest.approx(2 / 7),
+        "rewards/style/failed_ratio": 0.0,
         "rewards/style/mean": pytest.approx((0.5 + 1.0) / 2),
         "completions/mean_length": pytest.approx(18 / 7),
         "completions/max_length": 6,

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from actors.rewards.answer import shown
+from actors.rewards.answer import as_text, shown
 from actors.rewards.settings import TransientError, reward
 from buffers.score import Score
 
@@ -35,7 +35,7 @@ _LONGEST_WAIT_S = 300.0
 @reward(retries=4, timeout_s=60.0, max_concurrency=32)
 async def judge(
     completion: str,
-    prompt: str,
+    prompt: Any,
     url: str,
     model: str,
     template: str = TEMPLATE,
@@ -52,7 +52,7 @@ async def judge(
     may appear. pattern: its first group is the score; by default the last number. lowest, highest: the judge's scale.
     api_key_env: name of the environment variable that holds the key.
     """
-    text = template.format_map({**columns, "prompt": prompt, "completion": completion})
+    text = template.format_map({**columns, "prompt": as_text(prompt), "completion": completion})
     asked = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
