@@ -29,6 +29,7 @@ from buffers.tensors import RawTensor
 from experiments.throughput.engine import make_model
 
 SEQUENCES, PROMPT_TOKENS, STEPS_BETWEEN = 64, 64, 40
+COMPLETION_TOKENS = 20, 300
 LONG_PROMPT, MEMBERS = 512, 8
 
 
@@ -62,7 +63,7 @@ class Busy:
 
     def __init__(self, mode: OnUpdate) -> None:
         self.engine = TorchEngine(make_model(), slots=SEQUENCES, max_length=512, on_update=mode)
-        self._lengths = np.random.default_rng(0).integers(20, 300, 100_000).tolist()
+        self._lengths = np.random.default_rng(0).integers(*COMPLETION_TOKENS, 100_000).tolist()
         self._started = 0
 
     def step(self) -> tuple[float, int]:
