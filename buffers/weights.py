@@ -8,7 +8,10 @@ memory. `assembly` brings them together and checks every digest before anybody s
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +27,8 @@ from buffers.weight_messages import Canary, Manifest, Publish, TensorSpec
 CHUNK_BYTES = 1 << 20
 CACHED_BYTES = 1 << 18
 """Copied and digested at a time, so that the second finds it in the processor's cache."""
+# Fresh memory is cleared by the kernel page by page, which costs more than the copy and goes on in several threads at once.
+_MANY_BYTES, _MAX_THREADS = 64 << 20, min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,28 @@ class WeightSet:
         make: MakeMemory = HeapMemory,
     ) -> WeightSet:
         """Copy the tensors into one set, once, and take their digests."""
-        memory = make(sum(len(tensor.data) for tensor in tensors.values()))
-        specs, offset = [], 0
-        for name, tensor in tensors.items():
+        ends = list(itertools.accumulate((len(tensor.data) for tensor in tensors.values()), initial=0))
+        memory = make(ends[-1])
+
+        def copied(offset: int, tensor: RawTensor) -> str:
             hasher, data = xxhash.xxh3_128(), memoryview(tensor.data)
             for start in range(0, len(data), CACHED_BYTES):
                 part = data[start : start + CACHED_BYTES]
                 hasher.update(part)
                 memory.write(offset + start, part)
-            offset += len(data)
-            specs.append(TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), digest=hasher.hexdigest()))
+            return hasher.hexdigest()
+
+        if ends[-1] < _MANY_BYTES:
+            digests = list(map(copied, ends[:-1], tensors.values()))
+        else:
+            with ThreadPoolExecutor(_MAX_THREADS) as threads:
+                digests = list(threads.map(copied, ends[:-1], tensors.values()))
         memory.seal()
-        return cls(fence, version, tuple(specs), memory.view, canary, memory)
+        specs = tuple(
+            TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), digest=digest)
+            for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
+        )
+        return cls(fence, version, specs, memory.view, canary, memory)
 
     @cached_property
     def digest(self) -> str:

@@ -46,7 +46,7 @@ def as_tensors(words: np.ndarray[Any, np.dtype[np.uint16]]) -> dict[str, RawTens
 
 def hub(address: str, directory: str, transport: str) -> None:
     bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-    Hub(address, Path(directory), QueueConfig(), bound, weights=weights_config(transport)).run()
+    Hub(address, Path(directory), QueueConfig(lease_s=600), bound, weights=weights_config(transport)).run()
 
 
 def learner(address: str, transport: str, num_bytes: str) -> None:

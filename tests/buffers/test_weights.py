@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffers import weights as weights_module
 from buffers.assembly import Assembly
 from buffers.errors import WeightsError
+from buffers.shared import HeapMemory, SealedMemory
 from buffers.tensors import RawTensor
 from buffers.weight_store import WeightStore
 from buffers.weights import CHUNK_BYTES, WeightSet
@@ -113,6 +115,16 @@ def test_a_set_is_verified_in_pieces_and_no_further_than_it_has_come() -> None:
         assembly.advance(CHUNK_BYTES)
     assert sum(hashed) == LARGE + 4 and max(hashed) <= CHUNK_BYTES
     assert assembly.whole() == sent
+
+
+def test_a_large_set_is_copied_by_several_threads_into_the_same_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {str(n): RawTensor("uint8", (1000 * n,), random.Random(n).randbytes(1000 * n)) for n in range(20)}
+    alone = WeightSet.of(1, 1, tensors)
+    monkeypatch.setattr(weights_module, "_MANY_BYTES", 0)
+    for make in (HeapMemory, SealedMemory.make):
+        together = WeightSet.of(1, 1, tensors, make=make)
+        assert together == alone
+        assert Assembly(together.announcement(), given=together.memory).whole() == alone
 
 
 def test_a_set_without_bytes_is_complete_at_once() -> None:
