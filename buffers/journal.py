@@ -90,6 +90,7 @@ class Journal:
         self._pending: list[bytes] = []  # appended and not promised yet
         self._end = 0  # of the present segment, with what is pending
         self._good = 0  # of the present segment, without
+        self._named = False  # the present segment's name is durable
         self._unsynced = False  # something was written that no fsync followed
         self._torn = False  # a write broke off in the middle
         self._synced_at = clock()
@@ -147,8 +148,9 @@ class Journal:
             # What was written earlier and never synced may be gone when this fails, whatever a later fsync says.
             with self.disk(mends=not self._unsynced):
                 self._files.sync(file)
-                if self._good == 0:
+                if not self._named:
                     self._files.sync_path(self._directory)
+                    self._named = True
             self._synced_at = self._clock()
         self._unsynced = not wanted
         self._torn, self._good = False, self._end
@@ -208,7 +210,7 @@ class Journal:
         """Go on in another segment. The one before is durable and is not written to again."""
         if self._file is not None:
             self._file.close()
-        self._file = None
+        self._file, self._named = None, False
         self._segment += 1
         self._segments.append(self._segment)
         self._end = self._good = 0
