@@ -1,0 +1,94 @@
+"""How many bytes of training state does a rank hold under ZeRO? Counted on real ranks, beside the formulas of the paper.
+
+With P parameters and n ranks in mixed precision (2-byte weights and gradients; 4-byte master weights and both moments):
+16 P unshared; 4 P + 12 P / n at stage 1, 2 P + 14 P / n at stage 2, 16 P / n at stage 3 (Rajbhandari et al. 2020, arXiv
+1910.02054, figure 1). Counted are the storages that a rank holds between the backward pass and the update, when gradients are
+there. Run as `python -m experiments.throughput.zero_memory [--ranks 2]`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+ROOT = Path(__file__).parents[2]
+FORMULAS = {1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: lambda n: 16 / n}
+# A transformer of so many parameters that everything else is little beside them.
+_SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
+
+
+def held_bytes() -> int:
+    """Bytes of all tensor storages of this process, each counted once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(rank: int, size: int, stage: int, directory: Path) -> dict[str, Any]:
+    """One rank's part of a step, stopped before the update."""
+    from learner.config import LearnerConfig, LossConfig
+    from learner.deepspeed_backend import DeepSpeedBackend
+    from learner.ranks import Ranks
+    from learner.share import blank
+
+    ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
+    before = held_bytes()
+    config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16")  # type: ignore[arg-type]
+    backend = DeepSpeedBackend(directory / "model", config, LossConfig(), ranks=ranks)
+    for step in range(2):  # the first update makes the moments
+        backend.begin()
+        logp_N, entropy_N, _ = backend.predict(blank())
+        backend.backward(logp_N.sum() + entropy_N.sum(), last=True)
+        if step == 0:
+            backend.apply(0, finite=True)
+    held = held_bytes() - before
+    parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in backend._policy.parameters())
+    return {"stage": stage, "rank": rank, "parameters": parameters, "bytes": held}
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=1)] = 2,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    only: Annotated[str, typer.Option(help="RANK:STAGE:DIRECTORY: be one rank.")] = "",
+) -> None:
+    """Count bytes per rank at every ZeRO stage."""
+    if only:
+        rank, stage, directory = only.split(":", 2)
+        typer.echo(json.dumps(measure(int(rank), ranks, int(stage), Path(directory))))
+        return
+    for stage, formula in FORMULAS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE)).save_pretrained(Path(directory) / "model")
+            command = [sys.executable, "-m", "experiments.throughput.zero_memory", f"--ranks={ranks}"]
+            started = [
+                subprocess.Popen(
+                    [*command, f"--only={rank}:{stage}:{directory}"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+                )
+                for rank in range(ranks)
+            ]
+            try:
+                said = [process.communicate(timeout=300)[0] for process in started]
+            finally:
+                for process in started:
+                    process.kill()
+        found = [json.loads(text.splitlines()[-1]) for text in said]
+        per_parameter = max(each["bytes"] / each["parameters"] for each in found)
+        result = {"stage": stage, "ranks": ranks, "bytes_per_parameter": round(per_parameter, 2), "formula": formula(ranks)}
+        typer.echo(json.dumps(result) if as_json else "  ".join(f"{name} {value}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
