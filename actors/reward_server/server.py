@@ -25,12 +25,15 @@ from actors.rewards import RewardSpec
 from actors.scoring.pool import Scored, ScoringPool
 from buffers import keys
 from buffers.errors import ConfigError, WireError
+from buffers.gate import Gate
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500
 # Who asks for more at once is told to come back: nothing here may grow without end.
 _MAX_PENDING = 10_000
 _BACK_S = 1.0
+# Who knocks without a key is told of once in so many seconds.
+_REPORT_S = 10.0
 
 
 class _From(NamedTuple):
@@ -50,14 +53,14 @@ class RewardServer:
                 f"address = {address!r}: without keys a reward is served on this machine only. Use tcp://127.0.0.1:PORT or "
                 "an ipc:// path, or make keys (async-rlhf keys new DIR) and name them with --keys."
             )
+        access = None if key_dir is None else keys.load_hub(key_dir)
         self._spec, self._stopped = spec, False
         self._deadlines: dict[_From, float] = {}
         self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._allowed = self._locked(key_dir)
+        self._gate = Gate(self._context, self._socket, access)
         self._bell, self._ringer = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ringer, False)
@@ -73,17 +76,21 @@ class RewardServer:
     def run(self) -> None:
         """Serve until `stop`; raises RewardError when the reward's processes do not come up."""
         poller = zmq.Poller()
-        for waited_for in (self._socket, self._zap, self._bell):
+        for waited_for in (self._socket, *self._gate.sockets, self._bell):
             poller.register(waited_for, zmq.POLLIN)
+        told = time.monotonic()
         try:
             while not self._stopped:
                 if self._bell in dict(poller.poll(_LOOK_MS)):
                     os.read(self._bell, 4096)
-                self._let_in()
+                self._gate.attend()
                 self._take_in()
                 for scored in self._pool.poll():
                     self._answer(scored)
                 self._give_up()
+                if time.monotonic() - told > _REPORT_S:
+                    told = time.monotonic()
+                    self._gate.report()
         finally:
             self._pool.close()
             self._close_sockets()
@@ -130,32 +137,12 @@ class RewardServer:
             del self._deadlines[asker]
         self.counters["too_late"] += len(late)
 
-    def _locked(self, key_dir: Path | None) -> dict[bytes, str]:
-        """With keys the socket becomes a CURVE server that asks about every peer; returns who is allowed."""
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind("inproc://zeromq.zap.01")
-        if key_dir is None:
-            return {}
-        access = keys.load_hub(key_dir)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, keys.ZAP_DOMAIN)
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer a handshake fails rather than succeeds
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
-        return dict(access.allowed)
-
-    def _let_in(self) -> None:
-        while self._zap.poll(0):
-            answer, refused = keys.admit(self._zap.recv_multipart(), self._allowed)
-            self._zap.send_multipart(answer)
-            if refused:
-                self.counters["refused"] += 1
-
     def _ring(self) -> None:
         with suppress(BlockingIOError):  # a full pipe rings already
             os.write(self._ringer, b"w")
 
     def _close_sockets(self) -> None:
-        self._zap.close(0)
+        self._gate.close()
         self._socket.close()
         self._context.term()
         os.close(self._bell)

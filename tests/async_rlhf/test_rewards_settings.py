@@ -1,0 +1,88 @@
+"""What rewards say of themselves and what a configuration says of them, before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.api import as_rewards_want, preflight
+from async_rlhf.config import load, override
+from buffers.errors import ConfigError
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
+JUDGES = """
+from async_rlhf import reward
+from buffers.errors import ConfigError
+
+def look(level=1):
+    if level > 3: raise ConfigError(f"level = {level}; highest: 3")
+
+@reward(weight=0.5, stop_when=("</answer>",), check=look)
+def tagged(completion, level=1): return 1.0
+
+@reward(weight=2.0)
+def other(completion): return 1.0
+"""
+
+
+@pytest.fixture
+def judges(tmp_path: Path) -> str:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    return str(tmp_path / "judges.py")
+
+
+def test_weights_and_stop_strings_of_rewards_are_written_into_the_runs_configuration(judges: str) -> None:
+    functions = [f"{judges}:tagged", f"{judges}:other"]
+    config = load(QUICK, {"rewards.functions": functions, "rewards.weights": {"other": 3.0}, "generation.stop": ["\n"]})
+    resolved = as_rewards_want(config)
+    assert resolved.rewards.weights == {"tagged": 0.5, "other": 3.0}
+    assert resolved.generation.stop == ("\n", "</answer>")
+    assert as_rewards_want(resolved) == resolved  # a resumed run finds the same
+
+
+def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:
+    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged"], "rewards.options.tagged.level": 3})
+    assert preflight(config) > 0
+    with pytest.raises(ConfigError, match="level = 4; highest: 3"):
+        preflight(override(config, {"rewards.options.tagged.level": 4}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rewards.weights": {"taged": 1.0}}, "rewards.weights names 'taged'.*did you mean 'tagged'"),
+        ({"rewards.gates": ["tagged"]}, "names every reward"),
+        ({"rewards.clip": {"tagged": [1.0, 0.0]}}, "leaves nothing between"),
+        ({"rewards.settings": {"taged": {"retries": 1}}}, "rewards.settings.taged: there is no reward of this name"),
+        ({"rewards.settings": {"tagged": {"batch_size": 4}}}, "has batch_size = 4 but takes one completion"),
+        ({"rewards.options": {"tagged": {"levl": 1}}}, "rewards.options.tagged.levl.*did you mean 'level'"),
+        ({"rewards.functions": ["exact", "exact"]}, "two rewards are called 'exact'"),
+        ({"rewards.functions": ["reward_model"]}, "asks for 'path'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(judges: str, changed: dict[str, Any], message: str) -> None:
+    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged"], **changed})
+    with pytest.raises(ConfigError, match=message):
+        preflight(config)
+
+
+@pytest.mark.parametrize(
+    ("decorate", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"retries": -1}, "retries=-1"),
+        ({"scope": "all"}, "choose 'completion' or 'group'"),
+        ({"weight": float("nan")}, "it must be a finite number"),
+        ({"scope": "group", "batch_size": 2}, "a group is a batch already"),
+        ({"stop_when": "</answer>"}, "it must be a tuple of texts"),
+    ],
+)
+def test_a_decorator_that_cannot_be_meant_is_refused_where_it_stands(decorate: dict[str, Any], message: str) -> None:
+    from async_rlhf import reward
+
+    mark: Callable[..., Any] = reward(**decorate)
+    with pytest.raises(ConfigError, match=message):
+        mark(lambda completion: 1.0)
