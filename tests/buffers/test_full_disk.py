@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from buffers.bound import Bound
 from buffers.config import Fsync
-from buffers.errors import DiskFullError
-from buffers.journal import Journal
+from buffers.errors import DiskFullError, JournalError
+from buffers.journal import Journal, Replay
 from buffers.ledger import Entry, Restored
 from buffers.quarantine import Quarantine
 from tests.buffers.test_hub import Actor, Place, delivered, learner_of, peers, taken, tensors, until
@@ -93,6 +94,41 @@ def test_a_process_that_dies_loses_nothing_acknowledged_in_any_mode(tmp_path: Pa
         again = Journal(tmp_path / fsync, fsync=fsync)
         assert list(again.replay.entries) == [7]
         again.close()
+
+
+def two_lives_and_a_crash(seed: int) -> Replay:
+    """A hub ends while its disk is full, the next begins another segment, and then the machine stops."""
+    disk = MemoryDisk(Random(seed))
+    first = journal_on(disk)
+    first.put(0, ENTRY, b"x" * 50)
+    first.sync()
+    first.put(1, ENTRY, b"y" * 50)
+    disk.full = True
+    with suppress(DiskFullError):
+        first.sync()
+    disk.full = False
+    second = journal_on(disk)
+    second.put(2, ENTRY, b"z" * 50)
+    second.sync()
+    disk.crash()
+    return journal_on(disk).replay
+
+
+def test_what_a_dead_hub_left_half_written_does_not_become_damage_in_an_older_segment() -> None:
+    for seed in range(40):
+        assert {0, 2} <= two_lives_and_a_crash(seed).entries.keys()
+
+
+def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it_is_read() -> None:
+    honest = MemoryDisk.sync_path
+
+    def careless(self: MemoryDisk, path: Path) -> None:
+        if path not in self._names:
+            honest(self, path)
+
+    with patch.object(MemoryDisk, "sync_path", careless), pytest.raises(JournalError, match="damaged"):
+        for seed in range(200):
+            two_lives_and_a_crash(seed)
 
 
 @contextmanager

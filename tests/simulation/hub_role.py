@@ -11,7 +11,7 @@ from typing import cast
 
 from buffers import wire
 from buffers.bound import Bound
-from buffers.config import QueueConfig, WeightsConfig
+from buffers.config import Fsync, QueueConfig, WeightsConfig
 from buffers.errors import AsyncRLHFError
 from buffers.exchange import Exchange
 from buffers.journal import Journal
@@ -22,13 +22,17 @@ from tests.simulation.invariants import Observer
 from tests.simulation.world import Network, ViolationError, World
 
 BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
+INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
 WEIGHTS = WeightsConfig(transport="chunks", adopt_timeout_s=2.0)
 
 
 class HubRole:
     """The hub's process: rounds, ticks, deaths and restarts."""
 
-    def __init__(self, world: World, bound: Bound, observer: Observer, *, max_attempts: int, segment_bytes: int) -> None:
+    def __init__(
+        self, world: World, bound: Bound, observer: Observer, *,
+        max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int,
+    ) -> None:  # fmt: skip
         self.world, self.bound, self.observer = world, bound, observer
         self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
@@ -38,6 +42,9 @@ class HubRole:
             window=bound.window,
             lease_s=LEASE_S,
             max_attempts=max_attempts,
+            fsync=fsync,
+            fsync_interval_s=INTERVAL_S,
+            max_bytes=max_bytes,
         )
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
@@ -49,7 +56,10 @@ class HubRole:
     def start(self) -> None:
         self._life += 1
         try:
-            journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk)
+            journal = Journal(
+                Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk,
+                fsync=self._config.fsync, interval_s=INTERVAL_S, clock=lambda: self.world.now,
+            )  # fmt: skip
             weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
             quarantined = journal.replay.state.quarantined
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
@@ -70,10 +80,16 @@ class HubRole:
         self._tick(self._life)
 
     def kill(self) -> None:
-        """The machine stops."""
+        """The machine stops; where nothing is promised for that (`off`), only the process."""
         self.world.note("hub killed")
         self._die()
+        if self._config.fsync == "off":
+            self.disk.fuse = None
+            return
         self.disk.crash()
+        if self._config.fsync == "interval":
+            # What was acknowledged in the last interval, and the ticks between, may be lost, and is then made again.
+            self.observer.power_failed(self.world.now - INTERVAL_S - 2 * TICK_S)
 
     def _die(self) -> None:
         self._life += 1
@@ -147,7 +163,7 @@ class HubRole:
         if exchange._full:
             self.world.note("the disk is full")
         else:
-            self.observer.acknowledged(acks)
+            self.observer.acknowledged(acks, self.world.now)
         for message in exchange.outbox:
             self.network.deliver(message)
         exchange.outbox.clear()

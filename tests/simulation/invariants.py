@@ -6,7 +6,8 @@ ledger        every credit is in exactly one place
 lost          an acknowledged group is queued, in a batch, or in a durable checkpoint
 twice         no group is trained on twice by the surviving optimizer state
 replay        a batch offered again holds the same attempts of the same groups
-memory        never more begun than (S + 1) B, plus what a restored learner must train again
+memory        never more begun than (S + 1) B, plus what a restored learner must train again; never more bytes waiting than
+              `max_bytes` and a batch
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
 progress      once faults stop, the run ends with every group trained on or quarantined
@@ -29,15 +30,23 @@ class Observer:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
+        self._acknowledged_at: dict[int, float] = {}
         self._batches: dict[int, list[tuple[int, int]]] = {}
         self._adopted: dict[str, tuple[int, int]] = {}
         self._highest_step = 0
         self.durable: frozenset[int] = frozenset()  # numbers in the newest durable checkpoint
         self.quarantined: frozenset[int] = frozenset()
 
-    def acknowledged(self, groups: Iterable[tuple[int, int, int]]) -> None:
+    def acknowledged(self, groups: Iterable[tuple[int, int, int]], now: float) -> None:
         for number, attempt, oldest in groups:
             self._promised[number] = (attempt, oldest)
+            self._acknowledged_at[number] = now
+
+    def power_failed(self, promised_until: float) -> None:
+        """What was acknowledged later than that may be gone, but no batch that was given."""
+        given = {number for batch in self._batches.values() for number, _ in batch}
+        for number in [n for n in self._promised if self._acknowledged_at[n] > promised_until and n not in given]:
+            del self._promised[number]
 
     def hub_changed(self, exchange: Exchange, journal: Journal) -> None:
         admission, bound = exchange._admission, self._bound
@@ -50,6 +59,13 @@ class Observer:
         limit = bound.max_ahead + again * bound.groups_per_batch
         if begun > limit:
             raise ViolationError("memory", f"{begun} groups begun and not trained, the limit is {limit}: {ledger}")
+        room = admission.room
+        if room.max_bytes is not None and room.queued > room.max_bytes + bound.groups_per_batch * room.largest:
+            raise ViolationError(
+                "memory", f"{room.queued} bytes wait, the limit is {room.max_bytes}, {room.largest} the largest"
+            )
+        if room.queued != sum(entry.num_bytes for entry in admission._queued.values()):
+            raise ViolationError("memory", f"{room.queued} bytes are counted for {admission._queued}")
         kept, most = (
             len(journal._places),
             bound.max_ahead + bound.groups_per_batch * (self._highest_step - admission.committed_step),

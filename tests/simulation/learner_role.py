@@ -65,6 +65,8 @@ class LearnerRole:
         fence, step, link = self._client.fence, self._step, self.link
         self.kill()
         messages: list[wire.Message] = [wire.Commit(fence=fence, step=self._committed)]
+        if fence > 0:  # it would take its place back
+            messages.append(wire.Register(step=step, committed=self._committed, learner=self._client._life, fence=fence))
         for later in (step, step + 1, step + 2):
             messages += [wire.Take(fence=fence, step=later), wire.Trained(fence=fence, step=later)]
 

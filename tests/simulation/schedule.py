@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from buffers import weights
 from buffers.bound import Bound
+from buffers.config import Fsync
 from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import Observer
@@ -67,6 +68,8 @@ class Shape:
     segment_bytes: int
     wild: bool
     faults: tuple[Fault, ...]
+    fsync: Fsync
+    max_bytes: int
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -82,11 +85,14 @@ class Shape:
         faults = [
             Fault(rng.uniform(0, horizon), rng.choice(kinds), rng.randint(0, 3), rng.random()) for _ in range(rng.randint(0, 6))
         ]
-        return cls(
+        drawn = cls(
             Bound(batch, staleness, batch * steps, publish_every, window, exact),
             steps, rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3),
             rng.randint(2, 4), rng.choice((300, 1000, 4000)), rng.random() < 0.3, tuple(sorted(faults, key=lambda f: f.at)),
+            "group", 1 << 20,
         )  # fmt: skip
+        fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
+        return replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,10 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
     observer = Observer(shape.bound)
-    hub = HubRole(world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes)
+    hub = HubRole(
+        world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
+        fsync=shape.fsync, max_bytes=shape.max_bytes,
+    )  # fmt: skip
     actors = [
         ActorRole(f"actor-{i}", hub, group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens)
         for i in range(shape.actors)
