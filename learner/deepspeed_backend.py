@@ -45,7 +45,20 @@ from learner.update import Step
 _BUCKET_BYTES = 256 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # What the rest of the configuration decides.
-_OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler")
+_OURS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+    # every rank gets other rows here, which ranks that share a layer or a sequence must not
+    "tensor_parallel",
+    "sequence_parallel_size",
+)
 
 
 class DeepSpeedBackend(RankBackend):

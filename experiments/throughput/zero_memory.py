@@ -21,9 +21,16 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
-FORMULAS = {1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: lambda n: 16 / n}
+# Bytes per parameter that every rank holds, and those that are shared out.
+FORMULAS = {1: (4, 12), 2: (2, 14), 3: (0, 16)}
 # A transformer of so many parameters that everything else is little beside them.
-_SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
 
 
 def held_bytes() -> int:
@@ -37,7 +44,7 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(rank: int, size: int, stage: int, directory: Path) -> dict[str, Any]:
+def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]:
     """One rank's part of a step, stopped before the update."""
     from learner.config import LearnerConfig, LossConfig
     from learner.deepspeed_backend import DeepSpeedBackend
@@ -46,7 +53,7 @@ def measure(rank: int, size: int, stage: int, directory: Path) -> dict[str, Any]
 
     ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
-    config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16")  # type: ignore[arg-type]
+    config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16")
     backend = DeepSpeedBackend(directory / "model", config, LossConfig(), ranks=ranks)
     for step in range(2):  # the first update makes the moments
         backend.begin()
@@ -61,15 +68,18 @@ def measure(rank: int, size: int, stage: int, directory: Path) -> dict[str, Any]
 
 def main(
     ranks: Annotated[int, typer.Option(min=1)] = 2,
+    stages: Annotated[list[int], typer.Option("--stage", help="Only this stage; may be repeated.")] = [1, 2, 3],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json")] = False,
     only: Annotated[str, typer.Option(help="RANK:STAGE:DIRECTORY: be one rank.")] = "",
 ) -> None:
     """Count bytes per rank at every ZeRO stage."""
     if only:
-        rank, stage, directory = only.split(":", 2)
-        typer.echo(json.dumps(measure(int(rank), ranks, int(stage), Path(directory))))
+        own, at, place = only.split(":", 2)
+        typer.echo(json.dumps(measure(int(own), ranks, int(at), Path(place))))
         return
-    for stage, formula in FORMULAS.items():
+    for stage, (whole, shared) in FORMULAS.items():
+        if stage not in stages:
+            continue
         with tempfile.TemporaryDirectory() as directory:
             AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE)).save_pretrained(Path(directory) / "model")
             command = [sys.executable, "-m", "experiments.throughput.zero_memory", f"--ranks={ranks}"]
@@ -86,7 +96,12 @@ def main(
                     process.kill()
         found = [json.loads(text.splitlines()[-1]) for text in said]
         per_parameter = max(each["bytes"] / each["parameters"] for each in found)
-        result = {"stage": stage, "ranks": ranks, "bytes_per_parameter": round(per_parameter, 2), "formula": formula(ranks)}
+        result = {
+            "stage": stage,
+            "ranks": ranks,
+            "bytes_per_parameter": round(per_parameter, 2),
+            "formula": whole + shared / ranks,
+        }
         typer.echo(json.dumps(result) if as_json else "  ".join(f"{name} {value}" for name, value in result.items()))
 
 

@@ -51,6 +51,7 @@ DEEPSPEED_FILES = {
     "not json": ("{", "cannot be read"),
     "a list": ("[]", "must hold one JSON object"),
     "what the run decides": ('{"optimizer": {}, "train_batch_size": 8}', "sets train_batch_size, optimizer, which"),
+    "ranks that share a layer": ('{"tensor_parallel": {"autotp_size": 2}}', "sets tensor_parallel, which"),
     "another stage": ('{"zero_optimization": {"stage": 1}}', "asks for ZeRO stage 1; set learner.zero_stage = 1"),
 }
 
