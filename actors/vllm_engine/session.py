@@ -128,23 +128,29 @@ class Session:
         if not self._thread.is_alive():
             return
         try:
-            self._call(self._close(), "vLLM to end", 2 * _CLOSE_S)
+            self._call(self._close(), "vLLM to end", 2 * _CLOSE_S, heed_death=False)
         except AsyncRLHFError as error:
             _log.warning("%s", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
-    def _call(self, work: Coroutine[Any, Any, _Result], what: str, timeout_s: float = CALL_S) -> _Result:
+    def _call(
+        self, work: Coroutine[Any, Any, _Result], what: str, timeout_s: float = CALL_S, heed_death: bool = True
+    ) -> _Result:
         """Its result. vLLM leaves calls unanswered when it dies while they wait, hence the look every second."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline = time.monotonic() + timeout_s
-        while not future.done() and time.monotonic() < deadline:
-            wait([future], timeout=1.0)
+        try:
+            while not future.done() and time.monotonic() < deadline:
+                wait([future], timeout=1.0)
+                if heed_death and not future.done():
+                    self.check()
             if not future.done():
-                self.check()
-        if not future.done():
-            future.cancel()
-            raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
+                raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
+        finally:
+            future.cancel()  # nothing where it is done
         return future.result()
 
     async def _start(self, make: Callable[[], Any], version: int) -> int:
@@ -257,3 +263,7 @@ class Session:
         if self._llm is not None:
             self._llm.shutdown(timeout=_CLOSE_S)
             self._llm = None
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
