@@ -3,7 +3,7 @@
 With P parameters and n ranks in mixed precision (2-byte weights and gradients; 4-byte master weights and both moments):
 16 P unshared; 4 P + 12 P / n at stage 1, 2 P + 14 P / n at stage 2, 16 P / n at stage 3 (Rajbhandari et al. 2020, arXiv
 1910.02054, figure 1). Counted are the storages that a rank holds between the backward pass and the update, when gradients are
-there. Run as `python -m experiments.throughput.zero_memory [--ranks 2]`.
+there; buffers of a fixed size are made small. Run as `python -m experiments.throughput.zero_memory [--ranks 2]`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]
 
     ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
-    config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16")
+    buffers = directory / f"buffers-{rank}.json"  # of a fixed size, and so nothing beside a large model
+    buffers.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 300_000}}))
+    config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16", deepspeed_config=str(buffers))
     backend = DeepSpeedBackend(directory / "model", config, LossConfig(), ranks=ranks)
     for step in range(2):  # the first update makes the moments
         backend.begin()
