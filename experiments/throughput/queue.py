@@ -292,7 +292,7 @@ def main(
                 f"{found.load:<10}{found.fsync:<10}{found.raw_mb_s:>10.0f}{found.queue_mb_s:>12.0f}{found.ratio:>8.3f}"
                 f"{found.rollouts_s:>12}{found.hub_cpu_s_per_1000:>14.4f}"
             )
-    waits = sorted(run_queue(Load("2 KB", 2048, "group", 8192 // scale, batch=4, rate=1250.0)).wait_ms)
+    waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     latency = {"p50_ms": round(waits[len(waits) // 2], 2), "p99_ms": round(waits[int(0.99 * len(waits))], 2)}
     before, after = memory_at(Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8))
     memory = {"empty_mib": round(before, 1), "queued_mib": round(after, 1), "rollouts": 12512 // (8 * scale) * 64}
