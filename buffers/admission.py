@@ -35,7 +35,7 @@ from buffers.room import Room
 
 
 class Admission:
-    """Methods raise RefusedError with a reason; nothing changes then, but a `put` that is `future` or `stale` ends its lease."""
+    """Methods raise RefusedError with a reason; nothing changes then, but a `future` or `stale` `put` ends its lease."""
 
     def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()

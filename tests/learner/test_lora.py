@@ -93,5 +93,5 @@ def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir:
         backend.save(tmp_path / name)
     with pytest.raises(CheckpointError, match="checkpoint plain has no adapters"):
         make_backend(model_dir).load(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="checkpoint other has other adapters than learner.lora asks for"):
+    with pytest.raises(CheckpointError, match=r"checkpoint other has other adapters than learner.lora asks for"):
         make_backend(model_dir).load(tmp_path / "other")
