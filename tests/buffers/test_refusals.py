@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,13 @@ class Ghost:
     def say(self, frames: wire.Frames) -> wire.Message:
         """The answer; what the hub says by itself is not."""
         assert self.link.send(frames)
-        while (answer := self.link.receive(DEADLINE_S)) is not None:
-            request, message, _ = wire.decode(answer, max_frame_bytes=1 << 30)
-            if request == 9 or isinstance(message, wire.Refused):
-                return message
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            answer = self.link.receive(1.0)  # nothing, too, when the connection was made
+            if answer is not None:
+                request, message, _ = wire.decode(answer, max_frame_bytes=1 << 30)
+                if request == 9 or isinstance(message, wire.Refused):
+                    return message
         raise DeadlineError("no answer")
 
     def close(self) -> None:
