@@ -198,6 +198,11 @@ def check(config: Config) -> None:
         )
     bound = config.bound(num_prompts=config.data.size)
     bound.check()
+    if config.queue.exact and config.queue.fsync != "group":
+        raise ConfigError(
+            f'queue.exact = true with queue.fsync = "{config.queue.fsync}": a group that a power failure takes must be made '
+            'again by weights that are gone by then. Set queue.fsync = "group", or queue.exact = false.'
+        )
     data = Circumstances(
         group_size=config.generation.group_size,
         max_staleness=config.queue.max_staleness,

@@ -31,6 +31,7 @@ CASES = {
         "learner.batch_size = 100 is not a multiple of .* = 8; nearest: 96 or 104",
     ),
     "would hang": ({"learner.publish_every": 4}, "max_staleness = 1 would hang.*Lowest that can run: queue.max_staleness = 3"),
+    "exact and not durable": ({"queue.exact": True, "queue.fsync": "off"}, 'queue.fsync = "off".*Set queue.fsync = "group"'),
     "window would hang": ({"queue.window": 33}, "would hang.*Lowest that can run: queue.max_staleness = 2"),
     "exact with a window": ({"queue.exact": True, "queue.window": 2, "queue.max_staleness": 4}, "queue.exact = true needs"),
     "too many updates": ({"learner.updates_per_step": 17}, "updates_per_step = 17 needs .* highest: 16"),

@@ -49,6 +49,7 @@ class HubRole:
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
         self._life = 0
+        self._room_at = 0.0
         self._round_due = False
         self._journal: Journal | None = None
         self.exchange: Exchange | None = None
@@ -88,8 +89,8 @@ class HubRole:
             return
         self.disk.crash()
         if self._config.fsync == "interval":
-            # What was acknowledged in the last interval, and the ticks between, may be lost, and is then made again.
-            self.observer.power_failed(self.world.now - INTERVAL_S - 2 * TICK_S)
+            # What was acknowledged in the last interval that had room on the disk, and the ticks between, may be lost.
+            self.observer.power_failed(self._room_at - INTERVAL_S - 2 * TICK_S)
 
     def _die(self) -> None:
         self._life += 1
@@ -163,6 +164,7 @@ class HubRole:
         if exchange._full:
             self.world.note("the disk is full")
         else:
+            self._room_at = self.world.now
             self.observer.acknowledged(acks, self.world.now)
         for message in exchange.outbox:
             self.network.deliver(message)

@@ -92,6 +92,8 @@ class Shape:
             "group", 1 << 20,
         )  # fmt: skip
         fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
+        if exact:  # the configuration allows no other
+            fsync = "group"
         return replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
 
 
