@@ -13,6 +13,9 @@ import pytest
 
 from tests.actors.vllm_model import make_model, save_model
 
+HERE = Path(__file__).parent
+_running: list[Any] = []
+
 
 @pytest.fixture(scope="session")
 def vllm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,8 +32,20 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
     from actors.vllm_engine.loading import load_engine
 
     engine = load_engine(str(vllm_directory), EngineConfig(kind="vllm", slots=32), version=0)
+    _running.append(engine)
     yield engine
-    with warnings.catch_warnings():  # this may run in the teardown of any test
-        warnings.simplefilter("ignore")
-        engine.close()
-        gc.collect()  # vLLM leaves a socket context to the collector, which warns of it
+    _close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """vLLM's processes are not left to take time from the tests of other rooms."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        _close()
+
+
+def _close() -> None:
+    while _running:
+        with warnings.catch_warnings():  # this may run in the teardown of any test
+            warnings.simplefilter("ignore")
+            _running.pop().close()
+            gc.collect()  # vLLM leaves a socket context to the collector, which warns of it
