@@ -16,10 +16,11 @@ An engine is made by its module's `load_engine(model_dir, config, *, on_update, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from buffers.errors import EngineError
 from buffers.record import FinishReason, Float32Array, Int32Array, Span, Support
 from buffers.tensors import RawTensor
 
@@ -60,6 +61,24 @@ class Request:
     def is_truncated(self) -> bool:
         """Whether some tokens cannot be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
+    """The keys of these and of those known already; raises EngineError for the first request that cannot be served.
+
+    `check` raises it for what only one engine knows; everything else is refused here.
+    """
+    known = set(known)
+    for request in requests:
+        if len(request.prompt_ids) == 0:
+            raise EngineError(f"{request.key} has an empty prompt; give it at least one token (a begin token will do)")
+        if request.max_new_tokens < 1:
+            raise EngineError(f"{request.key} asks for max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
+        check(request)
+        if request.key in known:
+            raise EngineError(f"{request.key} is already submitted; a key names one completion")
+        known.add(request.key)
+    return known
 
 
 @dataclass(frozen=True)

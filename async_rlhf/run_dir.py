@@ -110,11 +110,7 @@ class RunDir:
 
     def live(self) -> dict[str, Any]:
         """`pid` and `address` of the live run, or nothing."""
-        try:
-            found: dict[str, Any] = json.loads(self._run.read_text())
-        except FileNotFoundError:
-            return {}
-        return found
+        return _read_json(self._run)
 
     def is_alive(self) -> bool:
         """Whether the process that announced itself still runs (not another that was given its number)."""
@@ -133,11 +129,7 @@ class RunDir:
 
     def read_ledger(self) -> dict[str, Any]:
         """The hub's last written status, or nothing before there was one."""
-        try:
-            found: dict[str, Any] = json.loads(self.ledger.read_text())
-        except FileNotFoundError:
-            return {}
-        return found
+        return _read_json(self.ledger)
 
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:
         temporary = path.with_suffix(".tmp")
@@ -162,6 +154,14 @@ class Tail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -39,7 +39,6 @@ from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
 from learner.policy import Policy, load_model
 from learner.rank_backend import RankBackend, probe, raw
 from learner.ranks import Ranks
-from learner.update import Step
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20
@@ -82,9 +81,7 @@ class DeepSpeedBackend(RankBackend):
         settings = deepspeed_settings(config)
         _join(self._ranks)
         self._policy = Policy(load_model(model_dir, torch.device("cpu")), config, with_critic=True)
-        self._reference: Policy | None = None
-        if loss.needs_reference:
-            self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
+        self._load_reference()
         self._aliases = _aliases(self._policy.model)
         self._shapes = {name: tensor.to("meta") for name, tensor in self._policy.model.state_dict().items()}
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
@@ -97,19 +94,12 @@ class DeepSpeedBackend(RankBackend):
         )
         self._stage = int(self._engine.zero_optimization_stage())
 
-    def _step(self) -> Step:
-        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
-
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `Machine.predict`."""
         with self._ranks.named("a forward pass"):
             return self._engine(batch.to(self._device))  # type: ignore[no-any-return]
-
-    def reference(self, batch: MicroBatch) -> Tensor | None:
-        """See `Machine.reference`."""
-        return None if self._reference is None else self._reference(batch.to(self._device))[0]
 
     def begin(self) -> None:
         self._optimizer.zero_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from buffers.errors import ConfigError
 from buffers.tensors import RawTensor
@@ -16,7 +17,7 @@ from learner.backend import StepReport
 from learner.batch import MicroBatch, Row
 from learner.config import LearnerConfig, LossConfig
 from learner.kinds import KINDS
-from learner.policy import Policy
+from learner.policy import Policy, load_model
 from learner.ranks import Ranks
 from learner.share import Update, shares
 from learner.targets import Observation
@@ -49,6 +50,12 @@ class RankBackend(ABC):
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
         self._device = find_device(config.device, self._ranks.rank)
         self._value_clip = value_clip
+        self._reference: Policy | None = None
+
+    def _load_reference(self) -> None:
+        """The frozen model that divergences are measured from, where the loss wants one."""
+        if self._loss_config.needs_reference:
+            self._reference = Policy(load_model(self._model_dir, self._device).requires_grad_(False), self._config)
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update."""
@@ -76,8 +83,24 @@ class RankBackend(ABC):
         """Of the completions in this rank's micro-batches."""
         return self._step().observe(batches)
 
+    def _step(self) -> Step:
+        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
+
+    def reference(self, batch: MicroBatch) -> Tensor | None:
+        """See `Machine.reference`."""
+        return None if self._reference is None else self._reference(batch.to(self._device))[0]
+
     @abstractmethod
-    def _step(self) -> Step: ...
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None: ...
+
+    @abstractmethod
+    def apply(self, step: int, finite: bool) -> tuple[float, bool]: ...
 
     @abstractmethod
     def tensors(self) -> Mapping[str, RawTensor]: ...

@@ -26,7 +26,6 @@ from learner.optimizer import (
 from learner.policy import Policy, load_model
 from learner.rank_backend import RankBackend, probe, raw
 from learner.ranks import Ranks
-from learner.update import Step
 
 
 class TorchBackend(RankBackend):
@@ -50,27 +49,18 @@ class TorchBackend(RankBackend):
         if self._lora is not None:
             lora.add_adapters(self._model, self._lora)
         self._policy = Policy(self._model, config, with_critic=True)
-        self._reference: Policy | None = None
-        if loss.needs_reference:
-            self._reference = Policy(load_model(model_dir, self._device).requires_grad_(False), config)
+        self._load_reference()
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
         groups = parameter_groups(dict(self._model.named_parameters()), critic)
         self._optimizer = make_adamw(groups, config, self._device)
         self._frozen: Frozen | None = None
         self._memory: dict[int, Tensor] = {}
 
-    def _step(self) -> Step:
-        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
-
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `Machine.predict`."""
         return self._policy(batch.to(self._device))  # type: ignore[no-any-return]
-
-    def reference(self, batch: MicroBatch) -> Tensor | None:
-        """See `Machine.reference`."""
-        return None if self._reference is None else self._reference(batch.to(self._device))[0]
 
     def begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.engine import Completion, OnUpdate, Request, RolloutKey
+from actors.engine import Completion, OnUpdate, Request, RolloutKey, check_requests
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.graphs import GraphedForward, Recorder
@@ -94,20 +94,11 @@ class TorchEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
-        known = self._scheduler.unfinished_keys()
-        for request in requests:
-            self._check(request)
-            if request.key in known:
-                raise EngineError(f"{request.key} is already submitted; a key names one completion")
-            known.add(request.key)
+        check_requests(requests, self._scheduler.unfinished_keys(), self._check)
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
         num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        if num_prompt == 0:
-            raise EngineError(f"{request.key} has an empty prompt; give it at least one token (a begin token will do)")
-        if num_new < 1:
-            raise EngineError(f"{request.key} asks for max_new_tokens = {num_new}; at least 1 is needed")
         if request.temperature < 0 or request.seed < 0:
             raise EngineError(f"{request.key} has temperature {request.temperature}, seed {request.seed}; both are >= 0")
         if self._max_length is not None and num_prompt + num_new > self._max_length:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from actors.engine import Completion, OnUpdate, Request, RolloutKey
+from actors.engine import Completion, OnUpdate, Request, RolloutKey, check_requests
 from actors.torch_engine.weights import check_weights
 from actors.vllm_engine.session import Session
 from actors.vllm_engine.weights import write_weights
@@ -68,21 +68,12 @@ class VLLMEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
-        known = set(self._unfinished)
-        for request in requests:
-            self._check(request)
-            if request.key in known:
-                raise EngineError(f"{request.key} is already submitted; a key names one completion")
-            known.add(request.key)
+        known = check_requests(requests, self._unfinished, self._check)
         self._session.submit(requests)
         self._unfinished = known
 
     def _check(self, request: Request) -> None:
         num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        if num_prompt == 0:
-            raise EngineError(f"{request.key} has an empty prompt; give it at least one token (a begin token will do)")
-        if num_new < 1:
-            raise EngineError(f"{request.key} asks for max_new_tokens = {num_new}; at least 1 is needed")
         if num_prompt + num_new > self._max_length:
             raise EngineError(
                 f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, vLLM holds {self._max_length}; "

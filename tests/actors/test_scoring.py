@@ -33,7 +33,7 @@ def act(completion, path=None):
         while True: pass
     if completion == "regex":  # keeps the interpreter lock
         re.match("(a+)+$", "a" * 60 + "b")
-    if completion == "swallow":
+    if completion == "swallow":  # also what would end it: only a kill can
         while True:
             try: time.sleep(1000)
             except BaseException: pass

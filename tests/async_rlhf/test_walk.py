@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf import roles
 from async_rlhf.run_dir import RunDir
+from buffers import wire
 from buffers.client import LearnerClient, control
 from buffers.exchange import Exchange
 
@@ -107,3 +108,4 @@ def test_a_learner_waits_with_a_deadline_and_says_for_what(socket_dir: Path) -> 
     with pytest.raises(DeadlineError, match="waited 0 s for the answer to 'register'"):
         client.register(0, 0)
     client.close()
+    assert wire.PROTOCOL == 3

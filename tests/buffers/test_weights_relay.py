@@ -86,6 +86,7 @@ def test_the_hub_sends_a_set_and_a_delta_once_however_many_actors_adopt_them(sta
         assert {"anna", "ben", "cleo"} <= set(place.fleet.status()["actors"])
 
 
+# Memory that cannot be changed any more is Linux's (memfd seals); without it a relay sends chunks, which is tested above.
 @pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 def test_actors_on_the_relays_machine_map_its_memory(station: Callable[..., Station]) -> None:
     place = station(WeightsConfig(transport="auto"))
