@@ -249,6 +249,11 @@ class ActorClient:
             if number in self._unacknowledged:
                 self._connection.send(*self._unacknowledged[number])
 
+    def _answered(self, number: int, attempt: int) -> None:
+        waiting = self._unacknowledged.get(number)
+        if waiting is not None and waiting[0].group.attempt == attempt:
+            del self._unacknowledged[number]
+
     def _handle(self, request: int, message: wire.Message, arrays: wire.Frames) -> None:
         match message:
             case wire.Welcome(max_frame_bytes=limit):
@@ -257,12 +262,12 @@ class ActorClient:
             case wire.Credits(credits=credits):
                 if self._welcome:
                     self._credits += credits
-            case wire.Ack(number=number, attempt=attempt):
-                waiting = self._unacknowledged.get(number)
-                if waiting is not None and waiting[0].group.attempt == attempt:
-                    del self._unacknowledged[number]
-                if not message.accepted:
-                    self.refused.append((number, message.reason))
+            case wire.Ack(groups=groups):
+                for number, attempt in groups:
+                    self._answered(number, attempt)
+            case wire.Rejected(number=number, attempt=attempt, reason=reason):
+                self._answered(number, attempt)
+                self.refused.append((number, reason))
             case wire.Later(number=number, wait_s=wait_s):
                 self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):
@@ -336,8 +341,8 @@ class LearnerClient:
         return answer, frames
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained on."""
-        self._connection.ask(wire.Trained(fence=self.fence, step=step), timeout_s=self._timeout_s)
+        """Batch `step` has been trained on. Does not wait: should it be lost, what is asked next says it too."""
+        self._connection.send(wire.Trained(fence=self.fence, step=step))
 
     def commit(self, step: int) -> None:
         """A checkpoint of `step` steps is durable; everything before it may be deleted."""

@@ -73,6 +73,8 @@ class Exchange:
         self._peers = Peers()
         self._refusals = Refusals()
         self._held: list[_Held] = []
+        self._kept: dict[bytes, list[tuple[int, int]]] = {}  # who put what since the last time it settled
+        self._put_last: dict[bytes, int] = {}  # the request of its newest Put
         self._must_be_durable = False  # a batch or a state was appended
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._registration: tuple[bytes, int, wire.Registered] | None = None
@@ -101,6 +103,10 @@ class Exchange:
         if self._full:
             _log.warning("there is room on the disk again")
         self._full, self._must_be_durable = "", False
+        for identity, kept in self._kept.items():
+            self._send(identity, wire.Ack(groups=kept), request=self._put_last[identity])
+        self._kept.clear()
+        self._put_last.clear()
         for held in self._held:
             groups = [frame for number in held.numbers for frame in packing.from_bytes(self._journal.read(number))]
             self._send(held.identity, held.message, groups, held.request)
@@ -196,9 +202,10 @@ class Exchange:
             if error.reason == "later":
                 return self._put_later(group, error.detail)
             refused = self._refusals.note(error, name)
-            return wire.Ack(number=group.number, attempt=group.attempt, accepted=False, reason=refused.reason)
+            return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         self._journal.put(group.number, entry, *packing.to_parts(frames))
-        self._held.append(_Held(identity, wire.Ack(number=group.number, attempt=group.attempt, accepted=True), request))
+        self._put_last[identity] = request
+        self._kept.setdefault(identity, []).append((group.number, group.attempt))
         return None
 
     def _put_later(self, group: wire.GroupHeader, reason: str) -> wire.Message:
@@ -212,6 +219,9 @@ class Exchange:
         if isinstance(message, wire.Register):
             return self._register(identity, request, message)
         self._check_fence(message)
+        # Who goes on from here has trained on the batch before, also when the message that said so was lost.
+        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
+            admission.trained(admission.step)
         match message:
             case wire.Take():
                 admission.aim = message.aim
@@ -354,6 +364,10 @@ class Exchange:
 
     def _send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
         self.outbox.append([identity, *wire.encode(message, arrays, request)])
+
+
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
+    return message.version if isinstance(message, wire.Publish) else message.step
 
 
 def _fenced(claimed: int, fence: int) -> RefusedError:

@@ -23,7 +23,7 @@ from typing import Any
 
 import zmq
 
-from buffers import keys, status
+from buffers import frames, keys, status
 from buffers.bound import Bound
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.exchange import Exchange
@@ -126,12 +126,10 @@ class Hub:
         for _ in range(_ROUND):
             if num_bytes > _ROUND_BYTES:
                 return
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if (message := frames.receive(self._socket)) is None:
                 return
-            num_bytes += sum(map(len, frames))
-            self._exchange.receive(identity, frames)
+            num_bytes += sum(map(len, message))
+            self._exchange.receive(message[0], message[1:])
 
     def _write_ledger(self) -> None:
         """A full disk costs the file, not the hub: who asks over the socket is told all the same."""
@@ -143,5 +141,5 @@ class Hub:
     def _send_out(self) -> None:
         """Never blocks: a peer that is gone, or too slow to read a thousand messages, loses them and its lease ends."""
         for message in self._exchange.outbox:
-            self._socket.send_multipart(message, zmq.NOBLOCK)
+            frames.send(self._socket, message)
         self._exchange.outbox.clear()

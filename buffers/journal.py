@@ -46,10 +46,12 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class _Place:
+    """Where a group's record is, and where in it the group's bytes begin."""
+
     segment: int
-    offset: int  # of the group's bytes
+    offset: int
     length: int
-    checksum: int
+    start: int
 
 
 @dataclass
@@ -113,10 +115,9 @@ class Journal:
 
     def put(self, number: int, entry: Entry, *payload: bytes) -> None:
         """Append a group, its bytes in parts; promised after `sync`."""
-        start = segment.put_head(number, entry)
-        offset = self._append(segment.PUT, start, *payload) + len(start)
-        place = _Place(self._segment, offset, sum(map(len, payload)), segment.checksum(payload))
-        self._remember(number, place)
+        head = segment.put_head(number, entry)
+        offset = self._append(segment.PUT, head, *payload)
+        self._remember(number, _Place(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
 
     def take(self, step: int, numbers: Iterable[int]) -> None:
         """Append the make-up of batch `step`; on disk after `sync(durable=True)`."""
@@ -158,20 +159,20 @@ class Journal:
         if durable:
             self._tidy()
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int) -> memoryview:
         """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
         place = self._places[number]
         with self.disk():
             reader = self._readers.get(place.segment)
             if reader is None:
                 reader = self._readers[place.segment] = self._files.reader(self._path(place.segment))
-            payload = self._files.read_at(reader, place.length, place.offset)
-        if segment.checksum([payload]) != place.checksum:
+            record = self._files.read_at(reader, place.length, place.offset)
+        if not segment.is_whole(record):
             raise JournalError(
                 f"{self._path(place.segment)} is damaged: group {number}, {place.length} bytes from byte {place.offset} on, "
                 "is not what was written. Restore the file, or start a new run directory."
             )
-        return payload
+        return memoryview(record)[place.start :]
 
     @property
     def num_bytes(self) -> int:
@@ -226,11 +227,10 @@ class Journal:
         return self._file
 
     def _append(self, kind: int, *parts: bytes) -> int:
-        """Where the payload of the record will be."""
-        head = segment.head(kind, parts)
-        offset = self._end + len(head)
+        """Where the record will be."""
+        offset, head = self._end, segment.head(kind, parts)
         self._pending += (head, *parts)
-        self._end = offset + sum(map(len, parts))
+        self._end += len(head) + sum(map(len, parts))
         return offset
 
     def _tidy(self) -> None:
@@ -273,7 +273,7 @@ class Journal:
             data = self._files.read(path)
             good = 0
             while (found := segment.parse(data, good)) is not None:
-                self._apply(replay, found[0], number, good + segment.HEAD.size)
+                self._apply(replay, found[0], number, good, found[1] - good)
                 good = found[1]
             if good < len(data):
                 self._cut_off(replay, number, data, good)
@@ -296,12 +296,11 @@ class Journal:
         _log.warning("%s: cut off %d bytes of an unfinished write", path, replay.torn_bytes)
         self._files.truncate(path, good)
 
-    def _apply(self, replay: Replay, record: segment.Record, number: int, offset: int) -> None:
+    def _apply(self, replay: Replay, record: segment.Record, number: int, offset: int, length: int) -> None:
         match record:
             case segment.Put():
                 replay.entries[record.number] = record.entry
-                place = _Place(number, offset + record.start, len(record.payload), segment.checksum([record.payload]))
-                self._remember(record.number, place)
+                self._remember(record.number, _Place(number, offset, length, segment.HEAD.size + record.start))
             case segment.Take():
                 replay.batches[record.step] = record.numbers
                 self._takes[record.step] = number

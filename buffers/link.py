@@ -21,6 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from buffers import wire
 from buffers.errors import ConfigError, DeadlineError
+from buffers.frames import receive, send
 from buffers.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
@@ -104,11 +105,7 @@ class SocketLink:
         return [self._socket, self._monitor, self._wake_in]
 
     def send(self, frames: wire.Frames) -> bool:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return send(self._socket, frames)
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
@@ -116,7 +113,7 @@ class SocketLink:
             os.read(self._wake_in, 4096)
         if self._monitor in ready:
             self._watch()
-        return self._socket.recv_multipart() if self._socket in ready else None
+        return receive(self._socket) if self._socket in ready else None
 
     def was_remade(self) -> bool:
         self._watch()

@@ -9,7 +9,7 @@ import math
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import JsonValue
@@ -214,11 +214,11 @@ def to_parts(frames: Frames) -> Frames:
     return [struct.pack(f"<{len(frames) + 1}I", len(frames), *map(len, frames)), *frames]
 
 
-def from_bytes(payload: bytes) -> Frames:
-    """The frames of `to_parts`, joined."""
+def from_bytes(payload: bytes | memoryview) -> Frames:
+    """Views of the frames of `to_parts`, joined."""
     (count,) = struct.unpack_from("<I", payload)
-    frames, start = [], 4 * (count + 1)
+    frames, start, view = [], 4 * (count + 1), memoryview(payload)
     for length in struct.unpack_from(f"<{count}I", payload, 4):
-        frames.append(payload[start : start + length])
+        frames.append(view[start : start + length])
         start += length
-    return frames
+    return cast("Frames", frames)

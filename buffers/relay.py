@@ -23,6 +23,7 @@ from buffers import wire
 from buffers.config import WeightsConfig
 from buffers.errors import WeightsError, WireError
 from buffers.fetching import Fetching
+from buffers.frames import receive, send
 from buffers.gate import Gate
 from buffers.keys import HubKeys
 from buffers.link import Connect, SocketLink
@@ -198,8 +199,8 @@ class Relay:
             self._context.destroy(linger=0)
 
     def _from_actors(self) -> None:
-        while self._socket.poll(0):
-            identity, *frames = self._socket.recv_multipart()
+        while (received := receive(self._socket)) is not None:
+            identity, frames = received[0], received[1:]
             try:
                 request, message, _ = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
             except WireError as error:
@@ -260,4 +261,4 @@ class Relay:
 
     def _send(self, message: wire.Frames) -> None:
         """Never blocks: an actor that is gone, or too slow, loses it."""
-        self._socket.send_multipart(message, zmq.NOBLOCK)
+        send(self._socket, message)

@@ -74,12 +74,13 @@ def head(kind: int, parts: Sequence[bytes]) -> bytes:
     return HEAD.pack(kind, length, _checksum(kind, length, parts))
 
 
-def checksum(parts: Sequence[bytes]) -> int:
-    """xxh3-64 of bytes in parts."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
+def is_whole(record: bytes) -> bool:
+    """Whether these bytes are one record, as it was written."""
+    if len(record) < HEAD.size:
+        return False
+    kind, length, expected = HEAD.unpack_from(record)
+    payload = memoryview(record)[HEAD.size :]
+    return bool(len(payload) == length and _checksum(kind, length, [payload]) == expected)
 
 
 def parse(data: bytes, at: int) -> tuple[Record, int] | None:
@@ -120,8 +121,11 @@ def records(directory: Path) -> Iterator[Put | Take]:
             raise JournalError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
 
 
-def _checksum(kind: int, length: int, parts: Sequence[bytes]) -> int:
-    return checksum([HEAD.pack(kind, length, 0), *parts])
+def _checksum(kind: int, length: int, parts: Sequence[bytes | memoryview]) -> int:
+    digest = xxhash.xxh3_64(HEAD.pack(kind, length, 0))
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
 
 
 def _record(kind: int, payload: bytes) -> Record:

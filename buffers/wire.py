@@ -5,7 +5,7 @@ types below before anything looks at it: unknown fields, wrong types, oversized 
 WireError, which the receiver counts and answers; nothing is ever unpickled.
 
     actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack,
-                                                                                       Later, Stop
+                                                                                       Rejected, Later, Stop
     learner -> hub  Register, Take, Trained, Commit                    hub -> learner  Registered, Batch (+ arrays),
                                                                                        Waiting, Ended, Done
     weights         see `weight_messages`
@@ -38,13 +38,14 @@ from buffers.weight_messages import Publish as Publish
 from buffers.weight_messages import TensorSpec as TensorSpec
 from buffers.weight_messages import Wanted as Wanted
 
-PROTOCOL = 3
+PROTOCOL = 4
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
 MAX_FRAME_BYTES = 1 << 30
 _MAX_ITEMS = 1 << 16
 
+# Or views of them, which are sent and read like bytes.
 Frames = list[bytes]
 
 
@@ -133,13 +134,19 @@ class Credits(MessageBase):
 
 
 class Ack(MessageBase):
-    """What became of a Put; `accepted` means it is durable."""
+    """These groups (number, attempt) are durable. Answers the last Put of them."""
 
     type: Literal["ack"] = "ack"
+    groups: list[tuple[int, int]]
+
+
+class Rejected(MessageBase):
+    """This Put was well formed and may not enter."""
+
+    type: Literal["rejected"] = "rejected"
     number: int
     attempt: int
-    accepted: bool
-    reason: str = ""
+    reason: str
 
 
 class Later(MessageBase):
@@ -259,7 +266,7 @@ class Refused(MessageBase):
 
 
 Message = (
-    Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Later | Stop
+    Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Rejected | Later | Stop
     | Register | Registered | Take | Batch | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk

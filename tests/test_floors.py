@@ -23,6 +23,7 @@ BELOW = {
 ROOMS = {
     "zmq": (
         "buffers/hub.py",
+        "buffers/frames.py",
         "buffers/gate.py",
         "buffers/link.py",
         "buffers/relay.py",

@@ -121,8 +121,8 @@ def test_a_hello_names_what_is_held_and_repeats_what_was_not_acknowledged() -> N
     client, link = joined()
     client.put(a_group(5))
     client.put(a_group(6, attempt=1))
-    link.say(wire.Ack(number=5, attempt=0, accepted=True))
-    link.say(wire.Ack(number=6, attempt=0, accepted=False, reason="superseded"))  # of an attempt before
+    link.say(wire.Ack(groups=[(5, 0)]))
+    link.say(wire.Rejected(number=6, attempt=0, reason="superseded"))  # of an attempt before
     client.poll(STATE, {})
     assert client.unacknowledged == [(6, 1)]
     assert list(client.refused) == [(6, "superseded")]

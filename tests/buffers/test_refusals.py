@@ -155,7 +155,7 @@ def test_a_put_that_may_not_enter_is_answered_with_why(what: str, scene: tuple[P
     frames, reason = PUTS[what]
     before = hub.status()["refused"].get(reason, 0)
     answer = ghost.say(frames)
-    assert isinstance(answer, wire.Ack) and not answer.accepted and answer.reason == reason, answer
+    assert isinstance(answer, wire.Rejected) and answer.reason == reason, answer
     assert hub.status()["refused"][reason] == before + 1
 
 

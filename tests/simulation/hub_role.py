@@ -156,9 +156,7 @@ class HubRole:
         admission = exchange._admission
         entries = {**admission._queued, **{n: entry for batch in admission._batches.values() for n, entry in batch.items()}}
         acks = [
-            (held.message.number, held.message.attempt, entries[held.message.number].oldest_version)
-            for held in exchange._held
-            if isinstance(held.message, wire.Ack)
+            (number, attempt, entries[number].oldest_version) for kept in exchange._kept.values() for number, attempt in kept
         ]
         exchange.settle()
         if exchange._full:
