@@ -26,10 +26,10 @@ from actors.scoring.pool import Place, Scored, ScoringPool
 from actors.selection import Selection
 from buffers.client import ActorClient, ActorState
 from buffers.errors import WeightsError
+from buffers.protocol.wire import CreditItem
 from buffers.record import Group, Rollout
 from buffers.stages import GENERATION, StageTime, pack
-from buffers.weights import WeightSet
-from buffers.wire import CreditItem
+from buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.

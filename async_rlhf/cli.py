@@ -319,8 +319,8 @@ def keys_new(
 ) -> None:
     """Make the hub's keys and a key for each machine. Nothing is ever written over."""
     with _errors():
-        from buffers.keys import create
-        from buffers.link import new_pair
+        from buffers.transport.keys import create
+        from buffers.transport.link import new_pair
 
         create(directory, names or [], new_pair)
         typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
@@ -343,7 +343,7 @@ def _load(config: Path, overrides: list[str] | None) -> Any:
 def _status(run: Any) -> dict[str, Any]:
     from buffers.client import control
     from buffers.errors import DeadlineError
-    from buffers.link import connector
+    from buffers.transport.link import connector
 
     metrics, config = run.read_metrics(), run.config()
     hub, alive = run.read_ledger(), run.is_alive()

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig
 from actors.rewards import absolute
-from buffers.bound import Bound
 from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
+from buffers.queue.bound import Bound
 from learner.check import Circumstances
 from learner.check import check as check_learning
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
@@ -245,7 +245,7 @@ def _check_address(address: str, *, keyed: bool) -> None:
 def _check_security(security: SecurityConfig) -> None:
     """The hub's machine needs its keys and its own processes' before anything starts. Raises ConfigError."""
     if security.directory is not None:
-        from buffers import keys, link  # needs zmq, which most runs of `check` do not
+        from buffers.transport import keys, link  # needs zmq, which most runs of `check` do not
 
         link.check_curve()
         keys.load_hub(security.directory)

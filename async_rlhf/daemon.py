@@ -41,7 +41,7 @@ from async_rlhf.launch.program import Launcher, Node, Process, actor_node, evalu
 from async_rlhf.run_dir import RunDir, Tail
 from buffers.client import control
 from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, RewardError
-from buffers.link import connector
+from buffers.transport.link import connector
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1

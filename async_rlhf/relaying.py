@@ -9,10 +9,10 @@ from pathlib import Path
 from async_rlhf.config import parse_settings
 from buffers.config import WeightsConfig
 from buffers.errors import ConfigError
-from buffers.keys import load_hub
-from buffers.link import connector
-from buffers.relay import Relay
-from buffers.shared import is_local
+from buffers.transport.keys import load_hub
+from buffers.transport.link import connector
+from buffers.weights.relay import Relay
+from buffers.weights.shared import is_local
 
 
 def run_relay(

@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 def run_hub(run: RunDir, config: Config, address: str) -> None:
     """The replay queue, the weight channel and the ledger."""
     from actors.prompts import load_rows, prompt_number
-    from buffers.hub import Hub
-    from buffers.keys import load_hub
+    from buffers.hub.hub import Hub
+    from buffers.transport.keys import load_hub
 
     @cache
     def num_rows() -> int:
@@ -53,7 +53,7 @@ def run_hub(run: RunDir, config: Config, address: str) -> None:
 def run_learner(run: RunDir, config: Config, address: str) -> None:
     """The model that learns, from the newest checkpoint on."""
     from buffers.client import LearnerClient
-    from buffers.link import connector
+    from buffers.transport.link import connector
 
     connect = connector(config.security.directory)
     client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
@@ -72,8 +72,8 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     from actors.scoring.pool import ScoringPool
     from actors.worker import Worker
     from buffers.client import ActorClient
-    from buffers.link import connector
     from buffers.spans import SpanFile
+    from buffers.transport.link import connector
 
     rows, _ = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from async_rlhf.config import Config
 from async_rlhf.run_dir import RunDir
-from buffers.archive import read_batches
 from buffers.errors import ConfigError
+from buffers.queue.archive import read_batches
 from buffers.record import Group
 
 

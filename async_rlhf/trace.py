@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.run_dir import RunDir
-from buffers.archive import read_batches
 from buffers.errors import ConfigError, JournalError
+from buffers.queue.archive import read_batches
 from buffers.spans import read_spans
 from buffers.stages import GENERATION, Activity, StageTime, unpack
 

@@ -15,15 +15,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from buffers import packing, wire
 from buffers.config import WeightsConfig
 from buffers.errors import DeadlineError, RefusedError
-from buffers.fetching import Fetching
-from buffers.link import Connect, Link, SocketLink
-from buffers.publishing import Publishing
+from buffers.protocol import packing, wire
 from buffers.record import Group
 from buffers.tensors import RawTensor
-from buffers.weights import WeightSet
+from buffers.transport.link import Connect, Link, SocketLink
+from buffers.weights.fetching import Fetching
+from buffers.weights.publishing import Publishing
+from buffers.weights.weight_set import WeightSet
 
 _RETRY_S = 2.0  # a request unanswered so long is sent again: the hub may have been restarted
 _MAX_REFUSED = 256  # refused puts that are remembered

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 from learner import diagnostics
 from learner.batch import Row
 from learner.targets import Observation

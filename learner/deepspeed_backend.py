@@ -30,8 +30,8 @@ from deepspeed.utils import (
 )
 
 from buffers.errors import ConfigError
+from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
 from learner.model_files import saved_weights, write_model

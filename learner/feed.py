@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from buffers.archive import ArchivedBatch, read_batches
 from buffers.client import TakenBatch
 from buffers.errors import RefusedError
+from buffers.protocol.wire import Canary
+from buffers.queue.archive import ArchivedBatch, read_batches
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 
 
 class Feed(Protocol):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 from learner.backend import StepReport
 from learner.batch import MicroBatch, Row
 from learner.losses import Counts

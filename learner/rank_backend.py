@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from buffers.errors import ConfigError
+from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 from learner.backend import StepReport
 from learner.batch import MicroBatch, Row
 from learner.config import LearnerConfig, LossConfig

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
-from buffers.wire import Canary
 from learner import lora
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig

@@ -22,11 +22,10 @@ BELOW = {
 # Where a heavy dependency may be imported, as prefixes of paths.
 ROOMS = {
     "zmq": (
-        "buffers/hub.py",
-        "buffers/frames.py",
-        "buffers/gate.py",
-        "buffers/link.py",
-        "buffers/relay.py",
+        "buffers/transport/",
+        "buffers/hub/hub.py",
+        "buffers/hub/gate.py",
+        "buffers/weights/relay.py",
         "actors/reward_server/",
         "experiments/throughput/",
     ),
@@ -35,7 +34,7 @@ ROOMS = {
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/deepspeed_backend.py",),
     "ray": ("async_rlhf/launch/ray.py",),
-    "zstandard": ("buffers/delta.py",),
+    "zstandard": ("buffers/weights/delta.py",),
     "pebble": ("actors/scoring/",),
     "matplotlib": ("experiments/",),
     "subprocess": ("async_rlhf/launch/", "async_rlhf/run_dir.py", "experiments/"),
@@ -88,7 +87,7 @@ def test_nothing_executes_data(path: Path) -> None:
             assert all(ast.unparse(word.value) == "False" for word in trusting), f"{path.name} trusts remote code"
 
 
-@pytest.mark.parametrize("module", ["async_rlhf.cli", "async_rlhf.config", "async_rlhf.api", "async_rlhf", "buffers.hub"])
+@pytest.mark.parametrize("module", ["async_rlhf.cli", "async_rlhf.config", "async_rlhf.api", "async_rlhf", "buffers.hub.hub"])
 def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60).returncode == 0

@@ -17,8 +17,8 @@ import zmq.asyncio
 
 from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
 from actors.rewards.settings import TransientError, reward
-from buffers.keys import load_peer
 from buffers.score import Score
+from buffers.transport.keys import load_peer
 
 _SEND_HWM = 10_000
 

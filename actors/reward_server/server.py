@@ -23,9 +23,9 @@ from actors.config import RewardsConfig
 from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
 from actors.rewards import RewardSpec
 from actors.scoring.pool import Scored, ScoringPool
-from buffers import keys
 from buffers.errors import ConfigError, WireError
-from buffers.gate import Gate
+from buffers.hub.gate import Gate
+from buffers.transport import keys
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500

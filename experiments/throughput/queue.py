@@ -32,11 +32,11 @@ import psutil
 import typer
 import zmq
 
-from buffers import packing, wire
-from buffers.bound import Bound
 from buffers.client import LearnerClient
 from buffers.config import Fsync, QueueConfig
-from buffers.hub import Hub
+from buffers.hub.hub import Hub
+from buffers.protocol import packing, wire
+from buffers.queue.bound import Bound
 from buffers.record import Group, Rollout, Span
 from buffers.score import Score
 from buffers.tensors import RawTensor

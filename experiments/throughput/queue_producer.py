@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
-from buffers import wire
-from buffers.link import SocketLink
+from buffers.protocol import wire
+from buffers.transport.link import SocketLink
 
 _CAPACITY = 64
 _BEAT_S = 1.0

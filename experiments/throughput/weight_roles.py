@@ -17,10 +17,10 @@ from typing import Any, cast
 import numpy as np
 import zmq
 
-from buffers.bound import Bound
 from buffers.client import LearnerClient
 from buffers.config import QueueConfig, WeightsConfig
-from buffers.hub import Hub
+from buffers.hub.hub import Hub
+from buffers.queue.bound import Bound
 from buffers.tensors import RawTensor
 
 DEADLINE_S = 120.0

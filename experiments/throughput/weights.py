@@ -30,12 +30,12 @@ import typer
 import zmq
 from transformers import AutoModelForCausalLM
 
-from buffers import delta
-from buffers.assembly import Assembly
 from buffers.client import ActorClient, ActorState, control
-from buffers.shared import SealedMemory, attach
 from buffers.tensors import RawTensor
-from buffers.weights import CHUNK_BYTES, WeightSet
+from buffers.weights import delta
+from buffers.weights.assembly import Assembly
+from buffers.weights.shared import SealedMemory, attach
+from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from actors.reward_server.messages import Ask, Told, pack, unpack
 from actors.reward_server.server import RewardServer
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
-from buffers import keys
 from buffers.errors import ConfigError, WireError
-from buffers.link import new_pair
 from buffers.record import Score
+from buffers.transport import keys
+from buffers.transport.link import new_pair
 
 JUDGES = """
 from actors.rewards import Score

@@ -17,9 +17,9 @@ from actors.scoring.pool import ScoringPool
 from actors.torch_engine.loading import load_engine
 from actors.worker import Work, Worker
 from buffers.client import ActorClient, ActorState
+from buffers.protocol.wire import CreditItem
 from buffers.record import Group
-from buffers.weights import WeightSet
-from buffers.wire import CreditItem
+from buffers.weights.weight_set import WeightSet
 from learner.config import LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
 from tests.actors.vllm_model import make_model, save_model

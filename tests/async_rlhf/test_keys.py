@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from async_rlhf.cli import app
 from async_rlhf.config import dialled
 from async_rlhf.run_dir import RunDir
-from buffers import keys, link
 from buffers.errors import ConfigError
+from buffers.transport import keys, link
 from tests.conftest import Command, wait_for
 
 

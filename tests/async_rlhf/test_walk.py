@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf import roles
 from async_rlhf.run_dir import RunDir
-from buffers import wire
 from buffers.client import LearnerClient, control
-from buffers.exchange import Exchange
+from buffers.hub.exchange import Exchange
+from buffers.protocol import wire
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffers import wire
 from buffers.client import ActorClient, ActorState, Connection
 from buffers.errors import DeadlineError, RefusedError, WeightsError
+from buffers.protocol import wire
 from buffers.record import Group, Rollout, Span
 from buffers.tensors import RawTensor
-from buffers.weights import WeightSet
+from buffers.weights.weight_set import WeightSet
 
 Sent = tuple[int, wire.Message]
 

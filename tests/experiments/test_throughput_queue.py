@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgpack
 
-from buffers import packing, wire
+from buffers.protocol import packing, wire
 from experiments.throughput.queue import GROUP_SIZE, a_group
 from experiments.throughput.queue_producer import _header, _map_head
 

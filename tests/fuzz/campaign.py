@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 import zmq
 
-from buffers import wire
-from buffers.bound import Bound
 from buffers.client import ActorClient, ActorState, LearnerClient, control
 from buffers.config import QueueConfig
-from buffers.hub import Hub
+from buffers.hub.hub import Hub
+from buffers.protocol import wire
+from buffers.queue.bound import Bound
 from buffers.record import Group, Rollout, Span
 from buffers.tensors import RawTensor
 from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, mutants

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 
-from buffers import packing, wire
 from buffers.errors import WireError
+from buffers.protocol import packing, wire
 from buffers.record import Group, Rollout, Span
 from buffers.score import Score
 
@@ -58,7 +58,7 @@ def originals() -> list[wire.Frames]:
     given: dict[str, Any] = {
         "actor": "stranger", "capacity": 2, "fence": _OTHER, "version": 3, "numbers": [1, 2], "number": 1, "attempt": 0,
         "step": 1, "committed": 1, "learner": "other", "index": 0, "num_bytes": 8, "tensors": [], "credits": [], "reason": "r",
-        "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "accepted": True, "wait_s": 1.0, "telemetry": {"x": 1.0},
+        "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "groups": [(1, 0)], "wait_s": 1.0, "telemetry": {"x": 1.0},
         "status": {"a": 1}, "num_chunks": 1, "chunks": True, "delta": True, "delta_next": False, "done": True,
     }  # fmt: skip
     found = [a_put(number) for number in (0, 1, 1 << 40)]

@@ -20,7 +20,7 @@ from actors.engine import Request, RolloutKey
 from actors.torch_engine.engine import TorchEngine
 from buffers.errors import ConfigError
 from buffers.record import Group, Rollout
-from buffers.weights import WeightSet
+from buffers.weights.weight_set import WeightSet
 from learner import update
 from learner.backend import STEP_METRICS, StepReport
 from learner.batch import Row, deal, make_rows

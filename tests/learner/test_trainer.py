@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from buffers.client import HubRestartedError, LearnerClient, TakenBatch
 from buffers.composition import Composition
 from buffers.errors import NonFiniteError, RewardError, StalenessError
+from buffers.protocol.wire import Canary
 from buffers.record import Group
 from buffers.tensors import RawTensor
-from buffers.weights import WeightSet
-from buffers.wire import Canary
+from buffers.weights.weight_set import WeightSet
 from learner.checkpoint import CheckpointError
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend

@@ -12,9 +12,9 @@ from actors.engine import Completion, Request, RolloutKey
 from actors.prompts import Row
 from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
-from buffers import wire
 from buffers.client import ActorClient
 from buffers.errors import AsyncRLHFError, DeadlineError
+from buffers.protocol import wire
 from buffers.record import Float32Array, Score, Span
 from buffers.tensors import RawTensor
 from tests.simulation.hub_role import BEAT_S, TIMEOUT_S, HubRole

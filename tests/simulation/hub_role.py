@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from buffers import wire
-from buffers.bound import Bound
 from buffers.config import Fsync, QueueConfig, WeightsConfig
 from buffers.errors import AsyncRLHFError
-from buffers.exchange import Exchange
-from buffers.journal import Journal
-from buffers.quarantine import Quarantine
-from buffers.weight_store import WeightStore
+from buffers.hub.exchange import Exchange
+from buffers.protocol import wire
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal
+from buffers.queue.quarantine import Quarantine
+from buffers.weights.store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.world import Network, ViolationError, World

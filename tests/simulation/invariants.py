@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from buffers.bound import Bound
-from buffers.exchange import Exchange
-from buffers.journal import Journal
+from buffers.hub.exchange import Exchange
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal
 from buffers.record import Group
 from tests.simulation.world import ViolationError
 

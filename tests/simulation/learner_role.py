@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from buffers import wire
 from buffers.client import HubRestartedError, LearnerClient
 from buffers.errors import DeadlineError, RefusedError
+from buffers.protocol import wire
 from buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
 from tests.simulation.hub_role import TIMEOUT_S, HubRole

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from buffers import wire
-from buffers.admission import Admission, Credit
 from buffers.errors import RefusedError
-from buffers.exchange import Exchange
-from buffers.fetching import Fetching
-from buffers.ledger import Entry
-from buffers.weights import WeightSet
+from buffers.hub.exchange import Exchange
+from buffers.protocol import wire
+from buffers.queue.admission import Admission, Credit
+from buffers.queue.ledger import Entry
+from buffers.weights.fetching import Fetching
+from buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 
 

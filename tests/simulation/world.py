@@ -15,7 +15,7 @@ from random import Random
 
 import xxhash
 
-from buffers.wire import Frames
+from buffers.protocol.wire import Frames
 
 MAX_EVENTS = 60_000
 

@@ -1,0 +1,384 @@
+"""The hub's side of every conversation: frames in, `admission` decides, `journal` remembers, frames out.
+
+Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
+the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed.
+
+    a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
+    a bad frame        is counted by its reason, dropped, and answered with Refused
+    a full disk        a Put is answered with Later, what else must be remembered with Waiting; nothing is acknowledged and
+                       nothing given until there is room, and the status says so
+
+Rule: nothing that rests on a decision leaves before the decision is in the journal as `queue.fsync` promises. `settle` decides
+for everything received since the last time, makes the journal durable once (group commit), and only then hands out what
+was held back: acknowledgements, batches, credits. So a crash at any moment forgets only what nobody was told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from buffers.config import QueueConfig, WeightsConfig
+from buffers.errors import DiskFullError, RefusedError, WeightsError, WireError
+from buffers.hub import status
+from buffers.hub.peers import Peers
+from buffers.hub.refusals import Refusals
+from buffers.protocol import packing, wire
+from buffers.queue.admission import Actor, Admission
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal
+from buffers.queue.quarantine import Quarantine
+from buffers.weights.publication import Publication
+from buffers.weights.store import WeightStore
+
+_log = logging.getLogger(__name__)
+_LATER_S = 0.5  # an actor puts a group again after this long when there was no room for it
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A message that must not be said before the journal is durable; the groups `numbers` are sent with it."""
+
+    identity: bytes
+    message: wire.Message
+    request: int = 0
+    numbers: Sequence[int] = ()
+
+
+class Exchange:
+    """Owns the queue's state, the journal and the weight store; begins where the journal ends.
+
+    outbox: messages to send, each [identity, header, arrays...], in order. stopped: whether a Halt came. counters: what else
+    the status shows.
+    """
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        bound: Bound,
+        journal: Journal,
+        weights: WeightStore,
+        clock: Callable[[], float],
+        incarnation: str,
+        weights_config: WeightsConfig | None = None,
+        quarantine: Quarantine | None = None,
+        counters: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._config, self._journal, self._publication = config, journal, Publication(weights, weights_config)
+        self._clock, self._incarnation = clock, incarnation
+        self._admission = _restored(config, bound, journal)
+        self._quarantine, self._counters = quarantine, counters
+        self._peers = Peers()
+        self._refusals = Refusals()
+        self._held: list[_Held] = []
+        self._kept: dict[bytes, list[tuple[int, int]]] = {}  # who put what since the last time it settled
+        self._put_last: dict[bytes, int] = {}  # the request of its newest Put
+        self._must_be_durable = False  # a batch or a state was appended
+        self._parked: tuple[bytes, int, wire.Take] | None = None
+        self._registration: tuple[bytes, int, wire.Registered] | None = None
+        self._num_quarantined = self._admission.num_quarantined
+        self._full = ""  # why nothing can be written now
+        self._retry = False
+        self._later = 0
+        self._stop_reason = ""
+        self.outbox: list[wire.Frames] = []
+        self.stopped = False
+
+    def settle(self) -> None:
+        """Decide, make durable, and only then say what was decided."""
+        if self._full and not self._retry:
+            return
+        self._retry = False
+        try:
+            if not self._full:
+                self._pump()
+            self._journal.sync(durable=self._must_be_durable)
+        except DiskFullError as error:
+            if not self._full:
+                _log.error("%s", error)
+            self._full = f"the disk is full: {error}"
+            return
+        if self._full:
+            _log.warning("there is room on the disk again")
+        self._full, self._must_be_durable = "", False
+        for identity, kept in self._kept.items():
+            self._send(identity, wire.Ack(groups=kept), request=self._put_last[identity])
+        self._kept.clear()
+        self._put_last.clear()
+        for held in self._held:
+            groups = [frame for number in held.numbers for frame in packing.from_bytes(self._journal.read(number))]
+            self._send(held.identity, held.message, groups, held.request)
+        self._held.clear()
+
+    def receive(self, identity: bytes, frames: list[bytes]) -> None:
+        """Take one message in; what there is to say goes to the outbox, acknowledgements only with `settle`."""
+        request = 0
+        try:
+            request, message, arrays = wire.decode(frames, max_frame_bytes=self._config.max_frame_bytes)
+            answer = self._handle(identity, request, message, [frames[0], *arrays])
+        except (WireError, RefusedError, WeightsError) as error:
+            request = request or getattr(error, "request", 0)
+            answer = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
+        if answer is not None:
+            self._send(identity, answer, request=request)
+
+    def _handle(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> wire.Message | None:
+        """The answer to one message, or None when it needs none or is answered later. `frames` are as they came."""
+        match message:
+            case wire.Put():
+                return self._put(identity, request, message, frames)
+            case wire.Hello():
+                return self._hello(identity, message)
+            case wire.Beat() | wire.Release() | wire.Bye():
+                return self._hear(identity, message)
+            case wire.Fetch() | wire.FetchChunk():
+                self._send(identity, *self._publication.serve(message), request)
+                return None
+            case wire.GetStatus():
+                return wire.Status(status=self.status())
+            case wire.Gone(actor=name):
+                self._leave(name, "ended: its process is gone")
+            case wire.Drain():
+                self._admission.draining = True
+            case wire.Halt():
+                self.stopped = True
+            case _:
+                return self._hear_learner(identity, request, message, frames[1:])
+        return wire.Done()
+
+    # -- actors ------------------------------------------------------------------------------------------------------
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Message:
+        if self._stop_reason:
+            return wire.Stop(reason=self._stop_reason)
+        name, before = hello.actor, self._peers.name(identity)
+        if before is not None and before != name:
+            self._leave(before, f"said hello as {name}")
+        self._peers.join(name, identity)
+        actor = Actor(hello.capacity, hello.fence, hello.version, self._clock())
+        self._admission.join(name, actor, hello.holding)
+        _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
+        return wire.Welcome(incarnation=self._incarnation, max_frame_bytes=self._config.max_frame_bytes)
+
+    def _known(self, identity: bytes) -> str:
+        """Name of the living actor behind an identity; hearing from it keeps its leases."""
+        name = self._peers.name(identity)
+        if name is None or name not in self._admission.actors:
+            raise RefusedError("unknown-actor", "say hello first (the hub was restarted, or thought you dead)")
+        self._admission.actors[name].heard_at = self._clock()
+        return name
+
+    def _hear(self, identity: bytes, message: wire.Beat | wire.Release | wire.Bye) -> wire.Message:
+        name = self._known(identity)
+        match message:
+            case wire.Beat():
+                actor, peer = self._admission.actors[name], self._peers[name]
+                self._publication.serves(actor, peer, message.fence, message.version)
+                actor.capacity, peer.telemetry = message.capacity, dict(message.telemetry)
+            case wire.Release(numbers=numbers):
+                self._admission.release(name, numbers)
+            case wire.Bye():
+                self._leave(name, "said goodbye")
+        return wire.Done()
+
+    def _leave(self, name: str, reason: str) -> None:
+        self._admission.leave(name, reason)
+        self._peers.forget(name)
+
+    def _put(self, identity: bytes, request: int, put: wire.Put, frames: wire.Frames) -> wire.Message | None:
+        name, group = self._known(identity), put.group
+        try:
+            entry = packing.check_group(group, frames)
+        except WireError as error:
+            self._admission.blame(name, group.number, str(error))
+            raise
+        if self._full:
+            return self._put_later(group, self._full)
+        try:
+            self._admission.put(name, group.number, entry)
+        except RefusedError as error:
+            if error.reason == "later":
+                return self._put_later(group, error.detail)
+            refused = self._refusals.note(error, name)
+            return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
+        self._journal.put(group.number, entry, *packing.to_parts(frames))
+        self._put_last[identity] = request
+        self._kept.setdefault(identity, []).append((group.number, group.attempt))
+        return None
+
+    def _put_later(self, group: wire.GroupHeader, reason: str) -> wire.Message:
+        self._later += 1
+        return wire.Later(number=group.number, attempt=group.attempt, wait_s=_LATER_S, reason=reason)
+
+    # -- learner -----------------------------------------------------------------------------------------------------
+
+    def _hear_learner(self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames) -> wire.Message | None:
+        admission = self._admission
+        if isinstance(message, wire.Register):
+            return self._register(identity, request, message)
+        self._check_fence(message)
+        # Who goes on from here has trained on the batch before, also when the message that said so was lost.
+        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
+            admission.trained(admission.step)
+        match message:
+            case wire.Take():
+                admission.aim = message.aim
+                self._parked = (identity, request, message)
+                return None
+            case wire.Trained():
+                if message.step >= admission.step:  # a repeated message changes nothing
+                    admission.trained(message.step)
+            case wire.Commit() if self._full:
+                return wire.Waiting(step=message.step, detail=self._full)
+            case wire.Commit():
+                self._remember(admission.commit(message.step))
+                self._held.append(_Held(identity, wire.Done(), request))
+                return None
+            case wire.Publish() | wire.Chunk() | wire.Check():
+                if isinstance(message, wire.Publish):
+                    admission.check_version(message.version)
+                answer, whole = self._publication.hear(message, arrays, admission.published)
+                if whole is not None:
+                    admission.publish(whole.version)
+                return answer
+            case _:
+                raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
+        return wire.Done()
+
+    def _check_fence(self, message: wire.Message) -> None:
+        """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;
+        `unregistered` when the hub forgot the present one."""
+        claimed = getattr(message, "fence", None)
+        if not isinstance(claimed, int):
+            raise WireError(f"{message.type!r} is not for the hub", "unknown-type")
+        if 0 < claimed < self._admission.fence:
+            raise _fenced(claimed, self._admission.fence)
+        if self._registration is None or claimed != self._admission.fence:
+            raise RefusedError("unregistered", f"fence {claimed} is not the present learner's; register")
+
+    def _register(self, identity: bytes, request: int, register: wire.Register) -> wire.Message | None:
+        if self._full:
+            return wire.Waiting(step=register.step, detail=self._full)
+        if self._registration is not None and self._registration[:2] == (identity, request):
+            self._held.append(_Held(identity, self._registration[2], request))
+            return None  # asked again while the hub was away: one registration, one fence
+        admission = self._admission
+        # Somebody has taken this learner's place since it was given its fence: two that live must not take it in turns.
+        if register.fence > 0 and register.learner != admission.owner:
+            raise _fenced(register.fence, admission.fence)
+        fence = admission.fence + 1
+        self._remember(admission.register(fence, register.step, register.committed, register.learner))
+        answer = wire.Registered(fence=fence, incarnation=self._incarnation)
+        self._registration, self._parked = (identity, request, answer), None
+        self._publication.forget()
+        self._held.append(_Held(identity, answer, request))
+        _log.info("learner registered at step %d under fence %d", register.step, fence)
+        return None
+
+    def _remember(self, deletable: Sequence[int] = ()) -> None:
+        self._journal.state(self._admission.remember(), deletable)
+        self._must_be_durable = True
+
+    # -- what follows from a change ----------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Point actors to their version, give what credits can be given, answer a waiting learner."""
+        admission = self._admission
+        if admission.num_quarantined != self._num_quarantined:
+            # Durable before a credit or a batch relies on it: what is behind a quarantined group moves up.
+            self._write_quarantine()
+            self._num_quarantined = admission.num_quarantined
+            self._remember()
+        for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
+            self._send(identity, adopt)
+        for name, credits in admission.credits().items():
+            items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
+            self._held.append(_Held(self._peers[name].identity, wire.Credits(credits=items)))
+        if admission.published is not None:
+            self._publication.store.drop_below(admission.lowest_needed_version())
+        if self._parked is not None:
+            self._answer_take(*self._parked)
+
+    def _answer_take(self, identity: bytes, request: int, take: wire.Take) -> None:
+        admission = self._admission
+        fresh = take.step == admission.step and not admission.has_batch(take.step)
+        try:
+            numbers = admission.take(take.step)
+        except RefusedError as error:
+            self._parked = None
+            self._send(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
+            return
+        if numbers is not None:
+            if fresh:
+                self._journal.take(take.step, numbers)
+                self._must_be_durable = True
+            self._parked = None
+            batch = wire.Batch(step=take.step, telemetry=status.fleet(admission, self._peers))
+            self._held.append(_Held(identity, batch, request, numbers))
+        elif admission.at_end:
+            self._parked = None
+            self._stop_reason = "drained" if admission.num_left else "end of data"
+            self._held.append(_Held(identity, wire.Ended(reason=self._stop_reason), request))
+            for actor_identity in self._peers.identities:
+                self._held.append(_Held(actor_identity, wire.Stop(reason=self._stop_reason)))
+
+    def _write_quarantine(self) -> None:
+        if self._quarantine is not None:
+            with self._journal.disk():
+                self._quarantine.write(self._admission.failures.quarantined)
+
+    def tick(self) -> None:
+        """Time has passed: silent actors lose their leases, a waiting learner is told for whom it waits."""
+        for name in self._publication.late(self._admission, self._peers, self._clock()):
+            self._leave(name, "adopted no weights in its time")
+            _log.warning("%s adopted no weights in its time: its groups go to others", name)
+        for name in self._admission.expire(self._clock()):
+            self._peers.forget(name)
+            _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
+        self._refusals.report()
+        self._retry = True
+        if self._parked is not None:
+            identity, request, take = self._parked
+            self._send(identity, wire.Waiting(step=take.step, detail=self._waiting_for()), request=request)
+
+    def _waiting_for(self) -> str:
+        return self._full or status.waiting_for(self._admission)
+
+    def status(self) -> dict[str, Any]:
+        """Everything an operator asks: plain values, ready for JSON."""
+        doing = "draining" if self._admission.draining else "running"
+        return {
+            "incarnation": self._incarnation,
+            "state": self._stop_reason or ("disk full" if self._full else doing),
+            "waiting_for": self._waiting_for() if self._parked or self._full else "",
+            "refused": dict(self._refusals.counts),
+            "puts_later": self._later,
+            "journal_bytes": self._journal.num_bytes,
+            "weights": self._publication.status(),
+            "fsync": self._config.fsync,
+            **status.describe(self._admission, self._peers, self._clock()),
+            **self._counters,
+        }
+
+    def _send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
+        self.outbox.append([identity, *wire.encode(message, arrays, request)])
+
+
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
+    return message.version if isinstance(message, wire.Publish) else message.step
+
+
+def _fenced(claimed: int, fence: int) -> RefusedError:
+    return RefusedError("fenced", f"fence {claimed} is over: another learner holds {fence}. This one must end")
+
+
+def _restored(config: QueueConfig, bound: Bound, journal: Journal) -> Admission:
+    admission = Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s, max_bytes=config.max_bytes)
+    replay = journal.replay
+    admission.restore(replay.state, replay.entries)
+    for step in sorted(replay.batches):
+        admission.assign(step, replay.batches[step])
+    return admission

@@ -1,0 +1,91 @@
+"""Who comes in at the hub's socket and who goes: answers to ZeroMQ's questions about keys, and counters of what it hides.
+
+With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides). With and without, failed handshakes and ended
+connections are counted and logged once a tick.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from buffers.transport import keys
+
+_log = logging.getLogger(__name__)
+_HANDSHAKES_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_MAX_NAMED = 8  # refused addresses named in one line of the log
+
+
+class Gate:
+    """Lets peers in, and counts who failed to come in or went: the ZAP socket and the monitor of the hub's socket.
+
+    Must be made before the socket is bound. With `access` the socket becomes a CURVE server that asks here about every key;
+    nobody is let in while nobody answers.
+
+    connections         open now, those in their handshake among them
+    connections_ended   by either side: peers that left, died or were cut, and strangers who speak no ZeroMQ
+    handshakes_failed   refused, broken off, or without keys where they are asked for
+    refused_handshakes  those of them with a key that is not allowed
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], access: keys.HubKeys | None) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(_HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._allowed = {} if access is None else access.allowed
+        self._zap = context.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind("inproc://zeromq.zap.01")
+        self.sockets = (self._monitor, self._zap)
+        self.counters = {"connections": 0, "connections_ended": 0, "handshakes_failed": 0, "refused_handshakes": 0}
+        self._reported = dict(self.counters)
+        self._refused: set[str] = set()
+        if access is not None:
+            socket.setsockopt(zmq.ZAP_DOMAIN, keys.ZAP_DOMAIN)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer a handshake fails rather than succeeds
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
+
+    def attend(self) -> None:
+        """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""
+        while self._zap.poll(0):
+            answer, refused = keys.admit(self._zap.recv_multipart(), self._allowed)
+            self._zap.send_multipart(answer)
+            if refused:
+                self.counters["refused_handshakes"] += 1
+                if len(self._refused) < _MAX_NAMED:
+                    self._refused.add(refused)
+        while self._monitor.poll(0):
+            self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
+
+    def report(self) -> None:
+        """One line for everything since the last: somebody who knocks all the time must not fill the disk at his pace."""
+        new = {name: count - self._reported[name] for name, count in self.counters.items()}
+        self._reported = dict(self.counters)
+        if new["refused_handshakes"]:
+            _log.warning(
+                "refused %d handshakes: unknown keys, from %s", new["refused_handshakes"], ", ".join(sorted(self._refused))
+            )
+            self._refused.clear()
+        if new["handshakes_failed"]:
+            _log.warning("%d handshakes failed, the refused ones among them", new["handshakes_failed"])
+        if new["connections_ended"]:
+            _log.info("%d connections ended, %d are open", new["connections_ended"], self.counters["connections"])
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._zap.close(0)
+
+    def _count(self, event: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self.counters["connections"] += 1
+        elif event & _HANDSHAKES_FAILED:
+            self.counters["handshakes_failed"] += 1
+            self.counters["connections_ended"] -= 1  # its end is told next, and was counted here
+        else:
+            self.counters["connections"] -= 1
+            self.counters["connections_ended"] += 1

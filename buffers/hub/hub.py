@@ -1,0 +1,146 @@
+"""The hub's shell: one ROUTER socket around `exchange`, which says what to answer.
+
+    owns        the socket, and through the exchange the journal and the weight store; one thread
+    waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk)
+    woken by    any peer's message, a peer that asks to be let in, an event of the socket's monitor
+    on close    journal synced, ledger written, socket closed
+
+A round takes in the messages that are already there, so many or so many bytes at most, then settles: one fsync however many
+groups arrived together.
+
+Memory, whatever peers do: of what waits in the queue only numbers (the groups are in the journal); of a round `_ROUND_BYTES`
+and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from buffers.config import QueueConfig, WeightsConfig
+from buffers.hub import status
+from buffers.hub.exchange import Exchange
+from buffers.hub.gate import Gate
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal
+from buffers.queue.quarantine import Quarantine
+from buffers.transport import frames, keys
+from buffers.weights.store import WeightStore
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.5
+_ROUND, _ROUND_BYTES = 256, 8 << 20  # taken in before the exchange settles
+_UNREAD_BYTES = 256 << 20
+# HWM counts messages, not bytes: a peer too slow to read so many loses the rest and its lease ends.
+_SEND_HWM = 1000
+
+
+class Hub:
+    """Replay queue, weight channel and ledger behind one address.
+
+    Raises JournalError when the directory belongs to a living hub or is damaged, zmq.ZMQError when the address is taken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        directory: Path,
+        config: QueueConfig,
+        bound: Bound,
+        clock: Callable[[], float] = time.monotonic,
+        access: keys.HubKeys | None = None,
+        weights: WeightsConfig | None = None,
+        prompt_of: Callable[[int], int] | None = None,
+    ) -> None:
+        self._clock, self._ledger = clock, directory / "ledger.json"
+        self._journal = Journal(
+            directory / "queue",
+            segment_bytes=config.segment_bytes,
+            fsync=config.fsync,
+            interval_s=config.fsync_interval_s,
+            keep=config.keep_rollouts,
+            clock=clock,
+        )
+        store = WeightStore(directory / "weights" if config.exact else None)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)  # beyond it ZeroMQ cuts the peer by itself
+        self._socket.setsockopt(zmq.RCVHWM, max(2, min(_ROUND, _UNREAD_BYTES // config.max_frame_bytes)))
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        # A peer that was cut comes back under its name before the old connection is known to be dead.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._gate = Gate(self._context, self._socket, access)
+        quarantined = self._journal.replay.state.quarantined
+        self._exchange = Exchange(
+            config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
+            Quarantine(directory / "quarantine.jsonl", prompt_of, quarantined), self._gate.counters,
+        )  # fmt: skip
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._gate.close()
+            self._context.destroy(linger=0)
+            self._journal.close()
+            raise
+
+    def run(self) -> None:
+        """Serve until a Halt; returns with everything on disk."""
+        poller = zmq.Poller()
+        for waited_for in (self._socket, *self._gate.sockets):
+            poller.register(waited_for, zmq.POLLIN)
+        next_tick = self._clock()
+        try:
+            while not self._exchange.stopped:
+                wait = max(0.0, next_tick - self._clock())
+                if poller.poll(int(wait * 1000) + 1):
+                    self._gate.attend()
+                    self._take_in()
+                if self._clock() >= next_tick:
+                    next_tick = self._clock() + _TICK_S
+                    self._exchange.tick()
+                    self._gate.report()
+                    self._write_ledger()
+                self._exchange.settle()
+                self._send_out()
+        finally:
+            self._gate.close()
+            self._socket.close()
+            self._context.term()
+            try:
+                self._journal.close()
+            finally:
+                self._write_ledger()
+
+    def status(self) -> dict[str, Any]:
+        """Everything an operator asks: plain values, ready for JSON."""
+        return self._exchange.status()
+
+    def _take_in(self) -> None:
+        num_bytes = 0
+        for _ in range(_ROUND):
+            if num_bytes > _ROUND_BYTES:
+                return
+            if (message := frames.receive(self._socket)) is None:
+                return
+            num_bytes += sum(map(len, message))
+            self._exchange.receive(message[0], message[1:])
+
+    def _write_ledger(self) -> None:
+        """A full disk costs the file, not the hub: who asks over the socket is told all the same."""
+        try:
+            status.write(self._ledger, self.status())
+        except OSError as error:
+            _log.debug("%s cannot be written: %s", self._ledger, error)
+
+    def _send_out(self) -> None:
+        """Never blocks: a peer that is gone, or too slow to read a thousand messages, loses them and its lease ends."""
+        for message in self._exchange.outbox:
+            frames.send(self._socket, message)
+        self._exchange.outbox.clear()

@@ -1,0 +1,57 @@
+"""What an operator sees of the hub: one dictionary of plain values, asked for over the wire and written as `ledger.json`.
+
+Only reads; called by `exchange`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from buffers.hub.peers import Peers
+from buffers.queue.admission import Admission
+
+
+def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
+    """Step, versions, ledger and actors; ready for JSON."""
+    return {
+        "step": admission.step,
+        "committed_step": admission.committed_step,
+        "fence": admission.fence,
+        "version": admission.published,
+        "queued_bytes": admission.room.queued,
+        "ledger": admission.ledger.as_dict(),
+        "actors": {
+            name: {
+                **peers[name].telemetry,
+                "version": actor.version,
+                "capacity": actor.capacity,
+                "groups": len(actor.leases),
+                "silent_s": round(now - actor.heard_at, 3),
+            }
+            for name, actor in admission.actors.items()
+        },
+    }
+
+
+def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
+    """The actors' counters summed, how many there are, and the queue's depth: for the learner's step record."""
+    depth, actors = float(admission.num_queued), float(len(admission.actors))
+    return {**peers.telemetry(), "queue/depth": depth, "actors": actors}
+
+
+def waiting_for(admission: Admission) -> str:
+    """For whom the learner waits, in words."""
+    ledger = admission.ledger
+    if not admission.actors:
+        return "no actor has joined"
+    holders = ", ".join(f"{name}: {len(actor.leases)}" for name, actor in admission.actors.items())
+    return f"{ledger.queued} groups are ready, {ledger.leased} are being made ({holders})"
+
+
+def write(path: Path, status: dict[str, Any]) -> None:
+    """Replace the file in one step: a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(status, indent=1) + "\n")
+    temporary.replace(path)

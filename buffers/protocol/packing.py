@@ -1,0 +1,224 @@
+"""A group as frames, and back: a validated header, and two little-endian arrays.
+
+What an actor sends with a Put, a journal keeps and a Batch hands on, unchanged. Knows no socket and no file.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from pydantic import JsonValue
+
+from buffers.errors import RecordError, WireError
+from buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
+from buffers.queue.ledger import Entry
+from buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, Score, Span, Support
+
+# Deep enough for any row of a data set, and far from the depth at which encoders give up.
+_MAX_DEPTH = 32
+
+
+def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
+    """A group as header and two array frames."""
+    rollouts = group.rollouts
+    names = {_text(name): name for name in rollouts[0].scores}
+    scores = {text: [rollout.scores[name] for rollout in rollouts] for text, name in names.items()}
+    header = GroupHeader(
+        number=group.number,
+        attempt=group.attempt,
+        num_prompt_tokens=len(group.prompt_ids),
+        num_tokens=[rollout.num_tokens for rollout in rollouts],
+        spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
+        num_support=[None if rollout.support is None else len(rollout.support.ids) for rollout in rollouts],
+        finish_reasons=[rollout.finish_reason for rollout in rollouts],
+        scores={
+            text: [score.value if score.failure is None else _text(score.failure) for score in column]
+            for text, column in scores.items()
+        },
+        metrics={
+            text: [{_text(name): value for name, value in score.metrics.items()} for score in column]
+            for text, column in scores.items()
+            if any(score.metrics for score in column)
+        },
+        texts=[_text(rollout.text) for rollout in rollouts],
+        timings=[dict(rollout.timings) for rollout in rollouts],
+        temperature=group.temperature,
+        top_k=group.top_k,
+        top_p=group.top_p,
+        min_p=group.min_p,
+        actor=group.actor,
+        prompt=_text(group.prompt),
+        columns={_text(str(name)): _plain(value) for name, value in group.columns.items()},
+    )
+    supports = [rollout.support for rollout in rollouts if rollout.support is not None]
+    kept = [part for support in supports for part in (support.sizes, support.ids)]
+    ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in rollouts), *kept])
+    logprobs = np.concatenate([rollout.logprobs for rollout in rollouts])
+    return header, [ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()]
+
+
+def _plain(value: Any, depth: int = 0) -> JsonValue:
+    """A column as JSON can say it: tuples and sets are lists, keys are texts, and everything else is its text.
+
+    Columns are for the record a person reads; tasks put fractions, dates and sets into them.
+    """
+    if isinstance(value, str):
+        return _text(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if depth < _MAX_DEPTH and isinstance(value, Mapping):
+        return {_text(str(key)): _plain(item, depth + 1) for key, item in value.items()}
+    if depth < _MAX_DEPTH and isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [_plain(item, depth + 1) for item in items]
+    # What is nested too deep is abbreviated.
+    return _text(reprlib.repr(value) if isinstance(value, bytes | Mapping | list | tuple | set | frozenset) else str(value))
+
+
+def _text(text: str) -> str:
+    """Without halves of surrogate pairs, which are no text (JSON lines of a data set may hold them)."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def check_group(header: GroupHeader, frames: Frames) -> Entry:
+    """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked.
+
+    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, and `record` for everything else. Does
+    not make the group, which costs ten times as much, unless something in it is rare.
+    """
+    ids, logprobs = _arrays(header, frames[1:])
+    low, high = float(logprobs.min()), float(logprobs.max())
+    if not (math.isfinite(low) and high <= MAX_LOGPROB):
+        at = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))[0])
+        raise _wrong(header, "logprobs", f"logprobs must be finite and at most 0, got {logprobs[at]} at token {at}")
+    if int(ids.min()) < 0:
+        raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
+    for num_tokens, spans in zip(header.num_tokens, header.spans, strict=True):
+        lengths = [span[1] for span in spans]
+        if sum(lengths) != num_tokens or min(lengths) < 1:
+            raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
+    if header.number < 0 or header.attempt < 0 or header.metrics or header.num_support.count(None) < len(header.num_support):
+        unpack_group(header, frames[1:])
+    versions = [span[0] for spans in header.spans for span in spans]
+    return Entry(header.attempt, min(versions), max(versions), sum(header.num_tokens), sum(map(len, frames)))
+
+
+def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
+    """The group; raises WireError when header and arrays do not fit, or the record breaks an invariant."""
+    ids, logprobs = _arrays(header, arrays)
+    starts = np.cumsum([0, *header.num_tokens])
+    completions = ids[header.num_prompt_tokens :]
+    try:
+        supports = _supports(header, completions[starts[-1] :])
+        rollouts = tuple(
+            Rollout(
+                completion_ids=completions[start : start + num_tokens],
+                logprobs=logprobs[start : start + num_tokens],
+                spans=tuple(Span(*span) for span in header.spans[member]),
+                finish_reason=header.finish_reasons[member],
+                scores={name: _score(header, name, member) for name in header.scores},
+                text=header.texts[member],
+                timings=header.timings[member],
+                support=supports[member],
+            )
+            for member, (start, num_tokens) in enumerate(zip(starts, header.num_tokens, strict=False))
+        )
+        return Group(
+            number=header.number,
+            attempt=header.attempt,
+            prompt_ids=ids[: header.num_prompt_tokens],
+            rollouts=rollouts,
+            temperature=header.temperature,
+            top_k=header.top_k,
+            top_p=header.top_p,
+            min_p=header.min_p,
+            actor=header.actor,
+            prompt=header.prompt,
+            columns=header.columns,
+        )
+    except RecordError as error:
+        raise _wrong(header, "record", str(error)) from error
+
+
+def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array]:
+    """Ids and log-probabilities; raises WireError when lengths disagree."""
+    size = len(header.num_tokens)
+    columns: list[tuple[str, Sequence[Any]]] = [
+        ("spans", header.spans),
+        ("num_support", header.num_support),
+        ("finish_reasons", header.finish_reasons),
+        ("texts", header.texts),
+        ("timings", header.timings),
+        *header.scores.items(),
+        *header.metrics.items(),
+    ]
+    for name, column in columns:
+        if len(column) != size:
+            raise _wrong(header, "lengths", f"{name!r} has {len(column)} items for {size} members")
+    if not header.metrics.keys() <= header.scores.keys():
+        raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
+    num_completion, kept = sum(header.num_tokens), 0
+    if header.num_support.count(None) < size:
+        pairs = zip(header.num_tokens, header.num_support, strict=True)
+        kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
+    wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * num_completion]
+    if [len(array) for array in arrays] != wanted:
+        raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")
+    ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
+    return ids.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False)
+
+
+def _score(header: GroupHeader, name: str, member: int) -> Score:
+    score = header.scores[name][member]
+    metrics = header.metrics[name][member] if name in header.metrics else {}
+    return Score(failure=score, metrics=metrics) if isinstance(score, str) else Score(score, metrics=metrics)
+
+
+def _supports(header: GroupHeader, ids: Int32Array) -> list[Support | None]:
+    """The members' supports out of what follows their completions."""
+    supports: list[Support | None] = []
+    start = 0
+    for num_tokens, num_support in zip(header.num_tokens, header.num_support, strict=True):
+        if num_support is None:
+            supports.append(None)
+            continue
+        middle, end = start + num_tokens, start + num_tokens + num_support
+        supports.append(Support(ids[start:middle], ids[middle:end]))
+        start = end
+    return supports
+
+
+def _wrong(header: GroupHeader, reason: str, detail: str) -> WireError:
+    return WireError(f"group {header.number}: {detail}", reason)
+
+
+def decode_put(frames: Frames) -> Group:
+    """The group in the frames of a Put; raises WireError."""
+    _, put, arrays = decode(frames, max_frame_bytes=MAX_FRAME_BYTES)
+    if not isinstance(put, Put):
+        raise WireError(f"a batch holds a {put.type!r} where a put belongs")
+    return unpack_group(put.group, arrays)
+
+
+def to_parts(frames: Frames) -> Frames:
+    """Several frames as the parts of one string of bytes (a journal's payload): how long they are, then they themselves."""
+    return [struct.pack(f"<{len(frames) + 1}I", len(frames), *map(len, frames)), *frames]
+
+
+def from_bytes(payload: bytes | memoryview) -> Frames:
+    """Views of the frames of `to_parts`, joined."""
+    (count,) = struct.unpack_from("<I", payload)
+    frames, start, view = [], 4 * (count + 1), memoryview(payload)
+    for length in struct.unpack_from(f"<{count}I", payload, 4):
+        frames.append(view[start : start + length])
+        start += length
+    return cast("Frames", frames)

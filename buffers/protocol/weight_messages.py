@@ -1,0 +1,141 @@
+"""What is said about weights. Framing, and all other messages, are in `wire`.
+
+    learner -> hub    Publish, Chunk (+ bytes), Check      hub -> learner    Wanted, Checked, Done
+    actor   -> hub    Fetch, FetchChunk                    hub -> actor      Adopt, Manifest, Chunk (+ bytes)
+
+The same holds between an actor and a relay, which is the hub to it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from buffers.protocol.message import MessageBase, Name
+
+Digest = Annotated[str, Field(min_length=1, max_length=32)]
+
+
+class TensorSpec(MessageBase):
+    name: Name
+    dtype: Name
+    shape: list[int]
+    digest: Name
+
+
+class Canary(MessageBase):
+    """A fixed probe and what the publisher's own model says of it: log-probability of each token but the first.
+
+    Whoever adopts the weights must find the same, to the precision of its arithmetic.
+    """
+
+    ids: list[int] = Field(min_length=2, max_length=4096)
+    logprobs: list[float] = Field(max_length=4096)
+
+
+class Place(MessageBase):
+    """Sealed memory of a living process of the same machine (see `shared`)."""
+
+    pid: int = Field(ge=1)
+    descriptor: int = Field(ge=0)
+    token: Digest
+
+
+class DeltaSpec(MessageBase):
+    """`num_bytes` that make, of the set with content digest `base`, the one with content digest `result`."""
+
+    base: Digest
+    result: Digest
+    num_bytes: int = Field(ge=0)
+
+
+class Publish(MessageBase):
+    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+
+    type: Literal["publish"] = "publish"
+    fence: int
+    version: int
+    num_bytes: int = Field(ge=0)
+    tensors: list[TensorSpec]
+    canary: Canary | None = None
+    place: Place | None = None
+    delta: DeltaSpec | None = None
+
+
+class Wanted(MessageBase):
+    """What the hub wants of an announced set: its chunks, or only those of the delta.
+
+    delta_next: a delta would be of use with the next set.
+    """
+
+    type: Literal["wanted"] = "wanted"
+    chunks: bool
+    delta: bool
+    delta_next: bool
+
+
+class Chunk(MessageBase):
+    """Followed by one frame of bytes: part `index` of the set, or of the delta that results in content digest `delta`."""
+
+    type: Literal["chunk"] = "chunk"
+    fence: int
+    version: int
+    index: int = Field(ge=0)
+    delta: Digest | None = None
+
+
+class Check(MessageBase):
+    """Everything was sent: verify one more piece."""
+
+    type: Literal["check"] = "check"
+    fence: int
+    version: int
+
+
+class Checked(MessageBase):
+    """done: the whole set is verified and published."""
+
+    type: Literal["checked"] = "checked"
+    done: bool
+
+
+class Adopt(MessageBase):
+    """Serve this version, published by the learner incarnation `fence`."""
+
+    type: Literal["adopt"] = "adopt"
+    fence: int
+    version: int
+
+
+class Fetch(MessageBase):
+    """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
+
+    type: Literal["fetch"] = "fetch"
+    fence: int
+    version: int
+    maps: bool = False
+    holds: Digest | None = None
+
+
+class Manifest(MessageBase):
+    """deltas: to be applied to what the asker holds, one after the other, instead of fetching the whole set."""
+
+    type: Literal["manifest"] = "manifest"
+    fence: int
+    version: int
+    num_bytes: int = Field(ge=0)
+    tensors: list[TensorSpec]
+    canary: Canary | None = None
+    place: Place | None = None
+    deltas: list[DeltaSpec] = Field(default_factory=list)
+
+
+class FetchChunk(MessageBase):
+    """Part `index` of the set, or of the delta that results in content digest `delta`."""
+
+    type: Literal["fetch_chunk"] = "fetch_chunk"
+    fence: int
+    version: int
+    index: int = Field(ge=0)
+    delta: Digest | None = None

@@ -1,0 +1,339 @@
+"""Messages and framing: what the processes say to each other, and nothing about when or why.
+
+A message is a list of frames: a MessagePack header, then raw little-endian arrays. The header is validated against the
+types below before anything looks at it: unknown fields, wrong types, oversized frames and other protocol numbers raise
+WireError, which the receiver counts and answers; nothing is ever unpickled.
+
+    actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack,
+                                                                                       Rejected, Later, Stop
+    learner -> hub  Register, Take, Trained, Commit                    hub -> learner  Registered, Batch (+ arrays),
+                                                                                       Waiting, Ended, Done
+    weights         see `weight_messages`
+    anybody -> hub  GetStatus, Drain, Gone, Halt                       hub -> anybody  Status, Done
+
+    every request may be answered with Refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+
+from buffers.errors import WireError
+from buffers.protocol.message import MessageBase, Name
+from buffers.protocol.weight_messages import Adopt as Adopt
+from buffers.protocol.weight_messages import Canary as Canary
+from buffers.protocol.weight_messages import Check as Check
+from buffers.protocol.weight_messages import Checked as Checked
+from buffers.protocol.weight_messages import Chunk as Chunk
+from buffers.protocol.weight_messages import DeltaSpec as DeltaSpec
+from buffers.protocol.weight_messages import Fetch as Fetch
+from buffers.protocol.weight_messages import FetchChunk as FetchChunk
+from buffers.protocol.weight_messages import Manifest as Manifest
+from buffers.protocol.weight_messages import Place as Place
+from buffers.protocol.weight_messages import Publish as Publish
+from buffers.protocol.weight_messages import TensorSpec as TensorSpec
+from buffers.protocol.weight_messages import Wanted as Wanted
+from buffers.record import FinishReason
+
+PROTOCOL = 4
+# Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
+MAX_HEADER_BYTES = 4 << 20
+# What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
+MAX_FRAME_BYTES = 1 << 30
+_MAX_ITEMS = 1 << 16
+
+# Or views of them, which are sent and read like bytes.
+Frames = list[bytes]
+
+
+class Hello(MessageBase):
+    """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on."""
+
+    type: Literal["hello"] = "hello"
+    actor: Name
+    capacity: int
+    fence: int
+    version: int
+    holding: list[tuple[int, int]] = Field(default_factory=list)
+
+
+class Beat(MessageBase):
+    """An actor lives: how many groups it can hold now, which weights it serves, and its counters."""
+
+    type: Literal["beat"] = "beat"
+    capacity: int
+    fence: int
+    version: int
+    telemetry: dict[str, float] = Field(default_factory=dict)
+
+
+class GroupHeader(MessageBase):
+    """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
+
+    int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs.
+    spans: (version, tokens, oldest version in the cache or None). scores: a number, the text of a failure, or None where
+    the reward does not apply.
+    """
+
+    number: int
+    attempt: int
+    num_prompt_tokens: int = Field(ge=1)
+    num_tokens: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    spans: list[list[tuple[int, int, int | None]]]
+    num_support: list[int | None]
+    finish_reasons: list[FinishReason]
+    scores: dict[str, list[float | str | None]]
+    metrics: dict[str, list[dict[str, float]]]
+    texts: list[str]
+    timings: list[dict[str, float]]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    actor: str
+    prompt: str
+    columns: dict[str, JsonValue]
+
+
+class Put(MessageBase):
+    type: Literal["put"] = "put"
+    group: GroupHeader
+
+
+class Release(MessageBase):
+    """An actor gives groups up because they can no longer keep the bound."""
+
+    type: Literal["release"] = "release"
+    numbers: list[int]
+
+
+class Bye(MessageBase):
+    type: Literal["bye"] = "bye"
+
+
+class Welcome(MessageBase):
+    """The actor is known; whatever it was credited before and did not name in its Hello is somebody else's now."""
+
+    type: Literal["welcome"] = "welcome"
+    incarnation: str
+    max_frame_bytes: int
+
+
+class CreditItem(MessageBase):
+    number: int
+    attempt: int
+    lowest_version: int
+
+
+class Credits(MessageBase):
+    type: Literal["credits"] = "credits"
+    credits: list[CreditItem]
+
+
+class Ack(MessageBase):
+    """These groups (number, attempt) are durable. Answers the last Put of them."""
+
+    type: Literal["ack"] = "ack"
+    groups: list[tuple[int, int]]
+
+
+class Rejected(MessageBase):
+    """This Put was well formed and may not enter."""
+
+    type: Literal["rejected"] = "rejected"
+    number: int
+    attempt: int
+    reason: str
+
+
+class Later(MessageBase):
+    """No room for this Put now: the actor keeps the group and puts it again after `wait_s`. Nothing was decided about it."""
+
+    type: Literal["later"] = "later"
+    number: int
+    attempt: int
+    wait_s: float
+    reason: str
+
+
+class Stop(MessageBase):
+    type: Literal["stop"] = "stop"
+    reason: str
+
+
+class Register(MessageBase):
+    """A learner (re)starts with `step` steps done and a durable checkpoint of `committed`; its fence is in the answer.
+
+    learner: the name of this life of it. fence: the one it was given last, 0 when it never was.
+    """
+
+    type: Literal["register"] = "register"
+    step: int
+    committed: int
+    learner: Name
+    fence: int = 0
+
+
+class Registered(MessageBase):
+    type: Literal["registered"] = "registered"
+    fence: int
+    incarnation: str
+
+
+class Take(MessageBase):
+    """`aim`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
+
+    type: Literal["take"] = "take"
+    fence: int
+    step: int
+    aim: int | None = None
+
+
+class Batch(MessageBase):
+    """Followed by three frames a group: its Put as the actor sent it, header and arrays."""
+
+    type: Literal["batch"] = "batch"
+    step: int
+    telemetry: dict[str, float]
+
+
+class Waiting(MessageBase):
+    """The batch is not there yet: for whom the learner waits."""
+
+    type: Literal["waiting"] = "waiting"
+    step: int
+    detail: str
+
+
+class Ended(MessageBase):
+    """No batch will come: the data ended, or the run drains."""
+
+    type: Literal["ended"] = "ended"
+    reason: str
+
+
+class Trained(MessageBase):
+    type: Literal["trained"] = "trained"
+    fence: int
+    step: int
+
+
+class Commit(MessageBase):
+    """A checkpoint of `step` steps is durable."""
+
+    type: Literal["commit"] = "commit"
+    fence: int
+    step: int
+
+
+class GetStatus(MessageBase):
+    type: Literal["get_status"] = "get_status"
+
+
+class Status(MessageBase):
+    type: Literal["status"] = "status"
+    status: dict[str, Any]
+
+
+class Drain(MessageBase):
+    type: Literal["drain"] = "drain"
+
+
+class Gone(MessageBase):
+    """The supervisor saw this actor's process end."""
+
+    type: Literal["gone"] = "gone"
+    actor: Name
+
+
+class Halt(MessageBase):
+    """The supervisor ends the hub: it writes its ledger and exits."""
+
+    type: Literal["halt"] = "halt"
+
+
+class Done(MessageBase):
+    type: Literal["done"] = "done"
+
+
+class Refused(MessageBase):
+    type: Literal["refused"] = "refused"
+    reason: str
+    detail: str
+
+
+Message = (
+    Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Rejected | Later | Stop
+    | Register | Registered | Take | Batch | Waiting | Ended | Trained | Commit
+    | GetStatus | Status | Drain | Gone | Halt | Done | Refused
+    | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
+)  # fmt: skip
+_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def encode(message: Message, arrays: Frames | None = None, request: int = 0) -> Frames:
+    """Frames of a message. `request` is the asker's number, echoed in the answer."""
+    header = msgpack.packb([PROTOCOL, request, message.model_dump()])
+    return [header, *(arrays or [])]
+
+
+def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frames]:
+    """Request number, message, array frames.
+
+    Raises WireError with one of the reasons `oversized`, `malformed`, `protocol`, `unknown-type` and `field`.
+    """
+    if not frames or any(len(frame) > max_frame_bytes for frame in frames) or len(frames[0]) > MAX_HEADER_BYTES:
+        header, largest = (len(frames[0]), max(len(frame) for frame in frames)) if frames else (0, 0)
+        raise WireError(
+            f"{len(frames)} frames, a header of {header} and the largest of {largest} bytes; the limits are "
+            f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)",
+            "oversized",
+        )
+    try:
+        envelope = msgpack.unpackb(
+            frames[0],
+            strict_map_key=True,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_ext_len=0,
+            max_bin_len=0,
+            ext_hook=_no_extension,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"a header that is no MessagePack within the limits: {error}") from error
+    if not isinstance(envelope, list) or len(envelope) != 3 or not isinstance(envelope[1], int):
+        raise WireError("a header that is no [protocol, request, message]")
+    protocol, request, fields = envelope
+    if protocol != PROTOCOL:
+        raise WireError(f"protocol {str(protocol)[:40]}; this side speaks {PROTOCOL}", "protocol", request)
+    try:
+        return request, _MESSAGES.validate_python(fields), frames[1:]
+    except ValidationError as error:
+        raise _explained(error.errors()[0], request) from error
+
+
+def _explained(problem: Any, request: int) -> WireError:
+    """The first thing that is wrong with a message: which field, and the value it has."""
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type", "dict_type"):
+        tag = problem.get("ctx", {}).get("tag", problem["input"])
+        return WireError(f"type {str(tag)[:100]!r} is no message of ours", "unknown-type", request)
+    where = ".".join(str(part) for part in problem["loc"][:8])[:200]
+    return WireError(f"field {where!r} = {str(problem['input'])[:100]!r}: {problem['msg'][:200]}", "field", request)
+
+
+def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
+    """Raise WireError for what the receiver would refuse (or cut the connection for), before it is sent."""
+    sizes = [len(frame) for frame in frames]
+    if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
+        raise WireError(
+            f"a message of frames of {sizes} bytes cannot be sent: the limits are {MAX_HEADER_BYTES} for the first and "
+            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller.",
+            "oversized",
+        )
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")

@@ -1,0 +1,400 @@
+"""The replay queue's decisions: who may begin which group, what may enter, what a batch is, what may be deleted.
+
+A pure state machine: no clock, socket, file or randomness; time enters as an argument. `hub` feeds it and carries out
+what it decides; a simulator can run it on virtual time. The bound it keeps is stated and proved in `bound`.
+
+Life of a group number:
+
+    fresh -> leased -> queued -> in flight -> trained -> committed (may be deleted)
+               |          |          |            |
+               |          |          +------------+--- the learner was restored from an older checkpoint: offered
+               |          |                            again, in the same batches
+               +----------+--- the actor was lost (failed) or the bound could not be kept (stale): credited again,
+                               until `max_attempts` failures: quarantined, never consumed
+
+Rules
+    1. Everything that decides about a group lives in this file; nothing here does anything about it.
+    2. A number is in exactly one place: fresh or open again (`order`), a lease, `_queued`, a batch, quarantined, or
+       committed. The ledger's states are derived from those places, its ends are counted.
+    3. The ledger closes after every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from buffers.errors import RefusedError
+from buffers.queue.bound import Bound
+from buffers.queue.failures import Failures
+from buffers.queue.leases import Actor as Actor
+from buffers.queue.leases import Credit as Credit
+from buffers.queue.ledger import Entry, Ledger, Restored
+from buffers.queue.order import Line
+from buffers.queue.room import Room
+from buffers.record import staleness
+
+
+class Admission:
+    """Methods raise RefusedError with a reason; nothing changes then, but a `future` or `stale` `put` ends its lease."""
+
+    def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
+        bound.check()
+        self.bound = bound
+        self.failures = Failures(max_attempts)
+        self.room = Room(max_bytes)
+        self.actors: dict[str, Actor] = {}
+        self.fence = 0
+        self.owner = ""  # the learner that holds the fence
+        self.step = self.committed_step = 0
+        self.published: int | None = None
+        self.aim: int | None = None  # the staleness credits are to stay within, when less than the bound
+        self.draining = False
+        self._lease_s = lease_s
+        self._line = Line(bound)
+        self._newest = 0  # no version above this one can have sampled anything
+        self._queued: dict[int, Entry] = {}
+        self._batches: dict[int, dict[int, Entry]] = {}  # uncommitted batches by step
+        self._taken: set[int] = set()  # batches the present learner holds or has trained
+        self._credited = self._failed = self._stale = self._stale_tokens = self._duplicates = 0
+        self._committed_groups = self._committed_tokens = 0
+
+    # -- actors ------------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, actor: Actor, holding: Iterable[tuple[int, int]] = ()) -> None:
+        """An actor (re)joins and says which (number, attempt) it works on.
+
+        Leases it no longer holds are lost; work nobody else has is leased to it (after the hub was restarted), unless no
+        version exists that could have begun it.
+        """
+        before = self.actors.pop(name, None)
+        held = dict(holding)
+        for credit in list(before.leases.values()) if before else []:
+            if held.get(credit.number) == credit.attempt:
+                actor.leases[credit.number] = credit
+                del held[credit.number]
+            else:
+                self._lose(credit.number, f"{name} came back without it")
+        self.actors[name] = actor
+        for number, attempt in sorted(held.items()):
+            if self._line.is_open(number) and self._line.lowest_version(number) <= self._newest:
+                self._lease(actor, number, attempt)
+
+    def leave(self, name: str, reason: str = "left") -> None:
+        """An actor is gone, why says `reason`: its groups are lost and will be credited again."""
+        actor = self.actors.pop(name, None)
+        for number in list(actor.leases) if actor else []:
+            self._lose(number, f"{name} {reason}")
+
+    def expire(self, now: float) -> list[str]:
+        """Drop the actors not heard for `lease_s` seconds; returns their names."""
+        silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
+        for name in silent:
+            self.leave(name, f"was silent for {self._lease_s:g} s")
+        return silent
+
+    def target(self, name: str) -> int | None:
+        """The version this actor should serve: the newest published; in exact mode the one its next group needs.
+
+        In exact mode an actor moves only when it holds nothing, for a group is made by one version from first to last.
+        """
+        if self.published is None or not self.bound.exact:
+            return self.published
+        if self.actors[name].leases:
+            return self.actors[name].version
+        number = self._line.next_number()
+        return self.published if number is None else min(self._line.lowest_version(number), self.published)
+
+    def lowest_needed_version(self) -> int:
+        """The oldest weight set that may still have to be served: the newest one, in exact mode that of the oldest work."""
+        if self.published is None or not self.bound.exact:
+            return self.published or 0
+        leased = [number for actor in self.actors.values() for number in actor.leases]
+        lowest = min([*leased, *self._line.open[:1], self._line.next])
+        return min(self.published, self._line.lowest_version(lowest))
+
+    def credits(self) -> dict[str, list[Credit]]:
+        """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
+        given: dict[str, list[Credit]] = {}
+        leases = sum(len(actor.leases) for actor in self.actors.values())
+        while not self.draining and (number := self._line.next_number()) is not None:
+            if not (self.room.has_credit(leases) or self._is_due(number)):
+                break
+            moved_up = self._line.quarantined_below(number)
+            able = [
+                (len(actor.leases) - actor.capacity, name)
+                for name, actor in self.actors.items()
+                if self._has_room(actor, number)
+                and actor.fence == self.fence > 0
+                and actor.version <= self._newest
+                and self.bound.allows(actor.version, number, moved_up, self.aim)
+            ]
+            if not able:
+                break
+            name = min(able)[1]
+            credit = self._lease(self.actors[name], number, self.failures.attempt(number))
+            given.setdefault(name, []).append(credit)
+            leases += 1
+        return given
+
+    def put(self, name: str, number: int, entry: Entry) -> None:
+        """Admit a finished group. Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future`, `stale` or `later`."""
+        if not 0 <= number < self.bound.num_groups:
+            raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_groups} of this run")
+        actor = self.actors.get(name)
+        credit = actor.leases.get(number) if actor else None
+        if actor is None or credit is None or credit.attempt != entry.attempt:
+            self._duplicates += 1
+            reason = "superseded" if self._line.is_open(number) or self._is_leased(number) else "duplicate"
+            raise RefusedError(reason, f"attempt {entry.attempt} of group {number} holds no lease of {name}")
+        if entry.newest_version > self._newest:
+            self._give_up(actor, number)
+            raise RefusedError("future", f"version {entry.newest_version} is not published (newest: {self._newest})")
+        low = self._line.lowest_version(number)
+        if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
+            self._give_up(actor, number)
+            raise RefusedError("stale", f"group {number} has a token of version {entry.oldest_version}, needs {low}")
+        if not self.room.fits(entry.num_bytes) and not self._is_due(number):
+            raise RefusedError("later", f"{self.room.queued} bytes wait; {entry.num_bytes} more pass {self.room.max_bytes}")
+        del actor.leases[number]
+        self._queued[number] = entry
+        self.room.enter(entry.num_bytes)
+
+    def blame(self, name: str, number: int, reason: str) -> None:
+        """What was wrong with a group that was refused, should its actor be lost with it."""
+        if name in self.actors and number in self.actors[name].leases:
+            self.failures.blame(number, reason)
+
+    def release(self, name: str, numbers: Iterable[int]) -> None:
+        """An actor cancels groups that can no longer keep the bound (it went back to older weights)."""
+        actor = self.actors.get(name)
+        for number in numbers:
+            if actor is not None and number in actor.leases:
+                self._give_up(actor, number)
+
+    # -- learner -----------------------------------------------------------------------------------------------------
+
+    def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
+        """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
+
+        `committed`: its newest durable checkpoint, before `step` when the learner lived on while the hub was restarted.
+        Returns the numbers that checkpoint commits. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
+        """
+        if fence <= self.fence:
+            raise RefusedError("fenced", f"fence {fence} is not above the newest, {self.fence}")
+        if step < self.committed_step:
+            raise RefusedError(
+                "committed",
+                f"groups before step {self.committed_step} were deleted when that checkpoint became durable; "
+                f"a learner cannot resume from step {step}",
+            )
+        if step > self.committed_step and step - 1 not in self._batches:
+            raise RefusedError("unknown-step", f"no batch {step - 1} was ever taken; the journal belongs to another run")
+        self.fence, self.owner, self.step, self.published = fence, owner, step, None
+        self._taken.clear()
+        if self.bound.exact:
+            self._drop_of_other_version()
+        return self.commit(min(step, committed))
+
+    def check_version(self, version: int) -> None:
+        """A version is the number of steps done. Raises RefusedError: `order`."""
+        if version != self.step:
+            raise RefusedError("order", f"the learner has done {self.step} steps and cannot publish version {version}")
+
+    def publish(self, version: int) -> None:
+        """Weights of `version` are whole at the hub and may be served. Raises RefusedError: `order`."""
+        self.check_version(version)
+        self.published, self._newest = version, max(self._newest, version)
+
+    def take(self, step: int) -> list[int] | None:
+        """The numbers of batch `step` in order, or None while they are not all there. Raises RefusedError: `order`.
+
+        The learner asks for its own step count; a batch taken before and not trained is given again.
+        """
+        if step != self.step:
+            raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")
+        if step not in self._batches:
+            wanted = min(self.bound.groups_per_batch, self.num_left)
+            picked = self._line.pick(lambda number: number in self._queued, wanted)
+            if wanted == 0 or len(picked) < wanted or self._drop_too_old(picked):
+                return None
+            self._make_up(step, picked)
+        self._taken.add(step)
+        return sorted(self._batches[step])
+
+    def trained(self, step: int) -> None:
+        """The learner has done the step of batch `step`. Raises RefusedError: `order`."""
+        if step != self.step or step not in self._taken:
+            raise RefusedError("order", f"batch {step} was not taken at step {self.step}")
+        self.step = step + 1
+
+    def commit(self, step: int) -> list[int]:
+        """A checkpoint of `step` steps is durable: returns the numbers that may be deleted. Raises RefusedError: `order`."""
+        if step > self.step:
+            raise RefusedError("order", f"the learner has done {self.step} steps and cannot commit {step}")
+        numbers: list[int] = []
+        for index in sorted(self._batches):
+            if index < step:
+                batch = self._batches.pop(index)
+                self._taken.discard(index)
+                numbers += batch
+                self.failures.forget(batch)
+                self._committed_groups += len(batch)
+                self._committed_tokens += sum(entry.num_tokens for entry in batch.values())
+        self.committed_step = max(self.committed_step, step)
+        return numbers
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._line.quarantined)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    def has_batch(self, step: int) -> bool:
+        """Whether batch `step` is made up already (and not committed)."""
+        return step in self._batches
+
+    @property
+    def num_left(self) -> int:
+        """Live numbers no batch has yet."""
+        taken = self._committed_groups + sum(len(batch) for batch in self._batches.values())
+        return self.bound.num_groups - len(self._line.quarantined) - taken
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no batch will ever be given at the present step: the data ended, or the drain left too few groups."""
+        if self.step in self._batches:
+            return False
+        if self.num_left == 0:
+            return True
+        if not self.draining:
+            return False
+        wanted = min(self.bound.groups_per_batch, self.num_left)
+        coming = self._line.pick(lambda number: number in self._queued or self._is_leased(number), wanted)
+        return len(coming) < wanted
+
+    # -- memory and numbers ------------------------------------------------------------------------------------------
+
+    def remember(self) -> Restored:
+        """What a journal must keep beside the groups and batches that are not committed yet."""
+        line = self._line
+        uncommitted = {number for batch in self._batches.values() for number in batch}
+        head = min([line.head, *uncommitted])
+        passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_quarantined(n))
+        return Restored(
+            fence=self.fence,
+            committed_step=self.committed_step,
+            committed_groups=self._committed_groups,
+            committed_tokens=self._committed_tokens,
+            head=head,
+            consumed=(*passed, *sorted(line.consumed - uncommitted)),
+            quarantined=tuple(line.quarantined),
+            stale=self._stale,
+            stale_tokens=self._stale_tokens,
+            failed=self._failed,
+            owner=self.owner,
+            failures=self.failures.remember(),
+        )
+
+    def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
+        """Begin where a journal ends: what was committed, and every group that was put since, all of them queued.
+
+        The caller then replays the batches with `assign`, in order. Numbers begun and never put are free again."""
+        self.fence, self.committed_step, self.step = past.fence, past.committed_step, past.committed_step
+        self._committed_groups, self._committed_tokens = past.committed_groups, past.committed_tokens
+        self._stale, self._stale_tokens, self._failed = past.stale, past.stale_tokens, past.failed
+        self._queued, self._newest, self.owner = dict(queued), past.committed_step, past.owner
+        self.failures.restore(past.failures)
+        for entry in queued.values():
+            self.room.enter(entry.num_bytes)
+        self._line.restore(past.head, past.consumed, past.quarantined, queued)
+        ended = self._committed_groups + len(queued) + self._stale + self._failed + len(past.quarantined)
+        self._credited = ended
+
+    def assign(self, step: int, numbers: Iterable[int]) -> None:
+        """Batch `step` was made of these queued numbers before the hub died, and is whenever it is offered again."""
+        self._make_up(step, numbers)
+        self._newest = max(self._newest, step + 1)  # it may have been trained on, and that version published
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every attempt ever credited, by where it is or how it ended; derived from the state above."""
+        trained, held, waiting = list[Entry](), list[Entry](), list(self._queued.values())
+        for index, batch in self._batches.items():
+            (trained if index < self.step else held if index in self._taken else waiting).extend(batch.values())
+        tokens = Ledger.tokens
+        everything = tokens(trained) + tokens(held) + tokens(waiting) + self._committed_tokens + self._stale_tokens
+        return Ledger(
+            credited=self._credited, trained=self._committed_groups + len(trained), queued=len(waiting),
+            in_flight=len(held), leased=sum(len(actor.leases) for actor in self.actors.values()), stale=self._stale,
+            failed=self._failed, quarantined=self.num_quarantined, committed=self._committed_groups,
+            duplicates_refused=self._duplicates, tokens_put=everything,
+            tokens_trained=self._committed_tokens + tokens(trained), tokens_queued=tokens(waiting),
+            tokens_in_flight=tokens(held), tokens_stale=self._stale_tokens,
+        )  # fmt: skip
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, actor: Actor, number: int) -> bool:
+        """Whether an actor can take one more. A suspect is made alone: only then does losing it prove anything."""
+        if number in self.failures.suspects:
+            return not actor.leases and actor.capacity > 0
+        return len(actor.leases) < actor.capacity and self.failures.suspects.isdisjoint(actor.leases)
+
+    def _is_due(self, number: int) -> bool:
+        """Whether the next batch cannot do without this number (see `room`)."""
+        return self._line.rank(number) < self.bound.groups_per_batch
+
+    def _lease(self, actor: Actor, number: int, attempt: int) -> Credit:
+        """Move an open number into a lease."""
+        self._line.begin(number)
+        credit = actor.leases[number] = Credit(number, attempt, self._line.lowest_version(number))
+        self._credited += 1
+        return credit
+
+    def _lose(self, number: int, reason: str) -> None:
+        """The lease of `number` ended with its actor."""
+        for actor in self.actors.values():
+            actor.leases.pop(number, None)
+        if not self.failures.lost(number, reason):
+            self._failed += 1
+            self._line.reopen(number)
+            return
+        self._line.quarantine(number)
+        if self.bound.exact:
+            self._drop_of_other_version()
+
+    def _give_up(self, actor: Actor, number: int) -> None:
+        """The lease of `number` ended because its tokens could not keep the bound."""
+        del actor.leases[number]
+        self._stale += 1
+        self._line.reopen(number)
+
+    def _make_up(self, step: int, numbers: Iterable[int]) -> None:
+        self._batches[step] = {number: self._queued.pop(number) for number in numbers}
+        self.room.leave(sum(entry.num_bytes for entry in self._batches[step].values()))
+        self._line.consume(self._batches[step])
+
+    def _drop(self, number: int) -> None:
+        """A queued group may not be trained on: it is counted and made again."""
+        entry = self._queued.pop(number)
+        self.room.leave(entry.num_bytes)
+        self._stale += 1
+        self._stale_tokens += entry.num_tokens
+        self._line.reopen(number)
+
+    def _drop_of_other_version(self) -> None:
+        """In exact mode a quarantine changes the step, and so the version, of the groups behind it."""
+        for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._line.lowest_version(n)]:
+            self._drop(number)
+
+    def _drop_too_old(self, numbers: Iterable[int]) -> bool:
+        """The second net: groups over the bound are counted and made again. By the proof there are none."""
+        old = [n for n in numbers if staleness(self._queued[n].oldest_version, self.step) > self.bound.max_staleness]
+        for number in old:
+            self._drop(number)
+        return bool(old)
+
+    def _is_leased(self, number: int) -> bool:
+        return any(number in actor.leases for actor in self.actors.values())

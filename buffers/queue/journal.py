@@ -1,0 +1,334 @@
+"""The queue's memory on disk: an append-only log of groups and decisions, replayed after a crash.
+
+Never decides anything and knows no message format: payloads are bytes. Owned by one process (an exclusive lock says so).
+A directory of segments `000001.log`, `000002.log`, …; what they look like inside is `segment`'s. Every segment begins with
+a STATE record, so that older segments can be deleted as soon as nothing in them is live.
+
+What is promised when `sync` returns, by `fsync`:
+
+    group      everything appended is on disk: neither a process that dies nor a machine that loses power loses it. One
+               fsync, however much that is
+    interval   everything appended is with the operating system: no process that dies loses it. Power that fails loses the
+               groups of the last `interval_s` seconds and no others, and they are then made again: batches and states
+               (`sync(durable=True)`) are on disk with everything before them, so nothing that was trained on is lost
+    off        everything appended is with the operating system, and nothing is promised when the power fails
+
+A torn record at the very end (the crash came while it was written, so it was never acknowledged) is cut off on open. A bad
+record with a whole one behind it, in an older segment, or a missing segment raises JournalError with file and offset:
+something that was acknowledged would be lost.
+
+A full disk raises DiskFullError from `sync`, and changes nothing: what was appended stays in memory, and the
+next call cuts off what was half written and writes all of it again. So whoever waits until `sync` returns is never lied to.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from buffers.config import Fsync
+from buffers.errors import DiskFullError, JournalError
+from buffers.files import DISK, File, Files
+from buffers.queue import segment
+from buffers.queue.ledger import Entry, Restored
+
+_log = logging.getLogger(__name__)
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.
+_SMALL = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a group's record is, and where in it the group's bytes begin."""
+
+    segment: int
+    offset: int
+    length: int
+    start: int
+
+
+@dataclass
+class Replay:
+    """What a journal holds: the newest state, the groups put and not committed, and the batches made of them."""
+
+    state: Restored = field(default_factory=Restored)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    torn_bytes: int = 0
+
+
+class Journal:
+    """Owns the segment files. Waits only for the disk. On close: syncs and releases the lock.
+
+    Raises JournalError when the directory belongs to a running hub or holds a damaged record, and from every method when
+    the disk does not do what it should; of those DiskFullError can be waited out. `clock` counts `interval_s`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = 16 << 20,
+        fsync: Fsync = "group",
+        interval_s: float = 1.0,
+        keep: bool = False,
+        files: Files = DISK,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._files, self._directory, self._segment_bytes = files, directory, segment_bytes
+        self._fsync, self._interval_s, self._keep, self._clock = fsync, interval_s, keep, clock
+        self._places: dict[int, _Place] = {}  # group number -> where its bytes are
+        self._takes: dict[int, int] = {}  # step -> segment
+        self._live: Counter[int] = Counter()  # segment -> places and takes in it
+        self._readers: dict[int, File] = {}
+        self._file: File | None = None  # made by the first write to its segment
+        self._pending: list[bytes] = []  # appended and not promised yet
+        self._end = 0  # of the present segment, with what is pending
+        self._good = 0  # of the present segment, without
+        self._named = False  # the present segment's name is durable
+        self._unsynced = False  # something was written that no fsync followed
+        self._torn = False  # a write broke off in the middle
+        self._synced_at = clock()
+        try:
+            with self.disk():
+                files.make(directory)
+                self._lock = files.lock(directory / "lock")
+        except BlockingIOError as error:
+            raise JournalError(f"{directory} is in use by another hub; stop that run first") from error
+        try:
+            with self.disk():
+                self.replay = self._read()
+        except JournalError:
+            self._lock.close()
+            raise
+        self._state = segment.state_payload(self.replay.state)  # the newest
+        self._begin_segment()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def put(self, number: int, entry: Entry, *payload: bytes) -> None:
+        """Append a group, its bytes in parts; promised after `sync`."""
+        head = segment.put_head(number, entry)
+        offset = self._append(segment.PUT, head, *payload)
+        self._remember(number, _Place(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
+
+    def take(self, step: int, numbers: Iterable[int]) -> None:
+        """Append the make-up of batch `step`; on disk after `sync(durable=True)`."""
+        self._append(segment.TAKE, segment.take_payload(step, list(numbers)))
+        self._takes[step] = self._segment
+        self._live[self._segment] += 1
+
+    def state(self, state: Restored, deletable: Iterable[int] = ()) -> None:
+        """Append the queue's state, on disk after `sync(durable=True)`, which deletes segments that hold nothing live."""
+        for number in deletable:
+            self._forget(number)
+        for step in [step for step in self._takes if step < state.committed_step]:
+            self._live[self._takes.pop(step)] -= 1
+        self._state = segment.state_payload(state)
+        self._append(segment.STATE, self._state)
+
+    def sync(self, *, durable: bool = False) -> None:
+        """Keep the promise of the module docstring for everything appended so far; `durable`: that of batches and states."""
+        due = durable or self._fsync == "group" or self._clock() - self._synced_at >= self._interval_s
+        wanted = self._fsync != "off" and due
+        if not self._pending and not (wanted and self._unsynced):
+            return
+        with self.disk():
+            file = self._open()
+            self._torn = bool(self._pending)
+            for data in _chunks(self._pending):
+                _write(file, data)
+        if wanted:
+            # What was written earlier and never synced may be gone when this fails, whatever a later fsync says.
+            with self.disk(mends=not self._unsynced):
+                self._files.sync(file)
+                if not self._named:
+                    self._files.sync_path(self._directory)
+                    self._named = True
+            self._synced_at = self._clock()
+        self._unsynced = not wanted
+        self._torn, self._good = False, self._end
+        self._pending.clear()
+        if durable:
+            self._tidy()
+
+    def read(self, number: int) -> memoryview:
+        """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
+        place = self._places[number]
+        with self.disk():
+            reader = self._readers.get(place.segment)
+            if reader is None:
+                reader = self._readers[place.segment] = self._files.reader(self._path(place.segment))
+            record = self._files.read_at(reader, place.length, place.offset)
+        if not segment.is_whole(record):
+            raise JournalError(
+                f"{self._path(place.segment)} is damaged: group {number}, {place.length} bytes from byte {place.offset} on, "
+                "is not what was written. Restore the file, or start a new run directory."
+            )
+        return memoryview(record)[place.start :]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all segments on disk."""
+        with self.disk():
+            return self._good + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
+
+    def close(self) -> None:
+        try:
+            self.sync(durable=True)
+        finally:
+            with self.disk():
+                for reader in self._readers.values():
+                    reader.close()
+                self._lock.close()
+                if self._file is not None:
+                    self._file.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def disk(self, *, mends: bool = True) -> Iterator[None]:
+        """`mends`: when the disk is full, the same can be done again once it is not."""
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            waits = mends and error.errno in _FULL
+            raise (DiskFullError if waits else JournalError)(
+                f"{self._directory} cannot be written or read: {error}. Nothing acknowledged is lost; "
+                + ("the hub goes on when there is room." if waits else "free space or mend the disk, then resume the run.")
+            ) from error
+
+    def _begin_segment(self) -> None:
+        """Go on in another segment. The one before is durable and is not written to again."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._named = None, False
+        self._segment += 1
+        self._segments.append(self._segment)
+        self._end = self._good = 0
+        self._append(segment.STATE, self._state)
+
+    def _open(self) -> File:
+        """The present segment, without what a broken write left behind its good part."""
+        if self._file is None:
+            self._file = self._files.append(self._path(self._segment))
+        if self._torn:
+            self._files.truncate(self._path(self._segment), self._good)
+            self._torn = False
+        return self._file
+
+    def _append(self, kind: int, *parts: bytes) -> int:
+        """Where the record will be."""
+        offset, head = self._end, segment.head(kind, parts)
+        self._pending += (head, *parts)
+        self._end += len(head) + sum(map(len, parts))
+        return offset
+
+    def _tidy(self) -> None:
+        """Everything is durable: delete segments older than what is live, and begin another when this one is large.
+
+        The oldest is deleted first, so that a crash meanwhile leaves no gap.
+        """
+        first = min((number for number, count in self._live.items() if count), default=self._segment)
+        with self.disk():
+            while not self._keep and self._segments[0] < first:
+                if self._segments[0] in self._readers:
+                    self._readers.pop(self._segments[0]).close()
+                self._files.unlink(self._path(self._segments[0]))
+                del self._live[self._segments.pop(0)]
+        if self._end > self._segment_bytes:
+            self._begin_segment()
+
+    def _remember(self, number: int, place: _Place) -> None:
+        self._forget(number)
+        self._places[number] = place
+        self._live[place.segment] += 1
+
+    def _forget(self, number: int) -> None:
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._live[place.segment] -= 1
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:06d}.log"
+
+    def _read(self) -> Replay:
+        replay = Replay()
+        names = self._files.names(self._directory)
+        self._segments = sorted(int(name[:-4]) for name in names if name.endswith(".log"))
+        self._segment = max(self._segments, default=0)
+        for number in self._segments:
+            path = self._path(number)
+            if number - 1 not in (self._segments[0] - 1, *self._segments):
+                raise JournalError(f"{self._path(number - 1)} is missing: the groups in it would be lost. Restore it.")
+            data = self._files.read(path)
+            good = 0
+            while (found := segment.parse(data, good)) is not None:
+                self._apply(replay, found[0], number, good, found[1] - good)
+                good = found[1]
+            if good < len(data):
+                self._cut_off(replay, number, data, good)
+            if number == self._segments[-1]:
+                # Durable before a later segment exists: torn bytes, or a tail that a hub left unsynced when its disk was
+                # full and the machine loses next, would be damage in an older one.
+                self._files.sync_path(path)
+        return replay
+
+    def _cut_off(self, replay: Replay, number: int, data: bytes, good: int) -> None:
+        """What is behind byte `good` is no whole record: an unfinished write, or damage (JournalError)."""
+        path, behind = self._path(number), segment.next_record(data, good + 1)
+        if number != self._segments[-1] or behind is not None:
+            lost = f"bytes {good} to {len(data) if behind is None else behind} of {len(data)}"
+            raise JournalError(
+                f"{path} is damaged at byte {good}: the groups and batches in {lost} cannot be read. "
+                "Restore the file, or start a new run directory."
+            )
+        replay.torn_bytes = len(data) - good
+        _log.warning("%s: cut off %d bytes of an unfinished write", path, replay.torn_bytes)
+        self._files.truncate(path, good)
+
+    def _apply(self, replay: Replay, record: segment.Record, number: int, offset: int, length: int) -> None:
+        match record:
+            case segment.Put():
+                replay.entries[record.number] = record.entry
+                self._remember(record.number, _Place(number, offset, length, segment.HEAD.size + record.start))
+            case segment.Take():
+                replay.batches[record.step] = record.numbers
+                self._takes[record.step] = number
+                self._live[number] += 1
+            case Restored():
+                replay.state = record
+                for step in [step for step in replay.batches if step < record.committed_step]:
+                    self._live[self._takes.pop(step)] -= 1
+                    for committed in replay.batches.pop(step):
+                        replay.entries.pop(committed, None)
+                        self._forget(committed)
+
+
+def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces."""
+    small: list[bytes] = []
+    for part in parts:
+        if len(part) < _SMALL:
+            small.append(part)
+        else:
+            yield b"".join(small)
+            small.clear()
+            yield part
+    yield b"".join(small)
+
+
+def _write(file: File, data: bytes) -> None:
+    """All of it: a disk that is nearly full takes less than it is given."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]

@@ -1,0 +1,139 @@
+"""The format of a journal's segment files: one record after another, and how they are found again. Owns no file.
+
+A record is
+
+    type (1 byte) | length of the payload (4 bytes) | xxh3-64 of type, length and payload (8 bytes) | payload
+
+integers little endian. The payload of a PUT is a length (4 bytes), a MessagePack list [number, attempt, oldest version,
+newest version, tokens] of that length, and the group's bytes; of a TAKE the list [step, numbers]; of a STATE the fields of
+`ledger.Restored`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import xxhash
+
+from buffers.errors import JournalError
+from buffers.queue.ledger import Entry, Restored
+
+HEAD = struct.Struct("<BIQ")
+STATE, PUT, TAKE = 1, 2, 3
+_LENGTH = struct.Struct("<I")
+_KINDS = re.compile(b"[\x01\x02\x03]")
+
+
+@dataclass(frozen=True)
+class Put:
+    """A group that was put. `start`: where its bytes begin in the record's payload."""
+
+    number: int
+    entry: Entry
+    payload: bytes
+    start: int
+
+
+@dataclass(frozen=True)
+class Take:
+    """The make-up of a batch."""
+
+    step: int
+    numbers: list[int]
+
+
+Record = Put | Take | Restored
+
+
+def put_head(number: int, entry: Entry) -> bytes:
+    """What stands before a group's bytes in the payload of its record."""
+    fields = (number, entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens, entry.num_bytes)
+    head: bytes = msgpack.packb(fields)
+    return _LENGTH.pack(len(head)) + head
+
+
+def take_payload(step: int, numbers: Sequence[int]) -> bytes:
+    packed: bytes = msgpack.packb([step, list(numbers)])
+    return packed
+
+
+def state_payload(state: Restored) -> bytes:
+    packed: bytes = msgpack.packb(asdict(state))
+    return packed
+
+
+def head(kind: int, parts: Sequence[bytes]) -> bytes:
+    """The first bytes of a record whose payload is these parts, one after the other."""
+    length = sum(map(len, parts))
+    return HEAD.pack(kind, length, _checksum(kind, length, parts))
+
+
+def is_whole(record: bytes) -> bool:
+    """Whether these bytes are one record, as it was written."""
+    if len(record) < HEAD.size:
+        return False
+    kind, length, expected = HEAD.unpack_from(record)
+    payload = memoryview(record)[HEAD.size :]
+    return bool(len(payload) == length and _checksum(kind, length, [payload]) == expected)
+
+
+def parse(data: bytes, at: int) -> tuple[Record, int] | None:
+    """The record at byte `at` and where the next one begins, or None when it is cut short or damaged."""
+    if at + HEAD.size > len(data):
+        return None
+    kind, length, expected = HEAD.unpack_from(data, at)
+    end = at + HEAD.size + length
+    if kind not in (STATE, PUT, TAKE) or end > len(data):
+        return None
+    payload = data[at + HEAD.size : end]
+    return (_record(kind, payload), end) if _checksum(kind, length, [payload]) == expected else None
+
+
+def next_record(data: bytes, start: int) -> int | None:
+    """Where the next whole record begins, or None when nothing from `start` on is one."""
+    for match in _KINDS.finditer(data, start):
+        if parse(data, match.start()) is not None:
+            return match.start()
+    return None
+
+
+def records(directory: Path) -> Iterator[Put | Take]:
+    """Puts and takes in the order in which they were written, up to the first record that is not whole. Only reads.
+
+    Raises JournalError when there is no journal, or a segment other than the newest is damaged.
+    """
+    paths = sorted(directory.glob("[0-9]*.log"))
+    if not paths:
+        raise JournalError(f"{directory} holds no journal")
+    for path in paths:
+        data, at = path.read_bytes(), 0
+        while (found := parse(data, at)) is not None:
+            record, at = found
+            if not isinstance(record, Restored):
+                yield record
+        if at < len(data) and path != paths[-1]:
+            raise JournalError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
+
+
+def _checksum(kind: int, length: int, parts: Sequence[bytes | memoryview]) -> int:
+    digest = xxhash.xxh3_64(HEAD.pack(kind, length, 0))
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _record(kind: int, payload: bytes) -> Record:
+    if kind == PUT:
+        start = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
+        number, *entry = msgpack.unpackb(payload[_LENGTH.size : start])
+        return Put(number, Entry(*entry), payload[start:], start)
+    if kind == TAKE:
+        return Take(*msgpack.unpackb(payload))
+    fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
+    return Restored(**fields)

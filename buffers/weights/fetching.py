@@ -1,0 +1,186 @@
+"""An actor's half of the weight channel: gets the set it was told to adopt, and gives it out whole and verified.
+
+Waits for nothing: `client` hands it the messages about weights, sends what it wants sent, and calls `advance` when it has
+time. One set at a time; a newer target supersedes an unfinished one, and a set that comes damaged is fetched again. It is
+mapped where the hub is on the same machine, else made of what is held with deltas, else fetched chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from buffers.config import WeightsConfig
+from buffers.errors import ConfigError, WeightsError, WireError
+from buffers.protocol import wire
+from buffers.weights.assembly import Assembly, ChunkedBytes
+from buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
+from buffers.weights.store import Delta
+from buffers.weights.weight_set import WeightSet, content_digest, num_chunks
+
+_CHUNKS_AHEAD = 8  # chunks asked for before the first has come
+_MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
+
+
+class Fetching:
+    """Owns the unfinished set and, where deltas may come, the newest whole one. `send` returns its request number.
+
+    serving: (fence, version) that the actor serves; it is not fetched again. applied: the deltas that made the newest set.
+    """
+
+    def __init__(
+        self, send: Callable[[wire.Message], int], address: str, config: WeightsConfig, make: MakeMemory | None = None
+    ) -> None:
+        self._send, self._config, self._make = send, config, make or HeapPool().make
+        self._maps = config.transport == "shared" or (config.transport == "auto" and is_local(address))
+        self.serving: tuple[int, int] | None = None
+        self._target: tuple[int, int] | None = None
+        self._assembly: Assembly | None = None
+        self._deltas: dict[str, ChunkedBytes] = {}
+        self._steps: list[wire.DeltaSpec] = []
+        self.applied: list[Delta] = []
+        self._asking: Iterator[tuple[str | None, int]] = iter(())
+        self._held: WeightSet | None = None
+        self._weights: WeightSet | None = None
+        self._request = 0
+        self._num_damaged = 0
+
+    def reset(self) -> None:
+        """The hub does not know any more what it was asked for; what came of an unfinished set is kept, in case it is the
+        one to be adopted still."""
+        self._target = None
+
+    def adopt(self, target: tuple[int, int]) -> None:
+        """Fetch this set and forget any other; nothing is fetched when it is the one the actor serves."""
+        if target == self._target:
+            return
+        self._target = self._weights = None
+        if self._assembly is not None and (self._assembly.fence, self._assembly.version) != target:
+            self._drop()
+        if target != self.serving:
+            self._target = target
+            holds = None if self._held is None else self._held.digest
+            self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))
+
+    def hear(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
+        """One more part of the set that is fetched; parts of others are dropped. Raises WeightsError when it keeps coming
+        damaged."""
+        if (part.fence, part.version) != self._target:
+            return
+        try:
+            if isinstance(part, wire.Manifest):
+                self._begin(part)
+            elif self._assembly is not None:
+                if len(arrays) != 1:
+                    raise WireError(f"a chunk is one frame, got {len(arrays)}")
+                self._add(self._assembly, part, arrays[0])
+                self._ask_chunk()
+        except WeightsError:
+            self._fetch_again()
+        else:
+            self.advance()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has more to do although nothing more comes."""
+        return self._assembly is not None and self._target is not None and self._assembly.is_complete
+
+    def advance(self) -> None:
+        """Verify a piece of what is there; a few milliseconds. Raises WeightsError when a set keeps coming damaged."""
+        if self._assembly is None or self._target is None:
+            return
+        try:
+            self._assembly.advance()
+            if self._assembly.is_complete and self._assembly.is_verified:
+                self._finish(self._assembly.whole())
+        except WeightsError:
+            self._fetch_again()
+
+    def refused(self, request: int) -> None:
+        """The hub has not (any more) what was asked for under this number: a newer target is on its way."""
+        if request >= self._request:  # else it is about a set that is not wanted any more
+            self._target = None
+            self._drop()
+
+    def take(self) -> WeightSet | None:
+        """The newest whole, verified weight set, once."""
+        weights, self._weights = self._weights, None
+        return weights
+
+    def _begin(self, manifest: wire.Manifest) -> None:
+        """Decide how to come by the set, and ask for its first chunks."""
+        digest, unfinished = content_digest(manifest.tensors), self._assembly
+        if self._held is not None and self._held.digest == digest:
+            again = replace(self._held, fence=manifest.fence, version=manifest.version, canary=manifest.canary)
+            self._finish(again)
+            return
+        if manifest.place is not None and self._maps:
+            self._map(manifest, manifest.place)
+            return
+        steps = manifest.deltas if self._leads(manifest.deltas, digest) else []
+        if unfinished is None or self._deltas or steps or content_digest(unfinished.specs) != digest:
+            self._drop()
+            self._assembly = unfinished = Assembly(manifest, self._make)
+            self._steps = list(steps)
+            name = f"the delta to version {manifest.version}"
+            self._deltas = {step.result: ChunkedBytes(name, step.num_bytes) for step in steps}
+        missing: list[tuple[str | None, int]] = [(None, index) for index in sorted(unfinished.missing)]
+        chunks = [(step.result, index) for step in steps for index in range(num_chunks(step.num_bytes))]
+        self._asking = iter(chunks if steps else missing)
+        for _ in range(_CHUNKS_AHEAD):
+            self._ask_chunk()
+
+    def _leads(self, steps: list[wire.DeltaSpec], digest: str) -> bool:
+        """Whether these deltas make the set of what is held."""
+        if self._held is None or not steps:
+            return False
+        contents = [self._held.digest, *(step.result for step in steps)]
+        return contents[:-1] == [step.base for step in steps] and contents[-1] == digest
+
+    def _map(self, manifest: wire.Manifest, place: wire.Place) -> None:
+        memory = attach(place, manifest.num_bytes)
+        if memory is not None:
+            self._assembly = Assembly(manifest, given=memory)
+        elif self._config.transport == "shared":
+            raise ConfigError(
+                "the hub's memory cannot be mapped here, and weights.transport is 'shared': the actor and the hub must be "
+                "processes of one user on one machine. Use 'auto' or 'chunks'."
+            )
+        else:
+            self._maps, self._target = False, None
+            self.adopt((manifest.fence, manifest.version))
+
+    def _add(self, assembly: Assembly, part: wire.Chunk, data: bytes) -> None:
+        if part.delta is None:
+            assembly.add(part.index, data)
+        elif part.delta in self._deltas:
+            self._deltas[part.delta].add(part.index, data)
+            if self._held is not None and not any(each.missing for each in self._deltas.values()) and assembly.missing:
+                assembly.patch(self._held, [each.memory.view for each in self._deltas.values()])
+
+    def _finish(self, weights: WeightSet) -> None:
+        self.applied = [Delta(step.base, step.result, self._deltas[step.result].memory.view) for step in self._steps]
+        self._drop()
+        self._target, self._num_damaged = None, 0
+        self._weights = weights
+        self._held = weights if self._config.delta and not self._maps else None
+
+    def _fetch_again(self) -> None:
+        """What came is damaged: fetch it again, and without the help of what is held."""
+        self._num_damaged += 1
+        if self._num_damaged > _MAX_DAMAGED:
+            raise
+        assert self._target is not None
+        target, self._target, self._held = self._target, None, None
+        self._drop()
+        self.adopt(target)
+
+    def _drop(self) -> None:
+        """Forget the unfinished set."""
+        self._assembly, self._deltas, self._steps, self._asking = None, {}, [], iter(())
+
+    def _ask_chunk(self) -> None:
+        ask = next(self._asking, None)
+        if ask is not None and self._target is not None:
+            fence, version = self._target
+            self._send(wire.FetchChunk(fence=fence, version=version, delta=ask[0], index=ask[1]))

@@ -1,0 +1,200 @@
+"""The hub's half of the weight channel: takes in what the learner publishes, serves it, and tells actors what to adopt.
+
+Knows no socket and no group: `exchange` hands it the messages about weights, and `admission` says who should serve what. A
+set is whole and verified before anybody hears of it. Nobody is waited for: an actor fetches when it can, and one that has
+adopted nothing for too long is dropped from the set of actors, as if it were dead, until it says Hello again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from buffers.config import WeightsConfig
+from buffers.errors import WeightsError, WireError
+from buffers.hub.peers import Peer, Peers
+from buffers.protocol import wire
+from buffers.queue.admission import Actor, Admission
+from buffers.weights.assembly import Assembly, ChunkedBytes
+from buffers.weights.shared import HeapPool, SealedMemory, attach
+from buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
+from buffers.weights.weight_set import WeightSet, chunk_of, content_digest
+
+
+@dataclass
+class _Incoming:
+    """The set that is on its way from the learner, and the delta to it when one comes too."""
+
+    assembly: Assembly
+    wanted: wire.Wanted
+    base: WeightSet | None
+    delta: wire.DeltaSpec | None
+    delta_bytes: ChunkedBytes
+
+    def add(self, chunk: wire.Chunk, data: bytes) -> None:
+        if chunk.delta is None:
+            self.assembly.add(chunk.index, data)
+        elif self.delta is not None and chunk.delta == self.delta.result:
+            self.delta_bytes.add(chunk.index, data)
+            if self.base is not None and not self.delta_bytes.missing:
+                self.assembly.patch(self.base, [self.delta_bytes.memory.view])
+                self.base = None
+        else:
+            raise WireError(f"a chunk of a delta that was not announced: {chunk.delta!r}")
+
+    @property
+    def is_complete(self) -> bool:
+        return self.base is None and self.assembly.is_complete and not self.delta_bytes.missing
+
+
+class Publication:
+    """Owns the store and the set that is on its way from the learner."""
+
+    def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
+        self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
+        self._incoming: _Incoming | None = None
+        self._sends_chunks = False  # somebody fetches what could be a delta
+        self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
+
+    def forget(self) -> None:
+        """Another learner has registered: what the former one had begun to send is not continued."""
+        self._incoming = None
+
+    # -- from the learner --------------------------------------------------------------------------------------------
+
+    def hear(
+        self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, published: int | None
+    ) -> tuple[wire.Message, WeightSet | None]:
+        """The answer to the learner, whose newest whole version is `published`; and the set, stored, once it is whole.
+
+        Raises WeightsError for what does not fit or is not what its digest says, WireError for a part of another set.
+        """
+        if message.version == published:  # repeated after its answer was lost
+            return (wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()), None
+        answer: wire.Message = wire.Done()
+        incoming = self._incoming
+        if isinstance(message, wire.Publish):
+            # One repeated late must not throw away the chunks that came since.
+            if incoming is None or incoming.assembly.version != message.version:
+                incoming = self._incoming = self._begin(message)
+            answer = incoming.wanted
+        elif incoming is None or incoming.assembly.version != message.version:
+            raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
+        elif isinstance(message, wire.Chunk):
+            if len(arrays) != 1:
+                raise WireError(f"a chunk is one frame, got {len(arrays)}")
+            incoming.add(message, arrays[0])
+        whole = self._advance(incoming, is_asked=not isinstance(message, wire.Publish))
+        if isinstance(message, wire.Check):
+            answer = wire.Checked(done=whole is not None)
+        return answer, whole
+
+    def _begin(self, announced: wire.Publish) -> _Incoming:
+        """Find out what of this set must be sent."""
+        delta, transport = announced.delta, self._config.transport
+        if delta is not None and (
+            delta.num_bytes > MAX_DELTA_SHARE * announced.num_bytes or delta.result != content_digest(announced.tensors)
+        ):
+            raise WeightsError(f"version {announced.version}: a delta of {delta.num_bytes} bytes is none of this set")
+        given = attach(announced.place, announced.num_bytes) if announced.place and transport != "chunks" else None
+        if given is None and transport == "shared" and announced.num_bytes:
+            raise WeightsError(
+                "the learner's memory cannot be mapped here, and weights.transport is 'shared': learner and hub must be "
+                "processes of one user on one machine. Use 'auto' or 'chunks'."
+            )
+        base = self.store.find(delta.base) if delta is not None and given is None else None
+        wanted = wire.Wanted(
+            chunks=given is None and base is None,
+            delta=delta is not None,
+            delta_next=self._config.delta and (given is None or self._sends_chunks),
+        )
+        assembly = Assembly(announced, self._pool.make if transport == "chunks" else SealedMemory.make, given)
+        incoming = ChunkedBytes(f"the delta to version {announced.version}", delta.num_bytes if delta else 0)
+        self._counters["sets_mapped"] += given is not None
+        return _Incoming(assembly, wanted, base, delta, incoming)
+
+    def _advance(self, incoming: _Incoming, *, is_asked: bool) -> WeightSet | None:
+        """Verify a piece of what is there; the set, stored, when that was the last."""
+        try:
+            if is_asked:
+                incoming.assembly.advance()
+            if not (incoming.is_complete and incoming.assembly.is_verified):
+                return None
+            weights = incoming.assembly.whole()
+        except WeightsError:
+            self._incoming = None
+            raise
+        self._incoming = None
+        spec, deltas = incoming.delta, list[Delta]()
+        if spec is not None:
+            deltas.append(Delta(spec.base, spec.result, incoming.delta_bytes.memory.view))
+            self._counters["deltas"] += 1
+            self._counters["delta_bytes"] += spec.num_bytes
+        self.store.add(weights, deltas)
+        self._counters["sets"] += 1
+        return weights
+
+    # -- to the actors -----------------------------------------------------------------------------------------------
+
+    def serve(self, asked: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
+        """The manifest or the chunk that was asked for; raises WeightsError when it is not here."""
+        if isinstance(asked, wire.Fetch):
+            return self._manifest(asked), []
+        if asked.delta is None:
+            data = self.store.get(asked.version).chunk(asked.index)
+        else:
+            data = chunk_of(self.store.delta(asked.delta).data, asked.index, "the delta")
+        self._counters["served_bytes"] += len(data)
+        chunk = wire.Chunk(fence=asked.fence, version=asked.version, index=asked.index, delta=asked.delta)
+        return chunk, cast("wire.Frames", [data])  # a view is sent like bytes
+
+    def _manifest(self, asked: wire.Fetch) -> wire.Manifest:
+        """Where the set can be mapped, or by which deltas it can be made of what the asker holds, or neither."""
+        weights = self.store.get(asked.version)
+        manifest = weights.manifest()
+        deltas: list[wire.DeltaSpec] = []
+        place = manifest.place if asked.maps and self._config.transport != "chunks" else None
+        if place is None:
+            self._sends_chunks = True
+            if asked.holds is not None:
+                deltas = [step.spec for step in self.store.path(asked.holds, weights.digest)]
+                if sum(step.num_bytes for step in deltas) > MAX_DELTA_SHARE * manifest.num_bytes:
+                    deltas = []
+        return manifest.model_copy(update={"fence": asked.fence, "place": place, "deltas": deltas})
+
+    def adoptions(self, admission: Admission, peers: Peers, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
+        """(identity, message) for every actor that should serve something else than it serves or was told last."""
+        for name, actor in admission.actors.items():
+            version, peer = admission.target(name), peers[name]
+            if version is None or version not in self.store:
+                continue
+            target, serving = (admission.fence, version), (actor.fence, actor.version)
+            if target == serving:
+                peer.behind_since = None
+            elif peer.behind_since is None:
+                peer.behind_since = now
+            # Also when it is to stay after all: it may be about to leave for what it was told before.
+            if target != (peer.announced or serving):
+                peer.announced = target
+                yield peer.identity, wire.Adopt(fence=target[0], version=version)
+
+    @staticmethod
+    def serves(actor: Actor, peer: Peer, fence: int, version: int) -> None:
+        """The actor says which weights it serves."""
+        if (fence, version) not in ((actor.fence, actor.version), peer.announced):
+            peer.announced = None  # it had already left for what it was told earlier: it is told again
+        if (fence, version) != (actor.fence, actor.version):
+            peer.behind_since = None  # it moves: a newer version than the one it adopted begins a new wait
+        actor.fence, actor.version = fence, version
+
+    def late(self, admission: Admission, peers: Peers, now: float) -> list[str]:
+        """The actors that have adopted nothing for too long since they were told to; counted as dropped."""
+        waits = {name: peers[name].behind_since for name in admission.actors}
+        late = [name for name, since in waits.items() if since is not None and now - since > self._config.adopt_timeout_s]
+        self._counters["dropped_actors"] += len(late)
+        return late
+
+    def status(self) -> dict[str, int]:
+        """Counters since the hub began. sets_mapped: those not copied from the learner; dropped_actors: for being late."""
+        return dict(self._counters)

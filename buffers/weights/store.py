@@ -1,0 +1,137 @@
+"""The weight sets the hub can serve, and the deltas that lead from one to the next.
+
+With a directory the sets also survive the hub: exact mode needs older versions again. Deltas never do: who has no base
+fetches the whole set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from buffers.errors import WeightsError
+from buffers.files import DISK, Files
+from buffers.protocol.weight_messages import DeltaSpec, Manifest
+from buffers.weights.assembly import Assembly
+from buffers.weights.shared import HeapMemory, MakeMemory
+from buffers.weights.weight_set import WeightSet, chunk_bytes
+
+MAX_DELTA_SHARE = 0.5
+"""Of the set's bytes: deltas that need more together are no use, for they cost time to make and to apply."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What makes the set with content digest `result` of the one with content digest `base` (see `delta`)."""
+
+    base: str
+    result: str
+    data: bytes | memoryview
+
+    @property
+    def spec(self) -> DeltaSpec:
+        return DeltaSpec(base=self.base, result=self.result, num_bytes=len(self.data))
+
+
+class WeightStore:
+    """Owns sets, newest deltas and the directory. `make` is where sets that are read from it are put."""
+
+    def __init__(self, directory: Path | None = None, files: Files = DISK, make: MakeMemory = HeapMemory) -> None:
+        self._directory, self._files = directory, files
+        self._sets: dict[int, WeightSet] = {}
+        self._deltas: dict[str, Delta] = {}
+        if directory is not None:
+            files.make(directory)
+            for name in sorted(name for name in files.names(directory) if name.endswith(".weights")):
+                weights = _load(directory / name, files.read(directory / name), make)
+                self._sets[weights.version] = weights
+
+    def add(self, weights: WeightSet, deltas: Sequence[Delta] = ()) -> None:
+        """Keep a set, and of the deltas the newest.
+
+        A set of a newer learner takes the place of an older one's, and of those that learner went on to.
+        """
+        for other in [v for v, old in self._sets.items() if v > weights.version and old.fence < weights.fence]:
+            self._forget(other)
+        self._sets[weights.version] = weights
+        if self._directory is not None:
+            _save(weights, self._directory / f"{weights.version:08d}.weights", self._files)
+        for step in deltas:
+            self._deltas.pop(step.result, None)
+            self._deltas[step.result] = step
+        while sum(len(each.data) for each in self._deltas.values()) > MAX_DELTA_SHARE * len(weights.blob):
+            del self._deltas[next(iter(self._deltas))]
+
+    def get(self, version: int) -> WeightSet:
+        """Raises WeightsError when the version is not here (any more)."""
+        if version not in self._sets:
+            raise WeightsError(f"version {version} is not here; there are {sorted(self._sets)}")
+        return self._sets[version]
+
+    def find(self, digest: str) -> WeightSet | None:
+        """The set with this content."""
+        return next((weights for weights in self._sets.values() if weights.digest == digest), None)
+
+    def delta(self, result: str) -> Delta:
+        """Raises WeightsError when there is no delta to this content (any more)."""
+        if result not in self._deltas:
+            raise WeightsError(f"there is no delta that results in {result}")
+        return self._deltas[result]
+
+    def path(self, base: str, result: str) -> Sequence[Delta]:
+        """The deltas that lead from one content to another, in order; empty when there is no such path."""
+        path: list[Delta] = []
+        while result != base and len(path) <= len(self._deltas):
+            if result not in self._deltas:
+                return []
+            path.append(self._deltas[result])
+            result = path[-1].base
+        return [] if result != base else path[::-1]
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._sets
+
+    def drop_below(self, version: int) -> None:
+        """Forget every set older than `version`."""
+        for old in [old for old in self._sets if old < version]:
+            self._forget(old)
+
+    def keep_only(self, versions: Container[int]) -> None:
+        """Forget every other set."""
+        for other in [other for other in self._sets if other not in versions]:
+            self._forget(other)
+
+    def _forget(self, version: int) -> None:
+        del self._sets[version]
+        if self._directory is not None:
+            self._files.unlink(self._directory / f"{version:08d}.weights")
+
+
+def _save(weights: WeightSet, path: Path, files: Files) -> None:
+    head = msgpack.packb(weights.manifest().model_dump(exclude={"place", "deltas"}))
+    temporary = path.with_suffix(".tmp")
+    file = files.create(temporary)
+    try:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.write(weights.blob)
+        file.flush()
+        files.sync(file)
+    finally:
+        file.close()
+    files.replace(temporary, path)
+    files.sync_path(path.parent)  # exact mode needs the set again after a crash, and the learner sends only its newest
+
+
+def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
+    length = int.from_bytes(data[:8], "little")
+    blob = memoryview(data)[8 + length :]
+    try:
+        assembly = Assembly(Manifest.model_validate(msgpack.unpackb(data[8 : 8 + length])), make)
+        for index in range(len(assembly.missing)):
+            assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
+        return assembly.whole()
+    except (ValueError, msgpack.exceptions.UnpackException, WeightsError) as error:
+        raise WeightsError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error

@@ -1,0 +1,117 @@
+"""Whatever anybody says to the hub, in whatever order: it answers, the ledger closes, and it goes on."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffers.config import QueueConfig
+from buffers.hub.exchange import Exchange
+from buffers.protocol import packing, wire
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal
+from buffers.record import Group, Rollout, Span
+from buffers.weights.store import WeightStore
+from buffers.weights.weight_set import WeightSet
+from tests.buffers.protocol.any_message import MESSAGES, like
+
+SMALL = st.integers(0, 4)
+LARGE = st.sampled_from((1.0, 1.7e308, -1.7e308))
+
+
+def a_put(number: int, attempt: int, version: int) -> wire.Frames:
+    ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    rollout = Rollout(ids, logprobs, (Span(version, 2),), "stop")
+    header, arrays = packing.pack_group(Group(number, attempt, ids, (rollout,), 1.0))
+    return wire.encode(wire.Put(group=header), arrays, 1)
+
+
+def said(message: wire.Message, arrays: list[bytes] | None = None) -> wire.Frames:
+    return wire.encode(message, arrays, 1)
+
+
+FENCE, VERSION = st.sampled_from((1, 1, 1, 0, 2)), st.sampled_from((0, 0, 1, 2))
+NEARLY_RIGHT: list[st.SearchStrategy[wire.Frames]] = [
+    st.builds(a_put, SMALL, st.integers(0, 1), VERSION),
+    st.builds(lambda step: said(wire.Register(step=step, committed=0, learner="a")), st.integers(0, 2)),
+    st.builds(lambda f, v: said(wire.Hello(actor="anna", capacity=3, fence=f, version=v, holding=[(1, 0)])), FENCE, VERSION),
+    st.builds(lambda f, v, x: said(wire.Beat(capacity=3, fence=f, version=v, telemetry={"x_s": x})), FENCE, VERSION, LARGE),
+    st.builds(lambda f, v: said(WeightSet.of(f, v, {}).announcement()), FENCE, VERSION),
+    st.builds(lambda f, step: said(wire.Take(fence=f, step=step)), FENCE, SMALL),
+    st.builds(lambda f, step: said(wire.Trained(fence=f, step=step)), FENCE, SMALL),
+    st.builds(lambda f, step: said(wire.Commit(fence=f, step=step)), FENCE, SMALL),
+]
+ANYTHING = st.one_of(
+    *NEARLY_RIGHT,
+    st.builds(wire.encode, st.one_of(*map(like, MESSAGES)), st.lists(st.binary(max_size=16), max_size=3), st.integers(0, 3)),
+    st.lists(st.binary(max_size=30), max_size=3),
+)
+HONEST = st.sampled_from(("anna serves the newest", "anna puts", "anna puts", "the learner takes", "the learner trains"))
+EVENT = st.tuples(st.sampled_from((b"a", b"b", b"c")), ANYTHING | HONEST | HONEST | st.floats(0, 6))
+EVENTS = st.lists(EVENT, min_size=30, max_size=90)
+
+
+def honest(event: str, status: dict[str, Any], credited: list[wire.CreditItem]) -> list[tuple[bytes, wire.Frames]]:
+    """What the actor and the learner of a good run say now."""
+    fence, step, version = status["fence"], status["step"], status["version"]
+    if event == "anna serves the newest":
+        hello = wire.Hello(actor="anna", capacity=4, fence=fence, version=-1 if version is None else version)
+        return [(b"a", said(hello.model_copy(update={"holding": [(c.number, c.attempt) for c in credited]})))]
+    if event == "anna puts":
+        puts = [(b"a", a_put(credit.number, credit.attempt, version or 0)) for credit in credited]
+        credited.clear()
+        return puts
+    if event == "the learner takes":
+        return [(b"c", said(wire.Take(fence=fence, step=step)))]
+    trained = said(wire.Trained(fence=fence, step=step))
+    return [(b"c", trained), (b"c", said(WeightSet.of(fence, step + 1, {}).announcement()))]
+
+
+@settings(max_examples=120, deadline=None)
+@given(EVENTS, st.booleans())
+def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -> None:
+    now = 0.0
+    config = QueueConfig(
+        max_staleness=1, exact=exact, lease_s=10.0, max_frame_bytes=1 << 20, segment_bytes=1 << 12, fsync="off"
+    )
+    bound = Bound(groups_per_batch=2, max_staleness=1, num_groups=20, exact=exact)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
+        exchange = Exchange(config, bound, journal, WeightStore(), lambda: now, "x")
+        try:
+            credited: list[wire.CreditItem] = []
+            morning = [said(wire.Register(step=0, committed=0, learner="a")), said(WeightSet.of(1, 0, {}).announcement())]
+            for identity, event in [*((b"c", frames) for frames in morning), (b"a", "anna serves the newest"), *events]:
+                if isinstance(event, float):
+                    now += event
+                    exchange.tick()
+                else:
+                    heard = honest(event, exchange.status(), credited) if isinstance(event, str) else [(identity, event)]
+                    for who, frames in heard:
+                        exchange.receive(who, frames)
+                exchange.settle()
+                status = exchange.status()
+                json.dumps(status, allow_nan=False)
+                assert status["ledger"]["closes"]
+                for identity, *frames in exchange.outbox:
+                    _, message, _ = wire.decode(frames, max_frame_bytes=1 << 20)
+                    if isinstance(message, wire.Credits) and identity == b"a":
+                        credited += message.credits
+                exchange.outbox.clear()
+        finally:
+            journal.close()
+        again = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
+        try:
+            before, after = status["ledger"], Exchange(config, bound, again, WeightStore(), lambda: now, "y").status()["ledger"]
+            for kept in ("committed", "quarantined"):
+                assert after[kept] == before[kept]
+            waiting = before["trained"] + before["in_flight"] + before["queued"]
+            assert after["trained"] + after["queued"] == waiting or exact
+        finally:
+            again.close()

@@ -1,0 +1,248 @@
+"""A disk that is full: nothing acknowledged is lost, nobody is told what is not so, and all go on when there is room."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from buffers.config import Fsync
+from buffers.errors import DiskFullError, JournalError
+from buffers.queue.bound import Bound
+from buffers.queue.journal import Journal, Replay
+from buffers.queue.ledger import Entry, Restored
+from buffers.queue.quarantine import Quarantine
+from tests.buffers.hub.test_hub import Actor, Place, delivered, learner_of, peers, taken, tensors, until
+from tests.simulation.disk import MemoryDisk
+
+ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def journal_on(disk: MemoryDisk, fsync: Fsync = "group", clock: Clock | None = None) -> Journal:
+    return Journal(Path("/q"), segment_bytes=700, fsync=fsync, files=disk, clock=clock or Clock())
+
+
+@pytest.mark.parametrize("fsync", ["group", "interval", "off"])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_could_not_be_written_is_written_once_there_is_room(fsync: Fsync, seed: int) -> None:
+    rng, disk = Random(seed), MemoryDisk(Random(seed))
+    journal = journal_on(disk, fsync)
+    for number in range(40):
+        disk.full = rng.random() < 0.5
+        journal.put(number, ENTRY, b"%03d" % number * 10)
+        if rng.random() < 0.3:
+            journal.state(Restored(fence=number))
+        if disk.full:
+            for _ in range(2):
+                with pytest.raises(DiskFullError, match="Nothing acknowledged is lost"):
+                    journal.sync(durable=True)
+            disk.full = False
+        journal.sync(durable=rng.random() < 0.5)
+        assert journal.read(number) == b"%03d" % number * 10
+    journal.close()
+    replay = journal_on(disk, fsync).replay
+    assert sorted(replay.entries) == list(range(40)) and replay.torn_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_fsync_keeps_its_promise_when_the_power_fails(seed: int) -> None:
+    """group: everything is there; interval: everything older than the interval, and every batch with all before it."""
+    kept = dict[Fsync, int]()
+    modes: tuple[Fsync, ...] = ("group", "interval", "off")
+    for fsync in modes:
+        disk, clock = MemoryDisk(Random(seed)), Clock()
+        journal = journal_on(disk, fsync, clock)
+        promised = 0
+        for number in range(12):
+            clock.now += 0.3
+            journal.put(number, ENTRY, b"x" * 50)
+            if number == 4:
+                journal.take(0, [0, 1])
+            journal.sync(durable=number == 4)
+            if fsync == "group" or number == 4 or (fsync == "interval" and clock.now - journal._synced_at == 0):
+                promised = number + 1
+        disk.crash()
+        entries = journal_on(disk, fsync).replay.entries if fsync != "off" else {}
+        assert len(entries) >= promised if fsync != "off" else True
+        kept[fsync] = promised
+    assert kept["group"] == 12 and 12 - kept["interval"] <= 4
+
+
+def test_a_process_that_dies_loses_nothing_acknowledged_in_any_mode(tmp_path: Path) -> None:
+    modes: tuple[Fsync, ...] = ("group", "interval", "off")
+    for fsync in modes:
+        journal = Journal(tmp_path / fsync, fsync=fsync)
+        journal.put(7, ENTRY, b"group")
+        journal.sync()
+        for file in (journal._lock, journal._file):  # as the kernel does with a killed process: its own memory is gone
+            assert file is not None
+            file.close()
+        again = Journal(tmp_path / fsync, fsync=fsync)
+        assert list(again.replay.entries) == [7]
+        again.close()
+
+
+def two_lives_and_a_crash(seed: int) -> Replay:
+    """A hub ends while its disk is full, the next begins another segment, and then the machine stops."""
+    disk = MemoryDisk(Random(seed))
+    first = journal_on(disk)
+    first.put(0, ENTRY, b"x" * 50)
+    first.sync()
+    first.put(1, ENTRY, b"y" * 50)
+    disk.full = True
+    with suppress(DiskFullError):
+        first.sync()
+    disk.full = False
+    second = journal_on(disk)
+    second.put(2, ENTRY, b"z" * 50)
+    second.sync()
+    disk.crash()
+    return journal_on(disk).replay
+
+
+def test_what_a_dead_hub_left_half_written_does_not_become_damage_in_an_older_segment() -> None:
+    for seed in range(40):
+        assert {0, 2} <= two_lives_and_a_crash(seed).entries.keys()
+
+
+def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it_is_read() -> None:
+    honest = MemoryDisk.sync_path
+
+    def careless(self: MemoryDisk, path: Path) -> None:
+        if path not in self._names:
+            honest(self, path)
+
+    with patch.object(MemoryDisk, "sync_path", careless), pytest.raises(JournalError, match="damaged"):
+        for seed in range(200):
+            two_lives_and_a_crash(seed)
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: a disk that is full for everybody in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def place(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Place]]:
+    places: list[Place] = []
+
+    def make(bound: Bound, **config: Any) -> Place:
+        places.append(Place(tmp_path, f"ipc://{socket_dir}/hub", bound, **config))
+        places[-1].begin()
+        return places[-1]
+
+    yield make
+    for each in places:
+        each.close()
+
+
+def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(place: Callable[..., Place]) -> None:
+    hub = place(Bound(2, 1, 8))
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(lambda: len(anna.begun) == 4, anna)
+        anna.put(0)
+        until(delivered(anna), anna)
+        size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
+        with small_files(size + 100):
+            anna.put(1)
+            until(lambda: hub.status()["state"] == "disk full", anna)
+            anna.put(2)
+            until(lambda: hub.status()["puts_later"] >= 2, anna)  # asked to wait, and asked again
+            waiting = hub.meanwhile(lambda: taken(learner, 0))
+            until(lambda: "the disk is full" in hub.status()["waiting_for"], anna)
+            assert anna.client.unacknowledged == [(1, 0), (2, 0)], "nothing is acknowledged that is not on disk"
+        until(delivered(anna), anna)
+        until(waiting.done, anna)
+        assert waiting.result() == [0, 1]
+        assert hub.status()["state"] == "running"
+        hub.restart()  # and what was acknowledged is really there
+        learner.register(0, 0)
+        assert taken(learner, 0) == [0, 1]
+
+
+def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place]) -> None:
+    hub = place(Bound(1, 1, 8))
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(lambda: anna.begun, anna)
+        anna.put(0)
+        until(delivered(anna), anna)
+        assert taken(learner, 0) == [0]
+        learner.trained(0)
+        with small_files(100):
+            committing = hub.meanwhile(lambda: learner.commit(1))
+            until(lambda: hub.status()["state"] == "disk full", anna)
+            assert not committing.done()
+        until(committing.done, anna)
+        assert hub.status()["committed_step"] == 1
+
+
+# Quarantine
+
+
+def test_a_quarantined_group_is_written_down_with_its_reasons_and_survives(place: Callable[..., Place]) -> None:
+    hub = place(Bound(1, 1, 4), max_attempts=2)
+    learner = learner_of(hub)
+    file = hub.folder / "quarantine.jsonl"
+    with peers(learner):
+        learner.publish(0, tensors(0))
+        for name in ("anna", "ben"):
+            actor = Actor(hub, name, capacity=1)
+            until(lambda: 0 in actor.begun, actor)  # noqa: B023
+            actor.client.close()
+            until(lambda: name not in hub.status()["actors"])  # noqa: B023
+        until(file.exists)
+        (record,) = map(json.loads, file.read_text().splitlines())
+        assert record["group"] == 0 and record["attempts"] == 2
+        assert record["reasons"] == ["attempt 0: anna said goodbye", "attempt 1: ben said goodbye"]
+        hub.restart()
+        assert [json.loads(line) for line in file.read_text().splitlines()] == [record]
+        learner.register(0, 0)
+        learner.publish(0, tensors(0))
+        carl = Actor(hub, "carl", capacity=1)
+        with peers(carl):
+            until(lambda: carl.begun, carl)
+            assert list(carl.begun) == [1], "the run goes on behind it"
+            carl.put(1)
+            until(delivered(carl), carl)
+            assert taken(learner, 0) == [1]
+
+
+def test_the_file_follows_the_journal_after_a_crash() -> None:
+    disk = MemoryDisk(Random(0))
+    path = Path("/run/quarantine.jsonl")
+    first = Quarantine(path, lambda number: number % 3, [], disk)
+    first.write({7: (2, ("a", "b"))})
+    first.write({7: (2, ("a", "b")), 9: (2, ("c", "d"))})
+    again = Quarantine(path, lambda number: number % 3, [7, 11], disk)  # 9 was never journalled; 11's line was lost
+    found = {record["group"]: record for record in map(json.loads, disk.read(path).decode().splitlines())}
+    assert found.keys() == {7, 11} and found[7] == {"group": 7, "prompt": 1, "attempts": 2, "reasons": ["a", "b"]}
+    disk.full = True
+    with pytest.raises(OSError, match="no space"):
+        again.write({5: (1, ("e",))})
+    disk.full = False
+    again.write({5: (1, ("e",))})
+    assert b'"group": 5' in disk.read(path)

@@ -1,0 +1,336 @@
+"""What is said is what is heard; and what cannot be a message is refused as one error, whatever it is."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffers.errors import WireError
+from buffers.protocol import packing, wire
+from buffers.record import Group, Rollout, Score, Span, Support
+from tests.buffers.protocol.any_message import FINITE, JSON, MESSAGES, TEXT, like
+
+LIMIT = 1 << 20
+
+
+def hear(frames: wire.Frames) -> tuple[int, wire.Message, wire.Frames]:
+    return wire.decode(frames, max_frame_bytes=LIMIT)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
+def test_every_message_arrives_as_it_was_sent(model: type[Any]) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(like(model), st.integers(0, 1 << 40), st.lists(st.binary(max_size=50), max_size=3))
+    def check(message: wire.Message, request: int, arrays: list[bytes]) -> None:
+        assert hear(wire.encode(message, arrays, request)) == (request, message, arrays)
+
+    check()
+
+
+SCORES = st.builds(Score, FINITE) | st.builds(Score) | st.builds(Score, st.none(), TEXT)
+
+
+SPANS = st.builds(Span, st.integers(-5, 1 << 31), st.integers(1, 4), st.none() | st.integers(-5, 1 << 31))
+
+
+@st.composite
+def supports(draw: st.DrawFn, ids: list[int]) -> Support:
+    others = [draw(st.sets(st.integers(0, 9), max_size=2)) - {token} for token in ids]
+    kept = [sorted({token, *more}) for token, more in zip(ids, others, strict=True)]
+    flat = [token for part in kept for token in part]
+    return Support(np.array([len(part) for part in kept], np.int32), np.array(flat, np.int32))
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
+    spans = draw(st.lists(SPANS, min_size=1, max_size=3))
+    length = sum(span.num_tokens for span in spans)
+    ids = draw(st.lists(st.integers(0, (1 << 31) - 1), min_size=length, max_size=length))
+    logprobs = draw(
+        st.lists(st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False), min_size=length, max_size=length)
+    )
+    return Rollout(
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        spans=tuple(spans),
+        finish_reason=draw(st.sampled_from(("stop", "length"))),
+        scores={name: draw(SCORES) for name in names},
+        text=draw(TEXT),
+        timings=draw(st.dictionaries(TEXT, FINITE, max_size=2)),
+        support=draw(st.none() | supports(ids)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    names = draw(st.lists(TEXT, unique=True, max_size=3))
+    return Group(
+        number=draw(st.integers(0, 1 << 40)),
+        attempt=draw(st.integers(0, 9)),
+        prompt_ids=np.array(draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5)), np.int32),
+        rollouts=tuple(draw(st.lists(rollouts(names), min_size=1, max_size=3))),
+        temperature=draw(FINITE),
+        actor=draw(TEXT),
+        prompt=draw(TEXT),
+        columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+        top_k=draw(st.integers(0, 99)),
+        top_p=draw(FINITE),
+        min_p=draw(FINITE),
+    )
+
+
+def same(one: Group, other: Group) -> bool:
+    def plain(group: Group) -> Any:
+        flat = vars(group) | {"prompt_ids": (group.prompt_ids.dtype, group.prompt_ids.tolist())}
+        arrays = ("completion_ids", "logprobs")
+        flat["rollouts"] = [
+            vars(r)
+            | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
+            | {"support": r.support and [(ids.dtype, ids.tolist()) for ids in vars(r.support).values()]}
+            for r in group.rollouts
+        ]
+        return flat
+
+    return bool(plain(one) == plain(other))
+
+
+@settings(max_examples=80, deadline=None)
+@given(groups())
+def test_a_group_arrives_as_it_was_made_over_the_wire_and_through_a_journal(group: Group) -> None:
+    header, arrays = packing.pack_group(group)
+    frames = wire.encode(wire.Put(group=header), arrays, request=7)
+    assert same(packing.decode_put(frames), group)
+    assert same(packing.decode_put(packing.from_bytes(b"".join(packing.to_parts(frames)))), group)
+
+
+def a_group(**changed: Any) -> Group:
+    fields: dict[str, Any] = {
+        "number": 3,
+        "attempt": 0,
+        "prompt_ids": np.array([1, 2], np.int32),
+        "rollouts": (
+            Rollout(np.array([5, 6, 7], np.int32), np.array([-1, -2, 0], np.float32), (Span(0, 3),), "stop", {"r": Score(1.0)}),
+            Rollout(np.array([8], np.int32), np.array([-3], np.float32), (Span(0, 1),), "length", {"r": Score(failure="x")}),
+        ),
+        "temperature": 1.0,
+    }
+    return Group(**fields | changed)
+
+
+def test_columns_that_json_cannot_say_travel_as_their_text() -> None:
+    """Tasks put such things into their rows; a group must not be lost for it."""
+    deep: Any = "bottom"
+    for _ in range(1000):
+        deep = [deep]
+    columns = {
+        "fraction": Fraction(1, 3),
+        "date": datetime.date(2024, 2, 29),
+        "keys": {1: "one", (2, 3): "pair"},
+        "tuple": (1, (2, "b")),
+        "set": {3, 1, 2},
+        "bytes": b"\x00a",
+        "infinite": float("inf"),
+        "large": 1 << 70,
+        "half": "\ud800!",
+        "numpy": np.float64(0.5),
+        "none": None,
+    }
+    arrived = packing.decode_put(put_frames(a_group(columns=columns, prompt="\udfff"))).columns
+    assert arrived == {
+        "fraction": "1/3",
+        "date": "2024-02-29",
+        "keys": {"1": "one", "(2, 3)": "pair"},
+        "tuple": [1, [2, "b"]],
+        "set": [1, 2, 3],
+        "bytes": "b'\\x00a'",
+        "infinite": "inf",
+        "large": str(1 << 70),
+        "half": "?!",
+        "numpy": 0.5,
+        "none": None,
+    }
+    nested = packing.decode_put(put_frames(a_group(columns={"deep": deep}))).columns["deep"]
+    while isinstance(nested, list):
+        nested = nested[0]
+    assert nested == "[[[[[[[...]]]]]]]"
+
+
+# What is no message
+
+
+def put_frames(group: Group) -> wire.Frames:
+    header, arrays = packing.pack_group(group)
+    return wire.encode(wire.Put(group=header), arrays)
+
+
+def packed(message: Any, *, protocol: Any = wire.PROTOCOL, request: Any = 1) -> wire.Frames:
+    return [msgpack.packb([protocol, request, message])]
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+MALFORMED = {
+    "no frames": [],
+    "an empty header": [b""],
+    "no MessagePack": [b"\xc1"],
+    "cut short": [packed({"type": "bye"})[0][:-1]],
+    "something behind it": [packed({"type": "bye"})[0] + b"\x00"],
+    "nesting that overflows": [nested(100_000)],
+    "nesting in a column": [packed({"type": "x"})[0][:-1] + nested(900)],
+    "a huge declared string": [b"\xdb\xff\xff\xff\xff"],
+    "a huge declared array": [b"\xdd\xff\xff\xff\xff"],
+    "a huge declared map": [b"\xdf\xff\xff\xff\xff"],
+    "huge declared bytes": [b"\xc6\xff\xff\xff\xff"],
+    "bytes": packed(b"bytes"),
+    "a time stamp": [msgpack.packb([1, 1, msgpack.Timestamp(1, 1)])],
+    "an extension": [msgpack.packb([1, 1, msgpack.ExtType(5, b"")])],
+    "text that is no text": [b"\x93\x01\x01\xa2\xff\xff"],
+    "keys that are no text": packed({1: 2}),
+    "a list for a map": packed([1, 2]),
+    "two parts": [msgpack.packb([1, 1])],
+    "a map for an envelope": [msgpack.packb({"type": "bye"})],
+    "another protocol": packed({"type": "bye"}, protocol=wire.PROTOCOL + 1),
+    "a protocol that is no number": packed({"type": "bye"}, protocol="1"),
+    "a request that is no number": packed({"type": "bye"}, request="1"),
+    "no type": packed({}),
+    "an unknown type": packed({"type": "exec"}),
+    "a type that is no text": packed({"type": []}),
+    "an unknown field": packed({"type": "bye", "extra": 1}),
+    "a missing field": packed({"type": "release"}),
+    "a wrong type": packed({"type": "release", "numbers": "all"}),
+    "a number with a fraction": packed({"type": "release", "numbers": [1.5]}),
+    "a name without end": packed({"type": "gone", "actor": "a" * 201}),
+    "no name": packed({"type": "gone", "actor": ""}),
+    "not a number": packed({"type": "beat", "capacity": 1, "fence": 1, "version": 1, "telemetry": {"x": float("nan")}}),
+    "infinity": packed({"type": "batch", "step": 1, "telemetry": {"x": float("inf")}}),
+    "a negative chunk": packed({"type": "chunk", "fence": 1, "version": 1, "index": -1}),
+}
+
+
+@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_is_no_message_is_refused(frames: wire.Frames) -> None:
+    with pytest.raises(WireError) as refused:
+        hear(frames)
+    assert 0 < len(str(refused.value)) < 600
+
+
+def test_another_protocol_says_which_this_side_speaks() -> None:
+    with pytest.raises(WireError, match=f"protocol 99; this side speaks {wire.PROTOCOL}"):
+        hear(packed({"type": "bye"}, protocol=99))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_message_or_a_wire_error(data: bytes) -> None:
+    with suppress(WireError):
+        hear([data])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_put_with_any_byte_changed_is_a_put_or_a_wire_error(data: st.DataObject) -> None:
+    frames = put_frames(a_group(columns={"a": [1, {"b": None}]}))
+    which = data.draw(st.integers(0, 2))
+    changed = bytearray(frames[which])
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    frames[which] = bytes(changed)
+    with suppress(WireError):
+        _, message, arrays = hear(frames)
+        if isinstance(message, wire.Put):
+            packing.unpack_group(message.group, arrays)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(TEXT, JSON, max_size=4), st.sampled_from(MESSAGES))
+def test_any_fields_under_any_type_are_a_message_or_a_wire_error(fields: dict[str, Any], model: type[Any]) -> None:
+    with suppress(WireError):
+        hear(packed(fields | {"type": model.model_fields["type"].default}))
+
+
+def test_a_column_too_deep_is_refused_however_it_came() -> None:
+    header = packing.pack_group(a_group())[0].model_dump()
+    header["columns"] = {"deep": "HERE"}
+    for depth in (300, 500, 1000):
+        mark = msgpack.packb("HERE")
+        frame = msgpack.packb([wire.PROTOCOL, 1, {"type": "put", "group": header}]).replace(mark, nested(depth))
+        with pytest.raises(WireError):
+            hear([frame])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda header, arrays: (header, arrays[:1]), "arrays of"),
+        (lambda header, arrays: (header, [*arrays, b""]), "arrays of"),
+        (lambda header, arrays: (header, [arrays[0] + b"\0", arrays[1]]), "arrays of"),
+        (lambda header, arrays: (header, [arrays[0], arrays[1][:-4]]), "arrays of"),
+        (lambda header, arrays: (header | {"num_prompt_tokens": 1 << 62}, arrays), "arrays of"),
+        (lambda header, arrays: (header | {"texts": []}, arrays), "'texts' has 0 items for 2 members"),
+        (lambda header, arrays: (header | {"number": -1}, arrays), "number and attempt must be >= 0"),
+        (
+            lambda header, arrays: (header, [arrays[0], np.array([0, np.nan, 0, 0], "<f4").tobytes()]),
+            "logprobs must be finite and",
+        ),
+        (
+            lambda header, arrays: (header, [arrays[0], np.array([0, 0, 0, np.inf], "<f4").tobytes()]),
+            "logprobs must be finite and",
+        ),
+        (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must .*cover all 3 tokens"),
+        (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
+        (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
+        (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must be"),
+        (lambda header, arrays: (header | {"scores": {"r": [1.0]}}, arrays), "'r' has 1 items for 2 members"),
+        (lambda header, arrays: (header | {"metrics": {"other": [{}, {}]}}, arrays), "metrics of"),
+        (
+            lambda header, arrays: (header, [arrays[0], np.array([0, 0.5, 0, 0], "<f4").tobytes()]),
+            "at most 0, got 0.5 at token 1",
+        ),
+    ],
+)
+def test_a_header_that_does_not_fit_its_arrays_or_itself_is_refused(spoil: Any, message: str) -> None:
+    header, arrays = packing.pack_group(a_group())
+    changed, arrays = spoil(header.model_dump(), arrays)
+    with pytest.raises(WireError, match=f"group {changed['number']}: .*{message}"):
+        packing.unpack_group(wire.GroupHeader.model_validate(changed), arrays)
+
+
+def spoiled(header: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """With another value for the first member."""
+    return header | {name: [value, *header[name][1:]] for name, value in changed.items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_what_the_hub_lets_in_can_be_unpacked(data: st.DataObject) -> None:
+    """The quick check of the hub refuses everything that would end a learner."""
+    header, arrays = packing.pack_group(data.draw(groups()))
+    fields = header.model_dump()
+    for _ in range(data.draw(st.integers(0, 2))):
+        name = data.draw(st.sampled_from(sorted(fields)))
+        other = packing.pack_group(data.draw(groups()))[0].model_dump()
+        fields[name] = data.draw(st.sampled_from((other[name], -1 if isinstance(fields[name], int) else other[name])))
+    with suppress(WireError, ValueError):
+        changed = wire.GroupHeader.model_validate(fields)
+        try:
+            entry = packing.check_group(changed, [b"header", *arrays])
+        except WireError:
+            if changed == header:
+                raise AssertionError("an honest group was refused") from None
+            return
+        group = packing.unpack_group(changed, arrays)
+        found = (entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens)
+        assert found == (group.attempt, group.oldest_version, group.newest_version, group.num_tokens)

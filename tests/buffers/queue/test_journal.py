@@ -1,0 +1,301 @@
+"""The journal gives back what it was given, whatever was cut off or damaged, or says what is lost."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffers.errors import JournalError
+from buffers.queue.journal import Journal
+from buffers.queue.ledger import Entry, Restored
+
+SEGMENT_BYTES = 512
+
+
+def entry(number: int) -> Entry:
+    return Entry(attempt=number % 3, oldest_version=number, newest_version=number + 1, num_tokens=10 + number)
+
+
+def payload(number: int, size: int = 60) -> bytes:
+    """Bytes that look like a journal's own: kinds and small lengths everywhere."""
+    return bytes((number + i) % 4 for i in range(size))
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.log"))
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Journal]:
+    journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+class Memory:
+    """What a journal is a memory of: the same calls, kept in dictionaries."""
+
+    def __init__(self) -> None:
+        self.state = Restored()
+        self.entries: dict[int, Entry] = {}
+        self.payloads: dict[int, bytes] = {}
+        self.batches: dict[int, list[int]] = {}
+
+    def put(self, number: int, size: int) -> None:
+        self.entries[number], self.payloads[number] = entry(number), payload(number, size)
+
+    def commit(self, state: Restored) -> list[int]:
+        done = [step for step in self.batches if step < state.committed_step]
+        numbers = [number for step in done for number in self.batches.pop(step)]
+        for number in numbers:
+            del self.entries[number], self.payloads[number]
+        self.state = state
+        return numbers
+
+    def check(self, journal: Journal) -> None:
+        replay = journal.replay
+        assert (replay.state, replay.entries, replay.batches) == (self.state, self.entries, self.batches)
+        assert {number: journal.read(number) for number in self.entries} == self.payloads
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 300)),
+        st.tuples(st.just("take"), st.integers(1, 4)),
+        st.tuples(st.just("commit"), st.integers(0, 3)),
+        st.tuples(st.just("state"), st.just(0)),
+        st.tuples(st.just("reopen"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS)
+def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]) -> None:
+    directory = Path(tempfile.mkdtemp())
+    memory, next_number, next_step = Memory(), 0, 0
+    journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+    try:
+        for kind, amount in operations:
+            queued = [n for n in memory.entries if not any(n in batch for batch in memory.batches.values())]
+            if kind == "put":
+                memory.put(next_number, amount)
+                journal.put(next_number, entry(next_number), payload(next_number, amount))
+                next_number += 1
+            elif kind == "take" and queued:
+                memory.batches[next_step] = queued[:amount]
+                journal.take(next_step, queued[:amount])
+                next_step += 1
+            elif kind in ("commit", "state"):
+                committed = max(memory.state.committed_step, next_step - amount) if kind == "commit" else None
+                step = memory.state.committed_step if committed is None else committed
+                state = Restored(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(0,))
+                journal.state(state, memory.commit(state))
+                journal.sync(durable=True)
+            elif kind == "reopen":
+                journal.close()
+                journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+                memory.check(journal)
+            journal.sync()
+            assert {number: journal.read(number) for number in memory.payloads} == memory.payloads
+        journal.close()
+        journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+        memory.check(journal)
+    finally:
+        journal.close()
+        shutil.rmtree(directory)
+
+
+def test_cut_at_any_byte_it_loses_nothing_that_was_synced_and_invents_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "queue"
+    with opened(directory) as journal:
+        journal.put(0, entry(0), payload(0))
+        journal.put(1, entry(1), payload(1))
+        journal.sync()
+        synced = segments(directory)[-1].stat().st_size
+        journal.put(2, entry(2), payload(2))
+        journal.take(0, [0, 2])
+        journal.put(3, entry(3), payload(3))
+    whole = segments(directory)[-1].read_bytes()
+    seen = set()
+    for length in range(synced, len(whole) + 1):
+        cut = tmp_path / "cut"
+        shutil.copytree(directory, cut)
+        segments(cut)[-1].write_bytes(whole[:length])
+        with opened(cut) as journal:
+            replay = journal.replay
+            numbers, batches = list(replay.entries), replay.batches
+            assert numbers in ([0, 1], [0, 1, 2], [0, 1, 2, 3])
+            assert batches == ({} if len(numbers) == 2 else batches) and batches in ({}, {0: [0, 2]})
+            assert 3 not in numbers or batches
+            assert [journal.read(number) for number in numbers] == [payload(number) for number in numbers]
+            seen.add((len(numbers), len(batches)))
+            journal.put(9, entry(9), payload(9))  # and goes on
+        with opened(cut) as journal:
+            assert list(journal.replay.entries) == [*numbers, 9]
+            assert journal.replay.torn_bytes == 0
+        shutil.rmtree(cut)
+    assert seen == {(2, 0), (3, 0), (3, 1), (4, 1)}
+
+
+def damaged(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def test_a_flipped_byte_with_a_whole_record_behind_it_is_named_and_not_cut_off(tmp_path: Path) -> None:
+    """Any byte of any record but the last, of the newest segment and of older ones."""
+    directory = tmp_path / "queue"
+    with opened(directory) as journal:
+        journal.put(0, entry(0), payload(0))
+        journal.put(1, entry(1), payload(1))
+        journal.sync()
+        before_last = segments(directory)[-1].stat().st_size
+        journal.put(2, entry(2), payload(2))
+    older = tmp_path / "older"
+    shutil.copytree(directory, older)
+    with opened(older):
+        pass  # begins a segment behind it
+    assert len(segments(older)) == 2
+    end = len(segments(older)[0].read_bytes())
+    for base, last in ((directory, before_last), (older, end)):
+        for offset in range(0, last, 3):
+            copy = tmp_path / "copy"
+            shutil.copytree(base, copy)
+            path = segments(copy)[0]
+            damaged(path, offset)
+            with pytest.raises(JournalError) as raised:
+                Journal(copy)
+            message = str(raised.value)
+            assert str(path) in message
+            named = int(message.split("damaged at byte ")[1].split(":")[0])
+            assert named <= offset
+            assert path.stat().st_size == end, "nothing was cut off"
+            shutil.rmtree(copy)
+
+
+def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        journal.state(Restored())
+        journal.sync(durable=True)
+        start = segments(tmp_path)[-1].stat().st_size
+        journal.put(0, entry(0), payload(0))
+        journal.sync()
+        end = segments(tmp_path)[-1].stat().st_size
+        journal.put(1, entry(1), payload(1))
+    path = segments(tmp_path)[-1]
+    damaged(path, start + 30)
+    with pytest.raises(JournalError, match=f"damaged at byte {start}: .* bytes {start} to {end} of {path.stat().st_size}"):
+        Journal(tmp_path)
+
+
+def test_damage_while_it_runs_is_found_when_the_group_is_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        journal.put(7, entry(7), payload(7))
+        journal.sync()
+        path = segments(tmp_path)[-1]
+        damaged(path, path.stat().st_size - 1)
+        with pytest.raises(JournalError, match=rf"{path} is damaged: group 7"):
+            journal.read(7)
+
+
+def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        for number in range(8):
+            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
+            journal.state(Restored(head=0))  # every group in a segment of its own
+            journal.sync(durable=True)
+        assert len(segments(tmp_path)) == 8
+        journal.take(0, [1, 2])
+        journal.take(1, [0, 3])
+        journal.state(Restored(committed_step=1), deletable=[1, 2])
+        journal.sync(durable=True)
+        assert journal.read(0) == payload(0, SEGMENT_BYTES)
+        assert len(segments(tmp_path)) == 9, "group 0, in the oldest segment, may still be asked for"
+        journal.state(Restored(committed_step=2), deletable=[0, 3])
+        journal.sync(durable=True)
+        assert [path.stem for path in segments(tmp_path)] == ["000005", "000006", "000007", "000008", "000009"]
+        assert [journal.read(number) for number in range(4, 8)] == [payload(n, SEGMENT_BYTES) for n in range(4, 8)]
+        for gone in range(4):
+            with pytest.raises(KeyError):
+                journal.read(gone)
+        assert journal.num_bytes == sum(path.stat().st_size for path in segments(tmp_path))
+    with opened(tmp_path) as journal:
+        assert list(journal.replay.entries) == [4, 5, 6, 7]
+        assert journal.replay.state == Restored(committed_step=2)
+
+
+def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        for step in range(100):
+            journal.put(step, entry(step), payload(step))
+            journal.take(step, [step])
+            journal.state(Restored(committed_step=step + 1), deletable=[step])
+            journal.sync(durable=True)
+            assert journal.num_bytes < 4 * SEGMENT_BYTES
+
+
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        for number in range(3):
+            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
+            journal.state(Restored())
+            journal.sync(durable=True)
+    missing = segments(tmp_path)[1]
+    missing.unlink()
+    with pytest.raises(JournalError, match=rf"{missing} is missing"):
+        Journal(tmp_path)
+
+
+def test_a_second_hub_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(JournalError, match="in use by another hub"):
+        Journal(tmp_path)
+    with opened(tmp_path) as journal:
+        assert journal.replay.entries == {}
+
+
+def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        journal.put(0, entry(0), payload(0))
+        journal.put(1, entry(1), payload(1))
+    path = segments(tmp_path)[0]
+    whole = path.read_bytes()
+    damaged(path, len(whole) // 2)
+    with pytest.raises(JournalError, match="damaged"):
+        Journal(tmp_path)
+    path.write_bytes(whole)  # the operator restored it
+    with opened(tmp_path) as journal:
+        assert list(journal.replay.entries) == [0, 1]
+
+
+def test_a_full_disk_is_an_error_of_the_journal_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """A limit on file size stands for the full disk: the write fails half way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(tmp_path)
+    journal.put(0, entry(0), payload(0))
+    journal.sync()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (segments(tmp_path)[-1].stat().st_size + 30, hard))
+    try:
+        with pytest.raises(JournalError, match="cannot be written"):
+            journal.put(1, entry(1), payload(1, 1000))
+            journal.sync()
+        with pytest.raises(JournalError, match="cannot be written"):
+            journal.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with opened(tmp_path) as journal:
+        assert list(journal.replay.entries) == [0]
+        assert journal.read(0) == payload(0)
+        assert journal.replay.torn_bytes > 0

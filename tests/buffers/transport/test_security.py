@@ -1,0 +1,278 @@
+"""Who is let in at the hub's socket, over real sockets: a keyed hub knows its peers, and a keyed peer its hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffers.client import ActorClient, ActorState, control
+from buffers.config import QueueConfig
+from buffers.errors import ConfigError, DeadlineError
+from buffers.hub.hub import Hub
+from buffers.protocol import wire
+from buffers.queue.bound import Bound
+from buffers.transport import keys, link
+
+BOUND = Bound(groups_per_batch=4, max_staleness=1, num_groups=64, publish_every=1, window=1, exact=False)
+COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes")
+
+
+class Served:
+    """A hub in a thread, and questions to it by somebody who is allowed in."""
+
+    def __init__(self, directory: Path, key_directory: Path | None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.connect = link.connector(key_directory)
+        access = None if key_directory is None else keys.load_hub(key_directory)
+        config = QueueConfig(max_frame_bytes=1 << 20)
+        self.hub = Hub(self.address, directory, config, BOUND, access=access)
+        self.thread = threading.Thread(target=self.hub.run)
+        self.thread.start()
+        self._closing = ExitStack()  # one connection for all questions, so that none of them is counted as an end
+        self.asked = self._closing.enter_context(control(self.address, 20.0, self.connect))
+
+    def counters(self) -> dict[str, int]:
+        status = self.asked.status()
+        return {name: status[name] for name in COUNTERS}
+
+    def counted(self, enough: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """The counters once they say enough: what the monitor saw comes by another way than the messages."""
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            if enough(counters := self.counters()):
+                return counters
+        pytest.fail(f"the counters stay at {counters}")
+
+    def saw_an_end(self, before: dict[str, int]) -> None:
+        """A connection ended since `before`."""
+        self.counted(lambda now: now["connections_ended"] > before["connections_ended"])
+
+    def close(self) -> None:
+        self.asked.halt()
+        self._closing.close()
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def key_directory(tmp_path: Path) -> Path:
+    keys.create(tmp_path / "keys", ["far"], link.new_pair)
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def strangers(tmp_path: Path) -> Path:
+    """Keys of another run."""
+    keys.create(tmp_path / "strangers", [], link.new_pair)
+    return tmp_path / "strangers"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Path | None], Served]]:
+    served: list[Served] = []
+
+    def start(key_directory: Path | None) -> Served:
+        served.append(Served(tmp_path / f"hub-{len(served)}", key_directory))
+        return served[-1]
+
+    yield start
+    for each in served:
+        each.close()
+
+
+def refused(address: str, connect: link.Connect) -> str:
+    """What an operator reads who tries to come in so."""
+    with pytest.raises(DeadlineError) as error, control(address, 20.0, connect) as asked:
+        asked.status()
+    return str(error.value)
+
+
+def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(
+    serve: Callable[..., Served], key_directory: Path
+) -> None:
+    served = serve(key_directory)
+    actor = ActorClient(served.address, "actor", beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory / "for-far"))
+    state = ActorState(capacity=2, fence=0, version=0, holding=())
+    try:
+        while not actor._welcome:
+            actor.poll(state, {}, timeout_s=0.5)
+        status = served.asked.status()
+    finally:
+        actor.close()
+    assert list(status["actors"]) == ["actor"]
+    assert status["connections"] == 2 and status["handshakes_failed"] == status["refused_handshakes"] == 0
+
+
+def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
+    serve: Callable[..., Served], key_directory: Path, strangers: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(key_directory)
+    stranger = keys.PeerKeys(keys.load_peer(key_directory).hub_public, keys.load_peer(strangers).secret)
+    with caplog.at_level(logging.WARNING, "buffers.hub.hub"):
+        said = refused(served.address, lambda address, name: link.SocketLink(address, name, keys=stranger))
+        counters = served.counted(lambda now: now["handshakes_failed"] > 0)
+        served.counted(lambda now: "refused" in caplog.text)
+    assert "the handshake failed" in said and "not allowed" in said
+    assert counters["refused_handshakes"] == counters["handshakes_failed"] == 1
+    assert "127.0.0.1" in caplog.text
+
+
+def test_a_peer_without_keys_is_refused_by_a_hub_with_keys(serve: Callable[..., Served], key_directory: Path) -> None:
+    served = serve(key_directory)
+    assert "that hub asks for keys" in refused(served.address, link.SocketLink)
+    assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
+
+
+def test_a_peer_does_not_speak_to_a_hub_that_lacks_the_key_it_expects(
+    serve: Callable[..., Served], key_directory: Path, strangers: Path
+) -> None:
+    served = serve(key_directory)
+    fooled = keys.PeerKeys(keys.load_peer(strangers).hub_public, keys.load_peer(key_directory).secret)
+    said = refused(served.address, lambda address, name: link.SocketLink(address, name, keys=fooled))
+    assert "hub.public in security.keys is not the key of that hub" in said
+    assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
+
+
+def test_a_peer_with_keys_does_not_speak_to_a_hub_without(serve: Callable[..., Served], key_directory: Path) -> None:
+    served = serve(None)
+    assert "that hub has no keys" in refused(served.address, link.connector(key_directory))
+    assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without keys"])
+def test_a_peer_that_sends_too_much_is_cut_and_the_hub_goes_on(
+    serve: Callable[..., Served], key_directory: Path, keyed: bool
+) -> None:
+    served = serve(key_directory if keyed else None)
+    loud = served.connect(served.address, "loud")
+    try:
+        loud.send(wire.encode(wire.GetStatus()))
+        # Nothing may come first: that the connection was made.
+        assert (loud.receive(20.0) or loud.receive(20.0)) is not None
+        before = served.counters()
+        loud.send([bytes(3 << 20)])
+        served.saw_an_end(before)
+    finally:
+        loud.close()
+
+
+def test_a_stranger_who_speaks_no_zeromq_is_cut_and_counted(serve: Callable[..., Served], key_directory: Path) -> None:
+    served = serve(key_directory)
+    host, port = served.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as raw:
+        before = served.counters()
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+        served.saw_an_end(before)
+
+
+frame = st.binary(max_size=40)
+
+
+@given(st.lists(frame, max_size=9))
+def test_whatever_asks_to_be_let_in_gets_a_refusal_of_the_right_form(request: list[bytes]) -> None:
+    answer, who = keys.admit(request, {bytes(32): "somebody"})
+    assert len(answer) == 6 and answer[2] == b"400" and who
+
+
+def test_only_curve_with_an_allowed_key_in_our_domain_is_let_in() -> None:
+    key, allowed = bytes(range(32)), {bytes(range(32)): "somebody"}
+    good = [b"1.0", b"7", keys.ZAP_DOMAIN, b"10.0.0.9", b"", b"CURVE", key]
+    assert keys.admit(good, allowed) == ([b"1.0", b"7", b"200", b"OK", b"somebody", b""], "")
+    for place, wrong in [(0, b"2.0"), (2, b"other"), (5, b"NULL"), (5, b"PLAIN"), (6, bytes(32)), (6, b"")]:
+        asked = [*good[:place], wrong, *good[place + 1 :]]
+        assert keys.admit(asked, allowed)[0][2] == b"400"
+    assert keys.admit([*good, b"more"], allowed) == ([b"1.0", b"7", b"400", b"not allowed", b"", b""], "10.0.0.9")
+
+
+def test_key_files_hold_what_zeromq_makes_and_a_secret_is_only_its_owners(key_directory: Path) -> None:
+    for own in (key_directory, key_directory / "for-far"):
+        peer = keys.load_peer(own)
+        allowed = keys.load_hub(key_directory).allowed
+        assert keys._bytes(zmq.curve_public(peer.secret)) in allowed
+        assert peer.hub_public == zmq.curve_public(keys.load_hub(key_directory).secret)
+    assert sorted(allowed.values()) == ["far", "local"]
+    for secret in key_directory.rglob("*.secret"):
+        assert secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_no_secret_is_shown_in_a_text(key_directory: Path) -> None:
+    hub, peer = keys.load_hub(key_directory), keys.load_peer(key_directory)
+    for secret in (hub.secret, peer.secret):
+        assert secret.decode() not in f"{hub!r} {peer!r} {hub} {peer}"
+
+
+def _remove(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).unlink()
+
+
+def _set_mode(name: str, mode: int) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).chmod(mode)
+
+
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_remove("hub.secret"), "hub.secret' cannot be read"),
+        (_remove("hub.public"), "hub.public' cannot be read"),
+        (_remove("peer.secret"), "peer.secret' cannot be read"),
+        (lambda directory: [file.unlink() for file in (directory / "allowed").iterdir()], "let nobody in"),
+        (_set_mode("hub.secret", 0o640), "can be read by others"),
+        (_set_mode("peer.secret", 0o604), "can be read by others"),
+        (_set_mode("hub.public", 0o666), "can be changed by others"),
+        (_set_mode("allowed", 0o777), "can be changed by others"),
+        (_set_mode("allowed/local.public", 0o664), "can be changed by others"),
+        (_write("hub.secret", "short"), "is damaged"),
+        (_write("peer.secret", "#" * 40), "is damaged"),  # beyond 32 bits
+        (_write("allowed/far.public", '"' * 40), "is damaged"),
+        (_write("hub.public", "é" * 20), "is damaged"),
+    ],
+)
+def test_a_key_directory_that_is_incomplete_open_or_damaged_is_refused(
+    key_directory: Path, spoil: Callable[[Path], Any], message: str
+) -> None:
+    spoil(key_directory)
+    with pytest.raises(ConfigError, match=message):
+        keys.load_hub(key_directory)
+        keys.load_peer(key_directory)
+
+
+def test_keys_are_never_written_over(key_directory: Path) -> None:
+    before = {path: path.read_bytes() for path in key_directory.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="never written over"):
+        keys.create(key_directory, [], link.new_pair)
+    assert before == {path: path.read_bytes() for path in key_directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("names", [["local"], ["a", "a"], ["../a"], [".a"], ["a/b"], [""]])
+def test_a_machine_needs_a_name_of_its_own_that_is_no_path(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        keys.create(tmp_path / "keys", names, link.new_pair)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_wide_open_umask_opens_no_secret(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        keys.create(tmp_path / "keys", ["far"], link.new_pair)
+    finally:
+        os.umask(before)
+    keys.load_hub(tmp_path / "keys")
+    keys.load_peer(tmp_path / "keys" / "for-far")

@@ -1,0 +1,137 @@
+"""Sealed memory: mapped by who is told the place, changed by nobody, and gone with the last process that has it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffers.errors import WeightsError
+from buffers.protocol.weight_messages import Place
+from buffers.tensors import RawTensor
+from buffers.weights.assembly import Assembly
+from buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
+from buffers.weights.weight_set import WeightSet
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
+# A process that holds a sealed set, says where it lies, and waits for its end.
+HOLDER = """
+import sys, time
+from buffers.weights.shared import SealedMemory
+memory = SealedMemory.make(8)
+memory.write(0, b"12345678")
+if "sealed" in sys.argv:
+    memory.seal()
+print(memory.place.model_dump_json(), flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(*arguments: str) -> tuple[subprocess.Popen[str], Place]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, *arguments], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Place.model_validate_json(process.stdout.readline())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=30)
+
+
+def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
+    process, place = holder("sealed")
+    try:
+        memory = attach(place, 8)
+        assert memory is not None
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        assert bytes(memory.view) == b"12345678"
+        assert memory.place is not None
+        again = attach(memory.place, 8)
+        assert again is not None and bytes(again.view) == b"12345678"
+        assert attach(place, 8) is None, "the name died with the process"
+    finally:
+        end(process)
+
+
+def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
+    process, place = holder()
+    try:
+        assert attach(place, 8) is None
+    finally:
+        end(process)
+    mine = SealedMemory.make(8)
+    mine.seal()
+    assert mine.place is not None
+    assert attach(mine.place, 8) is not None
+    assert attach(mine.place, 9) is None
+    assert attach(mine.place.model_copy(update={"token": "0" * 32}), 8) is None
+    assert attach(mine.place.model_copy(update={"pid": 1 << 30}), 8) is None
+    read_end, write_end = os.pipe()  # would block whoever opened it
+    try:
+        assert attach(mine.place.model_copy(update={"descriptor": read_end}), 8) is None
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_sealed_memory_cannot_be_changed_or_cut_short_by_anybody() -> None:
+    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    assert weights.memory is not None and weights.memory.place is not None
+    with pytest.raises(WeightsError, match="no room for 4 bytes"):
+        weights.memory.write(0, b"x")
+    writer = os.open(f"/proc/self/fd/{weights.memory.place.descriptor}", os.O_RDWR)
+    try:
+        for attack in (lambda: os.pwrite(writer, b"x", 0), lambda: os.ftruncate(writer, 1)):
+            with pytest.raises(PermissionError):
+                attack()
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(writer, fcntl.F_ADD_SEALS, 0)
+    finally:
+        os.close(writer)
+    with pytest.raises(TypeError):
+        weights.tensors()["w"].data[0] = 0  # type: ignore[index]
+    assert bytes(weights.blob) == b"abcd"
+
+
+def test_a_set_dropped_gives_its_descriptors_and_mappings_back() -> None:
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("async-rlhf-weights")
+
+    before = used()
+    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    announced = weights.announcement()
+    assert announced.place is not None
+    given = attach(announced.place, 4)
+    assembly = Assembly(announced, given=given)
+    assert assembly.whole() == weights
+    assert used() != before
+    del weights, given, assembly
+    assert used() == before
+
+
+def test_mapped_bytes_that_are_not_what_their_digests_say_are_refused() -> None:
+    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    announced = weights.announcement()
+    wrong = announced.tensors[0].model_copy(update={"digest": "0" * 32})
+    with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
+        Assembly(announced.model_copy(update={"tensors": [wrong]}), given=weights.memory).whole()
+
+
+def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() -> None:
+    assert isinstance(SealedMemory.make(0), HeapMemory)
+    with pytest.raises(WeightsError, match="no room for"):
+        SealedMemory.make(sys.maxsize)
+
+
+def test_an_address_tells_whether_it_is_on_this_machine() -> None:
+    assert all(map(is_local, ("ipc:///run/hub", "tcp://127.0.0.1:5", "tcp://localhost:5")))
+    assert not any(map(is_local, ("tcp://10.0.0.1:5", "hub")))
