@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from actors.engine import Completion, Request, RolloutKey
+from actors.engine import Completion, Request, RolloutKey, check_requests
 from actors.prompts import Row
 from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
@@ -37,6 +37,7 @@ class FakeEngine:
         return len(self._running)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, set(self._running), lambda request: None)
         self._running.update({request.key: (request, []) for request in requests})
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
@@ -58,8 +59,10 @@ class FakeEngine:
             raise ViolationError("truth", f"a weight set mixes versions {held}")
         self._sampled_by = next(iter(held), self._sampled_by)
 
-    def probe(self, ids: Sequence[int]) -> Float32Array:
-        return np.zeros(len(ids), np.float32)
+    def probe(self, token_ids: Sequence[int]) -> Float32Array:
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    def close(self) -> None: ...
 
     @staticmethod
     def _completion(key: RolloutKey, tokens: list[tuple[int, int]]) -> Completion:

@@ -2,6 +2,7 @@
 
 `torch` runs the pass written for Llama, `torch-generic` the model's own code; `torch-scarce` has so little memory and
 computes prefixes in such small chunks that rows are sent back and filled all the time; `vllm` is the real one.
+`scripted`, the simulation's, has no model and is held to the bookkeeping only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from actors.engine import Completion, Engine, OnUpdate, RolloutKey
 from actors.torch_engine import engine as torch_engine
 from actors.torch_engine.loading import load_engine
 from tests.actors.vllm_model import make_model, raw_weights, save_model
+from tests.simulation.actor_role import FakeEngine
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,27 @@ def scarce() -> EngineConfig:
     return EngineConfig(slots=6, prefill_tokens=12, kv_bytes=300 * place)
 
 
-@pytest.fixture(
-    params=["torch", "torch-generic", "torch-scarce", pytest.param("vllm", marks=pytest.mark.filterwarnings("ignore"))]
-)
+ENGINES = ["torch", "torch-generic", "torch-scarce", pytest.param("vllm", marks=pytest.mark.filterwarnings("ignore"))]
+
+
+@pytest.fixture(params=ENGINES)
 def subject(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    yield from made(request, torch_directory, monkeypatch)
+
+
+@pytest.fixture(params=[*ENGINES, "scripted"])
+def any_engine(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Also the one that has no model."""
+    if request.param == "scripted":
+        scripted = FakeEngine()
+        scripted.load_weights(0, {})
+        yield scripted
+        return
+    for subject in made(request, torch_directory, monkeypatch):
+        yield subject.start("keep")
+
+
+def made(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
     if request.param == "vllm":
         engine = request.getfixturevalue("vllm_engine")
         yield Subject("vllm", lambda on_update: started_vllm(engine, on_update), begin_vllm)
