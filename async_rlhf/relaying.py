@@ -18,12 +18,13 @@ from buffers.weights.shared import is_local
 def run_relay(
     hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
 ) -> None:
-    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, zmq.ZMQError when the address is taken."""
+    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
     for asked, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
         if directory is None and not is_local(asked):
             raise ConfigError(f"{asked!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
     config = WeightsConfig.model_validate(parse_settings("weights", overrides))
-    relay = Relay(hub, address, config, connector(keys), None if own_keys is None else load_hub(own_keys))
+    access = None if own_keys is None else load_hub(own_keys)
+    relay = Relay(hub, address, config, connector(keys), access)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: relay.stop())
     say(f"relays between {hub} and actors at {address}")

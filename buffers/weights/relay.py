@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from buffers.config import WeightsConfig
-from buffers.errors import WeightsError, WireError
+from buffers.errors import ConfigError, WeightsError, WireError
 from buffers.hub.gate import Gate
 from buffers.protocol import wire
 from buffers.transport.frames import receive, send
@@ -144,7 +144,7 @@ class _Line:
 
 
 class Relay:
-    """Raises zmq.ZMQError when the address is taken. `access` as for a hub, `connect` as for an actor."""
+    """Raises ConfigError when the address is taken or cannot be. `access` as for a hub, `connect` as for an actor."""
 
     def __init__(
         self,
@@ -164,10 +164,10 @@ class Relay:
         self._gate = Gate(self._context, self._socket, access)
         try:
             self._socket.bind(address)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._gate.close()
             self._context.destroy(linger=0)
-            raise
+            raise ConfigError(f"{address!r} cannot be listened at: {error}") from error
         self._fetch_link = self._open("relay")
         self._cache = WeightCache(self._fetch_link, hub_address, config)
         self._lines: dict[bytes, _Line] = {}
@@ -177,12 +177,13 @@ class Relay:
         self._stopped = False
 
     def stop(self) -> None:
-        """End `run`; may be called from any thread."""
+        """End `run`; may be called from any thread, also when it has ended."""
         self._stopped = True
-        self._fetch_link.wake()
+        if not self._socket.closed:
+            self._fetch_link.wake()
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`. Raises DeadlineError, with the reason, when the hub does not let this relay in."""
         try:
             while not self._stopped:
                 self._poller.poll(0 if self._cache.has_work else int(_TICK_S * 1000))
@@ -192,11 +193,11 @@ class Relay:
                 self._gate.report()
                 self._hang_up_idle()
         finally:
+            self._gate.close()
+            self._context.destroy(linger=0)
             for identity in list(self._lines):
                 self._hang_up(identity)
             self._fetch_link.close()
-            self._gate.close()
-            self._context.destroy(linger=0)
 
     def _from_actors(self) -> None:
         while (received := receive(self._socket)) is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli import app
+from buffers.client import control
+from buffers.config import QueueConfig
+from buffers.hub.hub import Hub
+from buffers.queue.bound import Bound
+from buffers.transport import keys, link
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,28 @@ def test_a_relay_that_cannot_be_is_refused_with_the_reason(arguments: list[str],
     result = CliRunner().invoke(app, ["relay", *arguments])
     assert result.exit_code != 0
     assert message in result.output
+
+
+def test_a_relay_whose_address_is_taken_or_cannot_be_says_so(socket_dir: Path) -> None:
+    result = CliRunner().invoke(app, ["relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/nowhere/relay"])
+    assert result.exit_code == 3 and "nowhere/relay' cannot be listened at" in result.output
+
+
+def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: Path, tmp_path: Path) -> None:
+    for name in ("home", "strangers"):
+        keys.create(tmp_path / name, [], link.new_pair)
+    shutil.copy(tmp_path / "home" / "hub.public", tmp_path / "strangers" / "hub.public")
+    address, directory = f"ipc://{socket_dir}/hub", tmp_path / "run"
+    hub = Hub(address, directory, QueueConfig(), Bound(1, 1, 1), access=keys.load_hub(tmp_path / "home"))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(hub.run)
+        arguments = ["relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
+        result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=60)
+        with control(address, connect=link.connector(tmp_path / "home")) as operator:
+            operator.halt()
+        running.result(30)
+    assert result.returncode == 1, result
+    assert "the handshake failed" in result.stderr and "this key is not allowed" in result.stderr
 
 
 def test_a_relay_runs_until_it_is_interrupted(socket_dir: Path) -> None:

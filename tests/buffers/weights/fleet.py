@@ -16,6 +16,8 @@ from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub.hub import Hub
 from buffers.queue.bound import Bound
 from buffers.tensors import RawTensor
+from buffers.transport.keys import load_hub
+from buffers.transport.link import connector
 from buffers.weights.weight_set import CHUNK_BYTES
 
 DEADLINE_S = 30.0
@@ -37,16 +39,20 @@ def tensors(version: int) -> dict[str, RawTensor]:
 
 
 class Fleet:
-    """A hub in a thread and one learner, which publishes version 0 again and again under new fences."""
+    """A hub in a thread and one learner, which publishes version 0 again and again under new fences; `keys` are theirs."""
 
-    def __init__(self, folder: Path, address: str, hub: WeightsConfig, learner: WeightsConfig) -> None:
+    def __init__(
+        self, folder: Path, address: str, hub: WeightsConfig, learner: WeightsConfig, keys: Path | None = None
+    ) -> None:
         self.address, self._folder, self._config, self._pool = address, folder, hub, ThreadPoolExecutor(1)
+        self._keys, self._connect = keys, connector(keys)
         self._begin()
-        self.learner = LearnerClient(address, timeout_s=DEADLINE_S, weights=learner)
+        self.learner = LearnerClient(address, timeout_s=DEADLINE_S, weights=learner, connect=self._connect)
 
     def _begin(self) -> None:
         bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-        hub = Hub(self.address, self._folder, QueueConfig(), bound, weights=self._config)
+        access = None if self._keys is None else load_hub(self._keys)
+        hub = Hub(self.address, self._folder, QueueConfig(), bound, weights=self._config, access=access)
         self._running: Future[None] = self._pool.submit(hub.run)
 
     def restart(self) -> None:
@@ -55,7 +61,7 @@ class Fleet:
         self._begin()
 
     def _end(self) -> None:
-        with control(self.address) as operator:
+        with control(self.address, connect=self._connect) as operator:
             operator.halt()
         self._running.result(DEADLINE_S)
 
@@ -64,7 +70,7 @@ class Fleet:
         self.learner.publish(0, tensors(content))
 
     def status(self) -> dict[str, Any]:
-        with control(self.address) as operator:
+        with control(self.address, connect=self._connect) as operator:
             return dict(operator.status())
 
     def close(self) -> None:
@@ -80,8 +86,10 @@ class HasAddress(Protocol):
 class Actor:
     """Adopts what it is told to."""
 
-    def __init__(self, place: HasAddress, name: str, weights: WeightsConfig = CHUNKS) -> None:
-        self.client = ActorClient(place.address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=weights)
+    def __init__(self, place: HasAddress, name: str, weights: WeightsConfig = CHUNKS, keys: Path | None = None) -> None:
+        self.client = ActorClient(
+            place.address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=weights, connect=connector(keys)
+        )
         self.serving = (0, -1)
         self.words = b""
 
