@@ -45,6 +45,7 @@ class Request:
     tokens at least `min_p` times as likely as the likeliest (0: all), the `top_k` likeliest (0: all), the fewest
     likeliest whose probabilities sum to at least `top_p` (1: all).
     stop: the completion ends with the token after which its text contains one of these.
+    partial_every: `Engine.partials` tells what there is of it each time so many tokens came; 0: nobody will ask.
     """
 
     key: RolloutKey
@@ -56,6 +57,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    partial_every: int = 0
 
     @property
     def is_truncated(self) -> bool:
@@ -97,6 +99,14 @@ class Completion:
     support: Support | None = None
 
 
+@dataclass(frozen=True)
+class Partial:
+    """What there is of a completion that is still being written: int32 [T] tokens."""
+
+    key: RolloutKey
+    token_ids: Int32Array
+
+
 class Engine(Protocol):
     """Generates tokens for many requests at once.
 
@@ -126,6 +136,13 @@ class Engine(Protocol):
 
     def step(self) -> list[Completion]:
         """Fill free slots, sample a token in running sequences, return those that ended (none on most calls)."""
+        ...
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
+        """What is being written and has its `partial_every` tokens more than `known` says, 0 for who is not in it.
+
+        What they begin with never changes. Cheap enough to be asked after every step.
+        """
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.engine import Completion, OnUpdate, Request, RolloutKey, check_requests
+from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.graphs import GraphedForward, Recorder
@@ -127,6 +127,15 @@ class TorchEngine:
     def abort(self, keys: Iterable[RolloutKey]) -> int:
         rows, num_suspended = self._scheduler.abort(frozenset(keys))
         return int(self._rows.counts[rows].sum()) + num_suspended
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
+        counts = self._rows.counts.tolist()
+        grown = [
+            (row, request.key)
+            for row, request in self._scheduler.running()
+            if request.partial_every and counts[row] - known.get(request.key, 0) >= request.partial_every
+        ]
+        return [Partial(key, self._rows.tokens(row)) for row, key in grown]
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         check_weights(self._model, tensors)

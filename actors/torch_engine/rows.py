@@ -106,6 +106,10 @@ class Rows:
         count = int(self.counts[row])
         return list(map(int, self._tokens[row, max(0, count - num_tokens) : count]))
 
+    def tokens(self, row: int) -> Int32Array:
+        """int32 [T]: what this row has sampled so far."""
+        return self._tokens[row, : self.counts[row]].copy()
+
     def close_spans(self, num_rows: int, version: int) -> None:
         """The weights are about to be replaced: what the first N rows hold beyond their spans is `version`'s."""
         for row in range(num_rows):

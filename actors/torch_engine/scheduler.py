@@ -136,6 +136,10 @@ class Scheduler:
         """The request that occupies `row`."""
         return self._entry(row).request
 
+    def running(self) -> list[tuple[int, Request]]:
+        """Rows in use and who occupies them."""
+        return [(row, entry.request) for row, entry in enumerate(self._rows) if entry is not None]
+
     def rows_by_age(self) -> list[int]:
         """Rows in use, the earliest submitted first."""
         running = [(entry.number, row) for row, entry in enumerate(self._rows) if entry is not None]

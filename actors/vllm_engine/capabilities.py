@@ -21,10 +21,12 @@ class Capabilities:
     """names_versions: the engine says which weights sampled a token; else a completion counts as its oldest weights'.
 
     flat_logprobs: log-probabilities come as flat lists, which spares an object per token.
+    partials: it tells what a request has written every so many tokens; else rewards cannot read along.
     """
 
     names_versions: bool
     flat_logprobs: bool
+    partials: bool = False
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -32,6 +34,7 @@ class Capabilities:
         said = {
             "version labels (AsyncLLM.update_weight_version): tokens around an update count as the older version's": self.names_versions,  # noqa: E501
             "flat log-probabilities (SamplingParams.flat_logprobs): a little slower": self.flat_logprobs,
+            "outputs in between (SamplingParams.stream_interval): rewards cannot read along": self.partials,
         }
         return tuple(text for text, has in said.items() if not has)
 
@@ -53,6 +56,7 @@ def probe(async_llm: type, engine_arguments: type, sampling_params: type, versio
     return Capabilities(
         names_versions=hasattr(async_llm, "update_weight_version"),
         flat_logprobs="flat_logprobs" in _fields(sampling_params),
+        partials="stream_interval" in _fields(sampling_params),
     )
 
 

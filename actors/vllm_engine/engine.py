@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from actors.engine import Completion, OnUpdate, Request, RolloutKey, check_requests
+from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from actors.torch_engine.weights import check_weights
 from actors.vllm_engine.session import Session
 from actors.vllm_engine.weights import write_weights
@@ -89,6 +89,11 @@ class VLLMEngine:
                 f"{request.key} has temperature {request.temperature}, seed {request.seed}; vLLM takes a temperature of 0 "
                 f"(greedy) or at least {_LEAST_TEMPERATURE}, and a seed of at least 0"
             )
+        if request.partial_every and not self._session.has.partials:
+            raise EngineError(
+                f"{request.key} is to be read while it is written, and this vLLM tells nothing before the end (it lacks "
+                "SamplingParams.stream_interval); set stream_tokens = 0 in rewards.settings, or use the torch engine"
+            )
         if request.stop and not self._has_tokenizer:
             raise EngineError(f"{request.key} has stop strings, but the model directory has no tokenizer to read text with")
 
@@ -111,6 +116,9 @@ class VLLMEngine:
         self._taken = []
         self._unfinished.difference_update(completion.key for completion in ended)
         return ended
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
+        return self._session.partials(known)
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         check_weights(self._model, tensors)

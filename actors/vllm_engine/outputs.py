@@ -14,7 +14,7 @@ from buffers.record import Float32Array, Int32Array, Span, Support
 
 
 def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilities) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams but for its `output_kind`.
+    """Keyword arguments of vLLM's SamplingParams but for its `output_kind`, which `partial_every` decides.
 
     With top-k its likeliest tokens are asked for, because what of them has a finite log-probability is the support.
     """
@@ -31,6 +31,8 @@ def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilit
         "ignore_eos": True,  # stop_token_ids says it all
         "logprobs": request.top_k,
     }
+    if request.partial_every:
+        arguments["stream_interval"] = request.partial_every
     return arguments | ({"flat_logprobs": True} if has.flat_logprobs else {})
 
 

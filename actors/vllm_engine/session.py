@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.engine import Completion, Request, RolloutKey
+import numpy as np
+
+from actors.engine import Completion, Partial, Request, RolloutKey
 from actors.vllm_engine.capabilities import Capabilities
 from actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError
@@ -40,11 +42,16 @@ _CLOSE_S = 20.0
 
 @dataclass
 class _Running:
-    """A request vLLM works on, by the name vLLM knows it by. oldest: the oldest weights its cache may come from."""
+    """A request vLLM works on, by the name vLLM knows it by. oldest: the oldest weights its cache may come from.
+
+    tokens: what vLLM has told of it; only of a request with `partial_every`.
+    """
 
     name: str
     oldest: int
+    every: int
     task: asyncio.Task[int]
+    tokens: Sequence[int] = ()
 
 
 class Session:
@@ -61,7 +68,7 @@ class Session:
         self._version, self._adoptions, self._names = -1, 0, 0
         self._failure: AsyncRLHFError | None = None
         self._llm: Any = None
-        self._has = Capabilities(False, False)
+        self.has = Capabilities(False, False)
 
     @property
     def num_running(self) -> int:
@@ -74,7 +81,7 @@ class Session:
         Raises ConfigError when vLLM refuses its arguments, EngineError when it does not come up.
         """
         self._thread.start()
-        self._has = has
+        self.has = has
         try:
             return self._call(self._start(make, version), "vLLM to start", START_S)
         except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
@@ -100,6 +107,14 @@ class Session:
             pass
         self.check()
         return [completion for completion in ended if completion is not None]
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
+        """As in `Engine.partials`; reads what vLLM's thread last wrote, and waits for nothing."""
+        return [
+            Partial(key, np.array(tokens, np.int32))
+            for key, each in list(self._running.items())
+            if each.every and len(tokens := each.tokens) - known.get(key, 0) >= each.every
+        ]
 
     def hold(self) -> int:
         """Give vLLM nothing more until weights were adopted; returns how many requests still run."""
@@ -166,7 +181,7 @@ class Session:
     async def _label(self, version: int) -> None:
         self._version = version
         self._adoptions += 1
-        if self._has.names_versions:
+        if self.has.names_versions:
             await self._llm.update_weight_version(str(version))
 
     async def _submit(self, requests: Sequence[Request]) -> None:
@@ -179,13 +194,17 @@ class Session:
             self._names += 1
             name = str(self._names)
             self._running[request.key] = _Running(
-                name, self._version, asyncio.ensure_future(self._generate(request, name, self._version))
+                name,
+                self._version,
+                request.partial_every,
+                asyncio.ensure_future(self._generate(request, name, self._version)),
             )
 
     async def _generate(self, request: Request, name: str, admitted: int) -> int:
         """Run one request to its end; returns its tokens when it was aborted, else 0."""
         try:
-            final = await self._final(request.prompt_ids, sampling_arguments(request, self._stop_ids, self._has), name)
+            arguments = sampling_arguments(request, self._stop_ids, self.has)
+            final = await self._final(request.prompt_ids, arguments, name, request.key)
             output = final.outputs[0]
             if output.finish_reason == "abort":
                 return len(output.token_ids)
@@ -199,17 +218,25 @@ class Session:
             self._admit()
         return 0
 
-    async def _final(self, token_ids: Sequence[int], arguments: Mapping[str, Any], name: str) -> Any:
-        """vLLM's last output of a request."""
+    async def _final(
+        self, token_ids: Sequence[int], arguments: Mapping[str, Any], name: str, key: RolloutKey | None = None
+    ) -> Any:
+        """vLLM's outputs of a request, joined; key: of whose tokens are noted as they come."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # A prefix is reused only among requests of the same weights: two adoptions never share a name, versions may.
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": f"adoption-{self._adoptions}"}
-        params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        kind = RequestOutputKind.DELTA if "stream_interval" in arguments else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**arguments, output_kind=kind)
         final = None
         async for output in self._llm.generate(prompt, params, name):
-            final = output
+            if final is None:
+                final = output
+            else:
+                final.add(output, aggregate=True)
+            if key is not None:
+                self._running[key].tokens = final.outputs[0].token_ids
         assert final is not None, "vLLM ended a request without an output"
         return final
 

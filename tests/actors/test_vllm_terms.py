@@ -57,7 +57,7 @@ def test_a_vllm_that_lacks_what_is_needed_is_refused_by_name() -> None:
 def test_a_vllm_without_version_labels_is_served_the_careful_way() -> None:
     has = probe(PlainAsyncLLM, make_dataclass("A", NEEDED), make_dataclass("S", SAMPLING), "0.20")
     assert has == Capabilities(names_versions=False, flat_logprobs=False)
-    assert ["version labels" in text for text in has.lacking] == [True, False]
+    assert ["version labels" in text for text in has.lacking] == [True, False, False]
     assert read_spans(None, 7, admitted=3, oldest=3) == (Span(3, 7),), "all count as the oldest weights'"
 
 

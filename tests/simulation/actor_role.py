@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from actors.engine import Completion, Request, RolloutKey, check_requests
+from actors.engine import Completion, Partial, Request, RolloutKey, check_requests
 from actors.prompts import Row
 from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
@@ -51,6 +51,13 @@ class FakeEngine:
                 del self._running[key]
                 done.append(self._completion(key, tokens))
         return done
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
+        return [
+            Partial(key, self._completion(key, tokens).token_ids)
+            for key, (request, tokens) in self._running.items()
+            if request.partial_every and len(tokens) - known.get(key, 0) >= request.partial_every
+        ]
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         self.version = version
