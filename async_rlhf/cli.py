@@ -315,16 +315,21 @@ def serve_reward(
 @keys_app.command("new")
 def keys_new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
-    names: Annotated[list[str] | None, typer.Option("--name", help="Another machine that may join; once for each.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name", metavar="NAME[:ROLE,...]", help="Another machine, and what it may be: actor, relay, learner, control."
+        ),
+    ] = None,
 ) -> None:
-    """Make the hub's keys and a key for each machine. Nothing is ever written over."""
+    """Make the hub's or a relay's keys, and a key for each machine (of actors, if nothing is said). Nothing is written over."""
     with _errors():
         from buffers.transport.keys import create
         from buffers.transport.link import new_pair
 
         create(directory, names or [], new_pair)
         typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
-        for name in names or []:
+        for name in (text.partition(":")[0] for text in names or []):
             typer.echo(f"move {directory / f'for-{name}'} to {name}, keeping its modes (scp -rp), and delete it here")
 
 

@@ -31,6 +31,7 @@ from buffers.queue.admission import Actor, Admission
 from buffers.queue.bound import Bound
 from buffers.queue.journal import Journal
 from buffers.queue.quarantine import Quarantine
+from buffers.transport import roles
 from buffers.weights.publication import Publication
 from buffers.weights.store import WeightStore
 
@@ -113,11 +114,15 @@ class Exchange:
             self._send(held.identity, held.message, groups, held.request)
         self._held.clear()
 
-    def receive(self, identity: bytes, frames: list[bytes]) -> None:
-        """Take one message in; what there is to say goes to the outbox, acknowledgements only with `settle`."""
+    def receive(self, identity: bytes, frames: list[bytes], holder: roles.Holder | None = None) -> None:
+        """Take one message in, sent with the key of `holder` where there are keys.
+
+        What there is to say goes to the outbox, acknowledgements only with `settle`.
+        """
         request = 0
         try:
             request, message, arrays = wire.decode(frames, max_frame_bytes=self._config.max_frame_bytes)
+            roles.check(holder, message)
             answer = self._handle(identity, request, message, [frames[0], *arrays])
         except (WireError, RefusedError, WeightsError) as error:
             request = request or getattr(error, "request", 0)

@@ -1,6 +1,7 @@
 """Who comes in at the hub's socket and who goes: answers to ZeroMQ's questions about keys, and counters of what it hides.
 
-With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides). With and without, failed handshakes and ended
+With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides), and every message comes with the holder of
+the key that sent it: what that one may say is for `roles`. With and without, failed handshakes and ended
 connections are counted and logged once a tick.
 """
 
@@ -11,7 +12,9 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from buffers.transport import keys
+from buffers.protocol.wire import Frames
+from buffers.transport import frames, keys
+from buffers.transport.roles import Holder
 
 _log = logging.getLogger(__name__)
 _HANDSHAKES_FAILED = (
@@ -36,6 +39,7 @@ class Gate:
         self._socket = socket
         self._monitor = socket.get_monitor_socket(_HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._allowed = {} if access is None else access.allowed
+        self._holders = {holder.name: holder for holder in self._allowed.values()}
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -48,6 +52,14 @@ class Gate:
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer a handshake fails rather than succeeds
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
+
+    def receive(self) -> tuple[Frames, Holder | None] | None:
+        """The next message and, where there are keys, whose it is; None when there is no message. Never blocks."""
+        if not self._holders:
+            message = frames.receive(self._socket)
+            return None if message is None else (message, None)
+        signed = frames.receive_signed(self._socket)
+        return None if signed is None else (signed[0], self._holders[signed[1]])
 
     def attend(self) -> None:
         """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""

@@ -127,10 +127,11 @@ class Hub:
         for _ in range(_ROUND):
             if num_bytes > _ROUND_BYTES:
                 return
-            if (message := frames.receive(self._socket)) is None:
+            if (received := self._gate.receive()) is None:
                 return
+            message, holder = received
             num_bytes += sum(map(len, message))
-            self._exchange.receive(message[0], message[1:])
+            self._exchange.receive(message[0], message[1:], holder)
 
     def _write_ledger(self) -> None:
         """A full disk costs the file, not the hub: who asks over the socket is told all the same."""

@@ -19,15 +19,29 @@ _LARGE = 1 << 16
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """The next message, or None when there is none."""
-    frames: list[bytes | memoryview] = []
+    parts = _receive(socket)
+    return None if parts is None else _data(parts)
+
+
+def receive_signed(socket: zmq.Socket[bytes]) -> tuple[Frames, str] | None:
+    """As `receive`, of a socket with keys: and the name that the holder of the sender's key was let in under."""
+    parts = _receive(socket)
+    return None if parts is None else (_data(parts), str(parts[0].get("User-Id")))
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+    parts: list[zmq.Frame] = []
     try:
         while True:
-            part = socket.recv(_NOW, copy=False)
-            frames.append(part.bytes if len(part) < _LARGE else part.buffer)
+            parts.append(part := socket.recv(_NOW, copy=False))
             if not part.more:
-                return cast("Frames", frames)
+                return parts
     except zmq.Again:
         return None
+
+
+def _data(parts: list[zmq.Frame]) -> Frames:
+    return cast("Frames", [part.bytes if len(part) < _LARGE else part.buffer for part in parts])
 
 
 def send(socket: zmq.Socket[bytes], frames: Frames) -> bool:

@@ -5,7 +5,7 @@ A key directory belongs to one machine. The machine of the hub has all of these,
     hub.public           the hub's public key: a peer that holds it cannot be fooled by another hub
     peer.secret          this machine's own key, mode 0600
     hub.secret           the hub's own key, mode 0600
-    allowed/NAME.public  whom the hub lets in: the public key of the machine NAME
+    allowed/NAME.public  whom the hub lets in: the public key of the machine NAME; in the second line what it may be (`roles`)
     for-NAME/            the directory of the machine NAME, to be moved there
 
 Keys are CURVE keys (Curve25519, 32 bytes) written in Z85 (ZeroMQ RFC 32, 40 characters). Read by `link` and `hub` when a
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffers.errors import ConfigError
+from buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
 
 LOCAL = "local"
 """The name of the hub's own machine in the list of those allowed."""
@@ -40,20 +41,20 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class HubKeys:
-    """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with a name."""
+    """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
 
     secret: bytes = field(repr=False)
-    allowed: Mapping[bytes, str]
+    allowed: Mapping[bytes, Holder]
 
 
 def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
     """Make the directory of the hub's machine, and within it one for every other machine.
 
-    new_pair: makes a (public, secret) key pair in Z85. Raises ConfigError when there is something already.
+    peers: each NAME, a machine of actors, or NAME:ROLE,... (see `roles`). new_pair: makes a (public, secret) key pair in Z85.
+    Raises ConfigError when there is something already.
     """
-    for i, name in enumerate(peers):
-        if not _NAME.fullmatch(name) or name == LOCAL or name in peers[:i]:
-            raise ConfigError(f"name {name!r}: every machine needs another name of letters, digits, '.', '_', '-', not 'local'")
+    holders = [Holder(LOCAL, frozenset(ROLES)), *map(_peer, peers)]
+    _check_names(holders)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(directory.iterdir()):
@@ -62,13 +63,14 @@ def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[b
         (directory / "allowed").mkdir(mode=0o700)
         hub_public, hub_secret = new_pair()
         _write(directory / "hub.secret", hub_secret)
-        for name in (LOCAL, *peers):
-            own = directory if name == LOCAL else directory / f"for-{name}"
+        for holder in holders:
+            own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
             own.mkdir(mode=0o700, exist_ok=True)
             public, secret = new_pair()
             _write(own / "hub.public", hub_public)
             _write(own / "peer.secret", secret)
-            _write(directory / "allowed" / f"{name}.public", public)
+            roles = " ".join(sorted(holder.roles)).encode()
+            _write(directory / "allowed" / f"{holder.name}.public", public + b"\n" + roles)
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {str(directory)!r}: {error}") from error
 
@@ -86,19 +88,48 @@ def load_hub(directory: Path) -> HubKeys:
     files = sorted((directory / "allowed").glob("*.public"))
     if not files:
         raise ConfigError(f"{str(directory / 'allowed')!r} holds no *.public: the hub would let nobody in; {_MAKE}")
-    return HubKeys(secret=_read(directory / "hub.secret"), allowed={_bytes(_read(file)): file.stem for file in files})
+    allowed = dict(map(_read_entry, files))
+    if len(allowed) < len(files):
+        raise ConfigError(f"{str(directory / 'allowed')!r}: one key stands in two files; who holds it must be one")
+    _check_names(list(allowed.values()))
+    return HubKeys(secret=_read(directory / "hub.secret"), allowed=allowed)
 
 
-def admit(request: Sequence[bytes], allowed: Mapping[bytes, str]) -> tuple[list[bytes], str]:
+def admit(request: Sequence[bytes], allowed: Mapping[bytes, Holder]) -> tuple[list[bytes], str]:
     """The answer to a question of ZeroMQ's authentication protocol (ZAP, RFC 27), and whom it refuses ("" when let in).
 
-    Only CURVE with an allowed public key is let in; whatever else comes, and what cannot be understood, is not.
+    Only CURVE with an allowed public key is let in, and its messages come with its holder's name; whatever else comes, and
+    what cannot be understood, is not.
     """
     version, number, domain, address, _, mechanism, *credentials = [*request, *[b""] * (7 - len(request))]
     key = credentials[0] if len(credentials) == 1 else b""
     if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in allowed:
-        return [b"1.0", number, b"200", b"OK", allowed[key].encode(), b""], ""
+        return [b"1.0", number, b"200", b"OK", allowed[key].name.encode(), b""], ""
     return [b"1.0", number, b"400", b"not allowed", b"", b""], address.decode("ascii", "replace")[:100] or "unknown"
+
+
+def _peer(text: str) -> Holder:
+    name, colon, roles = text.partition(":")
+    return Holder(name, roles_of(roles.split(",") if colon else ["actor"], f"name {text!r}"))
+
+
+def _check_names(holders: Sequence[Holder]) -> None:
+    """Every name once, and no machine called like an actor of another."""
+    names = [holder.name for holder in holders]
+    for i, name in enumerate(names):
+        if not _NAME.fullmatch(name) or name in names[:i]:
+            raise ConfigError(f"name {name!r}: every machine needs another name of letters, digits, '.', '_', '-', not 'local'")
+        for other in names:
+            if other != name and is_actor_of(other, name):
+                raise ConfigError(f"name {name!r}: actors of the machine {other!r} may be called so; choose another")
+
+
+def _read_entry(path: Path) -> tuple[bytes, Holder]:
+    """The 32 bytes of an allowed key, and its holder."""
+    text, *rest = _lines(path)
+    return _bytes(_checked(text, path)), Holder(
+        path.stem, roles_of(b" ".join(rest).decode("ascii", "replace").split(), f"{path}")
+    )
 
 
 def _write(path: Path, key: bytes) -> None:
@@ -109,6 +140,11 @@ def _write(path: Path, key: bytes) -> None:
 
 def _read(path: Path) -> bytes:
     """The key in this file, in Z85. Errors name the file and never what is in it."""
+    return _checked(b"\n".join(_lines(path)), path)
+
+
+def _lines(path: Path) -> list[bytes]:
+    """What is in this file, which must be safe where it lies; at least one line, perhaps empty."""
     try:
         mode, text = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
@@ -117,6 +153,10 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"key {str(path)!r} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
     if mode & 0o022:
         raise ConfigError(f"key {str(path)!r} can be changed by others (mode {mode & 0o777:o}): chmod 644 {path}")
+    return text.splitlines() or [b""]
+
+
+def _checked(text: bytes, path: Path) -> bytes:
     try:
         _bytes(text)
     except ValueError as error:

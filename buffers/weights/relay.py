@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 import zmq
 
 from buffers.config import WeightsConfig
-from buffers.errors import ConfigError, WeightsError, WireError
+from buffers.errors import ConfigError, RefusedError, WeightsError, WireError
 from buffers.hub.gate import Gate
+from buffers.hub.refusals import Refusals
 from buffers.protocol import wire
-from buffers.transport.frames import receive, send
+from buffers.transport.frames import send
 from buffers.transport.keys import HubKeys
 from buffers.transport.link import Connect, SocketLink
+from buffers.transport.roles import check
 from buffers.weights.fetching import Fetching
 from buffers.weights.publication import Publication
 from buffers.weights.shared import HeapPool, SealedMemory
@@ -171,6 +173,7 @@ class Relay:
         self._fetch_link = self._open("relay")
         self._cache = WeightCache(self._fetch_link, hub_address, config)
         self._lines: dict[bytes, _Line] = {}
+        self._refusals = Refusals()
         self._poller = zmq.Poller()
         for waited_for in (self._socket, *self._gate.sockets, *self._fetch_link.sockets):
             self._poller.register(waited_for, zmq.POLLIN)
@@ -191,6 +194,7 @@ class Relay:
                 self._from_actors()
                 self._from_hub()
                 self._gate.report()
+                self._refusals.report()
                 self._hang_up_idle()
         finally:
             self._gate.close()
@@ -200,22 +204,26 @@ class Relay:
             self._fetch_link.close()
 
     def _from_actors(self) -> None:
-        while (received := receive(self._socket)) is not None:
-            identity, frames = received[0], received[1:]
+        while (received := self._gate.receive()) is not None:
+            (identity, *frames), holder = received
+            request = 0
             try:
                 request, message, _ = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
-            except WireError as error:
-                self._send([identity, *wire.encode(wire.Refused(reason="malformed", detail=str(error)))])
-                continue
-            if isinstance(message, wire.Fetch | wire.FetchChunk):
-                self._cache.ask(identity, request, message)
-            elif isinstance(message, _FORWARDED):
-                self._line(identity).link.send(frames)
-                if isinstance(message, wire.Bye):
-                    self._hang_up(identity)
-            else:
-                refused = wire.Refused(reason="relay", detail=f"a relay lets no {message.type!r} through")
+                check(holder, message)
+                self._pass_on(identity, request, message, frames)
+            except (WireError, RefusedError) as error:
+                refused = self._refusals.note(error, identity[:40].hex())
                 self._send([identity, *wire.encode(refused, request=request)])
+
+    def _pass_on(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> None:
+        if isinstance(message, wire.Fetch | wire.FetchChunk):
+            self._cache.ask(identity, request, message)
+        elif isinstance(message, _FORWARDED):
+            self._line(identity).link.send(frames)
+            if isinstance(message, wire.Bye):
+                self._hang_up(identity)
+        else:
+            raise RefusedError("relay", f"a relay lets no {message.type!r} through")
 
     def _from_hub(self) -> None:
         while (frames := self._fetch_link.receive(0)) is not None:

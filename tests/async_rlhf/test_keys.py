@@ -73,10 +73,14 @@ def test_a_hub_on_every_interface_is_dialled_at_home() -> None:
 
 def test_keys_are_made_once_and_what_to_copy_where_is_said(tmp_path: Path) -> None:
     directory = str(tmp_path / "keys")
-    made = CliRunner().invoke(app, ["keys", "new", directory, "--name", "gpu2"])
+    made = CliRunner().invoke(app, ["keys", "new", directory, "--name", "gpu2", "--name", "site:relay"])
     assert made.exit_code == 0 and f"move {directory}/for-gpu2 to gpu2" in made.output
+    assert f"move {directory}/for-site to site" in made.output
+    assert {file.stem: file.read_text().split()[1:] for file in Path(directory, "allowed").iterdir()} == {
+        "gpu2": ["actor"], "site": ["relay"], "local": ["actor", "control", "learner", "relay"],
+    }  # fmt: skip
     secrets = [file.read_text().strip() for file in Path(directory).rglob("*.secret")]
-    assert len(secrets) == 3 and not any(secret in made.output for secret in secrets)
+    assert len(secrets) == 4 and not any(secret in made.output for secret in secrets)
     again = CliRunner().invoke(app, ["keys", "new", directory])
     assert again.exit_code == 3 and "never written over" in again.output
 

@@ -23,7 +23,7 @@ from buffers.errors import ConfigError, DeadlineError
 from buffers.hub.hub import Hub
 from buffers.protocol import wire
 from buffers.queue.bound import Bound
-from buffers.transport import keys, link
+from buffers.transport import keys, link, roles
 
 BOUND = Bound(groups_per_batch=4, max_staleness=1, num_groups=64, publish_every=1, window=1, exact=False)
 COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes")
@@ -105,7 +105,7 @@ def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(
     serve: Callable[..., Served], key_directory: Path
 ) -> None:
     served = serve(key_directory)
-    actor = ActorClient(served.address, "actor", beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory / "for-far"))
+    actor = ActorClient(served.address, "far-0", beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory / "for-far"))
     state = ActorState(capacity=2, fence=0, version=0, holding=())
     try:
         while not actor._welcome:
@@ -113,7 +113,7 @@ def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(
         status = served.asked.status()
     finally:
         actor.close()
-    assert list(status["actors"]) == ["actor"]
+    assert list(status["actors"]) == ["far-0"]
     assert status["connections"] == 2 and status["handshakes_failed"] == status["refused_handshakes"] == 0
 
 
@@ -179,17 +179,18 @@ def test_a_stranger_who_speaks_no_zeromq_is_cut_and_counted(serve: Callable[...,
         served.saw_an_end(before)
 
 
+SOMEBODY = roles.Holder("somebody", frozenset({"actor"}))
 frame = st.binary(max_size=40)
 
 
 @given(st.lists(frame, max_size=9))
 def test_whatever_asks_to_be_let_in_gets_a_refusal_of_the_right_form(request: list[bytes]) -> None:
-    answer, who = keys.admit(request, {bytes(32): "somebody"})
+    answer, who = keys.admit(request, {bytes(32): SOMEBODY})
     assert len(answer) == 6 and answer[2] == b"400" and who
 
 
 def test_only_curve_with_an_allowed_key_in_our_domain_is_let_in() -> None:
-    key, allowed = bytes(range(32)), {bytes(range(32)): "somebody"}
+    key, allowed = bytes(range(32)), {bytes(range(32)): SOMEBODY}
     good = [b"1.0", b"7", keys.ZAP_DOMAIN, b"10.0.0.9", b"", b"CURVE", key]
     assert keys.admit(good, allowed) == ([b"1.0", b"7", b"200", b"OK", b"somebody", b""], "")
     for place, wrong in [(0, b"2.0"), (2, b"other"), (5, b"NULL"), (5, b"PLAIN"), (6, bytes(32)), (6, b"")]:
@@ -204,7 +205,7 @@ def test_key_files_hold_what_zeromq_makes_and_a_secret_is_only_its_owners(key_di
         allowed = keys.load_hub(key_directory).allowed
         assert keys._bytes(zmq.curve_public(peer.secret)) in allowed
         assert peer.hub_public == zmq.curve_public(keys.load_hub(key_directory).secret)
-    assert sorted(allowed.values()) == ["far", "local"]
+    assert {holder.name: holder.roles for holder in allowed.values()} == {"far": {"actor"}, "local": set(roles.ROLES)}
     for secret in key_directory.rglob("*.secret"):
         assert secret.stat().st_mode & 0o777 == 0o600
 
@@ -227,6 +228,14 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
 
+def _entry(name: str, words: str, of: str = "") -> Callable[[Path], object]:
+    def spoil(directory: Path) -> None:
+        key = (directory / "allowed" / f"{of or name}.public").read_text().split()[0]
+        (directory / "allowed" / f"{name}.public").write_text(f"{key}\n{words}\n")
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -243,6 +252,10 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
         (_write("peer.secret", "#" * 40), "is damaged"),  # beyond 32 bits
         (_write("allowed/far.public", '"' * 40), "is damaged"),
         (_write("hub.public", "é" * 20), "is damaged"),
+        (_write("hub.public", "0" * 40 + "\nactor"), "is damaged"),
+        (_entry("far", ""), "far.public: roles = none; give one or more of actor, relay, learner, control"),
+        (_entry("far", "actor king"), "far.public: roles = actor king; give one or more of"),
+        (_entry("far-2", "actor", of="far"), "one key stands in two files"),
     ],
 )
 def test_a_key_directory_that_is_incomplete_open_or_damaged_is_refused(
@@ -261,8 +274,8 @@ def test_keys_are_never_written_over(key_directory: Path) -> None:
     assert before == {path: path.read_bytes() for path in key_directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("names", [["local"], ["a", "a"], ["../a"], [".a"], ["a/b"], [""]])
-def test_a_machine_needs_a_name_of_its_own_that_is_no_path(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [["local"], ["a", "a"], ["../a"], [".a"], ["a/b"], [""], ["a", "a-b"], ["local-1"]])
+def test_a_machine_needs_a_name_of_its_own_that_is_no_path_and_no_actor_of_anothers(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(ConfigError, match="name"):
         keys.create(tmp_path / "keys", names, link.new_pair)
     assert not (tmp_path / "keys").exists()

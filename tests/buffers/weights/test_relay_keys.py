@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import DeadlineError
+from buffers.errors import DeadlineError, RefusedError
 from buffers.transport import keys, link
 from buffers.weights.relay import Relay
 from tests.buffers.weights.fleet import CHUNKS, DEADLINE_S, Actor, Fleet, actors, until
@@ -20,7 +20,7 @@ class Site:
 
     def __init__(self, folder: Path, sockets: Path) -> None:
         self.home, self.site = folder / "home", folder / "site"
-        keys.create(self.home, ["site"], link.new_pair)
+        keys.create(self.home, ["site:relay"], link.new_pair)
         keys.create(self.site, ["near"], link.new_pair)
         self.fleet = Fleet(folder / "run", f"ipc://{sockets}/hub", CHUNKS, CHUNKS, self.home)
         self.address = f"ipc://{sockets}/relay"
@@ -61,12 +61,12 @@ def refused(site: Site) -> Callable[[Path], str]:
 
 def test_an_actor_on_the_relays_list_adopts_through_it(site: Site) -> None:
     site.begin(site.home / "for-site")
-    anna, here = Actor(site, "anna", keys=site.site / "for-near"), Actor(site, "here", keys=site.site)
-    with actors(anna, here):
+    near, here = Actor(site, "near-0", keys=site.site / "for-near"), Actor(site, "here", keys=site.site)
+    with actors(near, here):
         site.fleet.publish(0)
-        anna.adopt(0)
+        near.adopt(0)
         here.adopt(0)
-        assert {"anna", "here"} <= set(site.fleet.status()["actors"])
+        assert {"near-0", "here"} <= set(site.fleet.status()["actors"])
 
 
 def test_who_is_not_on_the_relays_list_is_refused_there(site: Site, refused: Callable[[Path], str], tmp_path: Path) -> None:
@@ -77,6 +77,26 @@ def test_who_is_not_on_the_relays_list_is_refused_there(site: Site, refused: Cal
     assert "this key is not allowed" in refused(stranger)
     assert "is not the key of that hub" in refused(site.home / "for-site")  # of the hub's own list: it is another one's
     assert not site.fleet.status()["actors"]
+
+
+def test_an_actor_that_says_it_is_another_machines_is_refused_at_the_relay(site: Site) -> None:
+    site.begin(site.home / "for-site")
+    thief = Actor(site, "far-0", keys=site.site / "for-near")
+    with actors(thief), pytest.raises(RefusedError, match="role: an actor of 'near' is called near or near-"):
+        until(thief.look)
+    assert not site.fleet.status()["actors"]
+
+
+def test_what_a_relays_key_is_not_allowed_as_is_refused_at_the_hub_and_told_to_the_actor(site: Site) -> None:
+    """The relay speaks with a key that is a machine's of actors, under whose name alone it may join."""
+    entry = site.home / "allowed" / "site.public"
+    entry.write_text(entry.read_text().replace("relay", "actor"))
+    site.fleet.restart()
+    site.begin(site.home / "for-site")
+    near = Actor(site, "near-0", keys=site.site / "for-near")
+    with actors(near), pytest.raises(RefusedError, match="role: an actor of 'site' is called site or site-"):
+        until(near.look)
+    assert site.fleet.status()["refused"]["role"] == 1
 
 
 def test_a_relay_whose_key_the_hub_does_not_let_in_ends_and_says_why(site: Site, tmp_path: Path) -> None:
