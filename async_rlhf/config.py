@@ -209,6 +209,9 @@ def check(config: Config) -> None:
         lowest_staleness=bound.lowest_staleness,
         exact=config.queue.exact,
         truncated=_truncated(config.generation),
+        support_recorded=config.engine.kind == "torch"
+        or config.generation.top_k > 0
+        or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
     )
     check_machine(config.learner, config.groups_per_batch, config.max_steps)
     check_learning(config.learner, config.advantage, config.loss, config.guard, data)

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from buffers.errors import RecordError
 from buffers.record import Float32Array, Group, Int32Array, Rollout
+from learner.support import Supports
 from learner.targets import TokenTargets
 
 
@@ -47,6 +49,8 @@ class Row:
     prompt_ids: Int32Array
     temperature: float
     members: tuple[Member, ...]
+    truncated: bool = False
+    """Whether its completions were sampled with top-k, top-p or min-p."""
 
     @property
     def length(self) -> int:
@@ -61,7 +65,8 @@ class MicroBatch:
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token.
     target_N: int64 token ids. sequence_N: int64, ascending from 0. version_N: int64.
     logp_behaviour_N, advantage_N, temperature_N: float32. member_S: int64, which completion of the batch it is.
-    group_S: int64, number of its group. What follows is float32 [N], None where nobody asked for it.
+    group_S: int64, number of its group. What follows is float32 [N], None where nobody asked for it; at last the tokens
+    that each was chosen among, as in `Supports`, None where nothing was cut off.
     """
 
     ids_RL: Tensor
@@ -81,6 +86,14 @@ class MicroBatch:
     logp_reference_N: Tensor | None = None
     value_N: Tensor | None = None
     return_N: Tensor | None = None
+    support_sizes_N: Tensor | None = None
+    support_ids_K: Tensor | None = None
+
+    @property
+    def supports(self) -> Supports | None:
+        if self.support_sizes_N is None or self.support_ids_K is None:
+            return None
+        return Supports(self.support_sizes_N, self.support_ids_K)
 
     @property
     def num_tokens(self) -> int:
@@ -117,16 +130,18 @@ def make_rows(
     for group, values in zip(groups, advantages, strict=True):
         members: list[Member] = []
         length = len(group.prompt_ids)
+        named = group.number, group.prompt_ids, group.temperature
+        truncated = group.top_k > 0 or group.top_p < 1 or group.min_p > 0
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
                 if members and length + rollout.num_tokens - 1 > row_tokens:
-                    rows.append(Row(group.number, group.prompt_ids, group.temperature, tuple(members)))
+                    rows.append(Row(*named, tuple(members), truncated))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
                 length += rollout.num_tokens - 1
             index += 1
         if members:
-            rows.append(Row(group.number, group.prompt_ids, group.temperature, tuple(members)))
+            rows.append(Row(*named, tuple(members), truncated))
     return rows
 
 
@@ -137,10 +152,23 @@ def deal(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def make_micro_batches(rows: Sequence[Row], micro_batch_tokens: int, *, whole_groups: bool = False) -> list[MicroBatch]:
+def check_supports(rows: Sequence[Row]) -> None:
+    """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
+    for row in rows:
+        if row.truncated and any(member.rollout.support is None for member in row.members):
+            raise RecordError(
+                f"group {row.group} was sampled with top-k, top-p or min-p, and its engine did not say from what was left: a "
+                "ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
+            )
+
+
+def make_micro_batches(
+    rows: Sequence[Row], micro_batch_tokens: int, *, whole_groups: bool = False, with_supports: bool = True
+) -> list[MicroBatch]:
     """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least).
 
-    With `whole_groups` the rows of a group stay together, however many they are.
+    With `whole_groups` the rows of a group stay together, however many they are. Without `with_supports` the whole
+    vocabulary counts, also for what was sampled from part of it.
     """
     units = [list(same) for _, same in groupby(rows, key=lambda row: row.group)] if whole_groups else [[row] for row in rows]
     width = {id(unit): max(row.length for row in unit) for unit in units}
@@ -151,7 +179,7 @@ def make_micro_batches(rows: Sequence[Row], micro_batch_tokens: int, *, whole_gr
             batches.append([])
             widest = width[id(unit)]
         batches[-1] += unit
-    return [_tensors(batch) for batch in batches]
+    return [_tensors(batch, with_supports=with_supports) for batch in batches]
 
 
 def attention_mask(segments_RL: Tensor) -> Tensor:
@@ -162,7 +190,7 @@ def attention_mask(segments_RL: Tensor) -> Tensor:
     return causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
 
 
-def _tensors(rows: Sequence[Row]) -> MicroBatch:
+def _tensors(rows: Sequence[Row], *, with_supports: bool) -> MicroBatch:
     width = max(row.length for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
@@ -188,6 +216,7 @@ def _tensors(rows: Sequence[Row]) -> MicroBatch:
             temperatures.append(row.temperature)
             start += read
     lengths = [member.rollout.num_tokens for member in members]
+    supports = _supports([member.rollout for member in members]) if with_supports else None
     return MicroBatch(
         ids_RL=torch.from_numpy(ids),
         positions_RL=torch.from_numpy(positions),
@@ -206,7 +235,20 @@ def _tensors(rows: Sequence[Row]) -> MicroBatch:
         logp_reference_N=_optional(members, lambda targets: targets.observed.logp_reference),
         value_N=_optional(members, lambda targets: targets.observed.value),
         return_N=_optional(members, lambda targets: targets.returns),
+        support_sizes_N=None if supports is None else supports.sizes_N,
+        support_ids_K=None if supports is None else supports.ids_K,
     )
+
+
+def _supports(rollouts: Sequence[Rollout]) -> Supports | None:
+    """None where nothing was cut off from any of them."""
+    kept = [rollout.support for rollout in rollouts]
+    if all(support is None for support in kept):
+        return None
+    nothing = np.empty(0, np.int32)
+    sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
+    ids = np.concatenate([nothing if support is None else support.ids for support in kept])
+    return Supports(torch.from_numpy(np.concatenate(sizes).astype(np.int64)), torch.from_numpy(ids.astype(np.int64)))
 
 
 def _advantage(member: Member) -> Float32Array:

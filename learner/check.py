@@ -14,13 +14,17 @@ from learner.kinds import KINDS
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the rest of the configuration says about the data. truncated: the setting that cuts off sampling, or None."""
+    """What the rest of the configuration says about the data.
+
+    truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then says what was left.
+    """
 
     group_size: int
     max_staleness: int
     lowest_staleness: int
     exact: bool
     truncated: str | None
+    support_recorded: bool = True
 
 
 def check(
@@ -148,12 +152,14 @@ def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: Circum
 
 
 def _check_support(loss: LossConfig, data: Circumstances) -> None:
-    if data.truncated is not None and KINDS[loss.kind].corrects != "nothing" and not loss.allow_uncorrected:
-        raise ConfigError(
-            f"{data.truncated} cuts off what is sampled, and loss.kind = {loss.kind!r} takes ratios to the whole distribution: "
-            "they would not be 1 for an unchanged policy. Sample from all of it (top_k = 0, top_p = 1.0, min_p = 0.0), or "
-            "take a loss without ratios: loss.kind = 'online_dpo' or 'best_of_n'."
-        )
+    if data.truncated is None or data.support_recorded or not KINDS[loss.kind].takes_ratios or loss.allow_uncorrected:
+        return
+    raise ConfigError(
+        f"{data.truncated} cuts off what is sampled, and vLLM does not say what is left unless top_k is set too: "
+        f"loss.kind = {loss.kind!r} takes ratios, which would not be 1 for an unchanged policy. Set generation.top_k as well "
+        "(64 is rarely felt beside top_p), engine.kind = 'torch', on a GPU engine.vllm.arguments.return_sampling_mask = true, "
+        "or a loss without ratios: loss.kind = 'online_dpo' or 'best_of_n'."
+    )
 
 
 def _check_guard(guard: GuardConfig, data: Circumstances) -> None:

@@ -17,6 +17,11 @@ class LossKind:
     learns_from: Literal["all", "pair", "best"] = "all"
     """Members of a group that it is given."""
 
+    @property
+    def takes_ratios(self) -> bool:
+        """Whether it compares the policy with the one that sampled, and so with what that one really sampled from."""
+        return self.corrects != "nothing"
+
 
 KINDS: dict[str, LossKind] = {
     "decoupled_ppo": LossKind(),

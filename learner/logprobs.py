@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
 The logits of a few tokens at a time are made from the hidden states, used, and forgotten; the backward pass makes them
-again. What fits into one such chunk is remembered instead, so that small vocabularies pay nothing.
+again. What fits into one such chunk is remembered instead, so that small vocabularies pay nothing. With `supports` (see
+`support`) the distribution is restricted to the tokens that each was chosen among.
 
 Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
 """
@@ -13,20 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.support import Supports
+
 _FLOAT32_BYTES = 4
+# p log p of a token that p = 0 masks: far below where exp underflows, and finite times any gradient.
+_LOG_ZERO = -1e4
 
 
-def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
+def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, supports: Supports | None = None) -> Tensor:
     """float32 [N]: log softmax(logits / temperature)[target], the distribution the engine sampled from."""
-    scaled = logits_NV.float() / temperature_N[:, None]
+    scaled = _scaled(logits_NV, temperature_N, supports)
     return scaled.gather(-1, target_N[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
 
 
-def token_entropy(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+def token_entropy(logits_NV: Tensor, temperature_N: Tensor, supports: Supports | None = None) -> Tensor:
     """float32 [N]: entropy of softmax(logits / temperature) in nats."""
-    logp = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+    logp = torch.log_softmax(_scaled(logits_NV, temperature_N, supports), dim=-1)
     # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
-    return -(logp.exp() * logp.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    return -(logp.exp() * logp.clamp(min=_LOG_ZERO)).sum(-1)
+
+
+def _scaled(logits_NV: Tensor, temperature_N: Tensor, supports: Supports | None) -> Tensor:
+    scaled = logits_NV.float() / temperature_N[:, None]
+    return scaled if supports is None else supports.restrict_(scaled)
 
 
 def chunk_tokens(vocabulary: int, logits_mib: int) -> int:
@@ -41,6 +51,7 @@ def chunked_logprobs(
     target_N: Tensor,
     temperature_N: Tensor,
     rows: int,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
 
@@ -49,7 +60,8 @@ def chunked_logprobs(
     """
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    logp_N, entropy_N = _Chunked.apply(hidden_ND, weight_VD, bias_V, target_N, temperature_N, rows, dtype)  # type: ignore[no-untyped-call]
+    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, supports, rows, dtype
+    logp_N, entropy_N = _Chunked.apply(*inputs)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N
 
 
@@ -64,6 +76,7 @@ class _Chunked(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
+        supports: Supports | None,
         rows: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
@@ -72,13 +85,13 @@ class _Chunked(torch.autograd.Function):
         entropy_N = torch.empty_like(logp_N)
         whole = None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part in _parts(len(target_N), rows):
-                logp_CV = _log_softmax(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part])
+            for part, cut in _parts(len(target_N), rows, supports):
+                logp_CV = _log_softmax(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
                 logp_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
                 entropy_N[part] = _entropy(logp_CV)
                 whole = logp_CV if len(target_N) <= rows else None
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, whole)
-        ctx.rows, ctx.dtype = rows, dtype
+        ctx.supports, ctx.rows, ctx.dtype = supports, rows, dtype
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
@@ -92,9 +105,9 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part in _parts(len(target_N), rows):
+            for part, cut in _parts(len(target_N), rows, ctx.supports):
                 hidden = hidden_ND[part].to(dtype)
-                logp_CV = _log_softmax(hidden, weight, bias_V, temperature_N[part]) if whole is None else whole
+                logp_CV = _log_softmax(hidden, weight, bias_V, temperature_N[part], cut) if whole is None else whole
                 dz = _gradient(
                     logp_CV,
                     target_N[part],
@@ -113,25 +126,30 @@ class _Chunked(torch.autograd.Function):
                     grad_weight += dz.T @ hidden
         as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, as_weight, as_bias, None, None, None, None
+        return grad_hidden, as_weight, as_bias, None, None, None, None, None
 
 
-def _parts(count: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+def _parts(count: int, rows: int, supports: Supports | None) -> list[tuple[slice, Supports | None]]:
+    """The tokens of each chunk, and what they were chosen among."""
+    parts = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    return [(part, None) for part in parts] if supports is None else list(zip(parts, supports.chunks(rows), strict=False))
 
 
-def _log_softmax(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor) -> Tensor:
+def _log_softmax(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, supports: Supports | None
+) -> Tensor:
     """float32 [C, V]; each step writes over the one before."""
     z = hidden_CD @ weight_VD.T
     if bias_V is not None:
         z += bias_V.to(z.dtype)
     z = z.float().div_(temperature_C[:, None])
+    if supports is not None:
+        supports.restrict_(z)
     return z.sub_(torch.logsumexp(z, dim=-1, keepdim=True))
 
 
 def _entropy(logp_CV: Tensor) -> Tensor:
-    # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
-    return -(logp_CV.exp().mul_(logp_CV.clamp(min=torch.finfo(torch.float32).min))).sum(-1)
+    return -(logp_CV.exp().mul_(logp_CV.clamp(min=_LOG_ZERO))).sum(-1)
 
 
 def _gradient(
@@ -142,8 +160,7 @@ def _gradient(
     if grad_entropy_C is None:
         factor = torch.zeros_like(p) if grad_logp_C is None else -grad_logp_C[:, None] * p
     else:
-        finite = logp_CV.clamp(min=torch.finfo(torch.float32).min)
-        factor = (finite + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+        factor = (logp_CV.clamp(min=_LOG_ZERO) + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
         factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p)
     if grad_logp_C is not None:
         factor.scatter_add_(-1, target_C[:, None], grad_logp_C[:, None])

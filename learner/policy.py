@@ -85,14 +85,14 @@ class Policy(nn.Module):
                 head = self.output_layer
                 rows = chunk_tokens(head.weight.shape[0], self._logits_mib)
                 logp_N, entropy_N = chunked_logprobs(
-                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows
+                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows, batch.supports
                 )
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
                 logits_NV = out.logits.flatten(0, 1)[batch.source_N]
-                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N)
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.supports)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.supports)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
         return logp_N, entropy_N, value_N
 

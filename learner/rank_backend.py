@@ -14,7 +14,7 @@ from buffers.errors import ConfigError
 from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
 from learner.backend import StepReport
-from learner.batch import MicroBatch, Row
+from learner.batch import MicroBatch, Row, check_supports
 from learner.config import LearnerConfig, LossConfig
 from learner.kinds import KINDS
 from learner.policy import Policy, load_model
@@ -58,9 +58,16 @@ class RankBackend(ABC):
             self._reference = Policy(load_model(self._model_dir, self._device).requires_grad_(False), self._config)
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
-        """For each of so many ranks its micro-batches of every update."""
-        whole_groups = KINDS[self._loss_config.kind].level == "pair"
-        return shares(updates, ranks, self._config.micro_batch_tokens, whole_groups=whole_groups)
+        """For each of so many ranks its micro-batches of every update.
+
+        Raises RecordError when the loss takes ratios to a truncated distribution that was not recorded.
+        """
+        kind = KINDS[self._loss_config.kind]
+        if kind.takes_ratios and not self._loss_config.allow_uncorrected:
+            for rows in updates:
+                check_supports(rows)
+        tokens = self._config.micro_batch_tokens
+        return shares(updates, ranks, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """See `Backend.step`."""

@@ -27,15 +27,21 @@ class Update:
 
 
 def shares(
-    updates: Sequence[Sequence[Row]], ranks: int, micro_batch_tokens: int, *, whole_groups: bool = False
+    updates: Sequence[Sequence[Row]],
+    ranks: int,
+    micro_batch_tokens: int,
+    *,
+    whole_groups: bool = False,
+    with_supports: bool = True,
 ) -> list[list[Update]]:
-    """For every rank its part of every update."""
+    """For every rank its part of every update; the rest as `make_micro_batches` takes it."""
+    cutting = {"whole_groups": whole_groups, "with_supports": with_supports}
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:
         counts = count(rows)
         number = numbers.setdefault(id(rows), len(numbers))
-        cut = [make_micro_batches(mine, micro_batch_tokens, whole_groups=whole_groups) for mine in dealt(rows, ranks)]
+        cut = [make_micro_batches(mine, micro_batch_tokens, **cutting) for mine in dealt(rows, ranks)]
         most = max(len(batches) for batches in cut)
         for part, batches in zip(parts, cut, strict=True):
             blanks = [blank() for _ in range(most - len(batches))]

@@ -112,9 +112,14 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "fits the critic to the policies that sampled.*advantage.kind = 'traced'",
         {"advantage.kind": "traced"},
     ),
-    "ratios over part of the vocabulary": (
-        {"data.truncated": "generation.top_p = 0.9"},
-        "top_p = 0.9 cuts off.*would not be 1.*loss.kind = 'online_dpo'",
+    "ratios over an unknown part of the vocabulary": (
+        {"data.truncated": "generation.top_p = 0.9", "data.support_recorded": False},
+        "top_p = 0.9 cuts off.*would not be 1.*Set generation.top_k",
+        {"data.support_recorded": True},
+    ),
+    "the same, and a loss without ratios": (
+        {"data.truncated": "generation.min_p = 0.1", "data.support_recorded": False},
+        "min_p = 0.1 cuts off.*loss.kind = 'online_dpo'",
         {"loss.kind": "online_dpo"},
     ),
     "a guard of what is fixed": (

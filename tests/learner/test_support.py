@@ -1,0 +1,205 @@
+"""What was sampled from part of the vocabulary is learned from on that part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributions import Categorical
+
+from actors.config import EngineConfig
+from actors.engine import Request, RolloutKey
+from actors.torch_engine.loading import load_engine
+from buffers.errors import RecordError
+from buffers.record import Group, Rollout, Support
+from experiments.gradient_laws import policy
+from experiments.gradient_laws.table import CASES, Case
+from learner.batch import make_micro_batches, make_rows
+from learner.config import LearnerConfig, LossConfig
+from learner.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from learner.losses import LossInputs, objective
+from learner.support import Supports
+from learner.torch_backend import TorchBackend
+from tests.learner.making import TINY_SPELLER, make_group
+
+REWARD = policy.rewards()
+BEHAVIOUR = policy.initial()
+FAR = policy.later(BEHAVIOUR, REWARD, 16)
+ONES = torch.ones(policy.Y * policy.T, dtype=torch.float64)
+EXACT = next(case.config for case in CASES if case.name == "sequence weight, not truncated")
+
+
+def nucleus(logits: Tensor, top_p: float = 0.7) -> Tensor:
+    """bool [C, V]: the fewest likeliest tokens that reach `top_p`."""
+    p, ids = torch.softmax(logits, -1).sort(-1, descending=True)
+    return torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, p.cumsum(-1) - p < top_p)
+
+
+def supports_of(kept_NV: Tensor) -> Supports:
+    return Supports(kept_NV.sum(-1), kept_NV.nonzero()[:, 1])
+
+
+def masked_reward(logits: Tensor, kept: Tensor) -> Tensor:
+    """Expected reward of the policy restricted to `kept`; by enumeration, written like the definition."""
+    p = torch.softmax(logits, -1) * kept
+    p = p / p.sum(-1, keepdim=True)
+    return (p[policy.PREFIXES, policy.COMPLETIONS].prod(1) * REWARD).sum()
+
+
+def gradient_of_masked_reward(logits: Tensor, kept: Tensor) -> Tensor:
+    leaf = logits.clone().requires_grad_()
+    masked_reward(leaf, kept).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def expected(config: LossConfig, current: Tensor, kept: Tensor, *, restricted: bool = True) -> Tensor:
+    """[C, V]: the expected ascent direction over completions of the behaviour policy, cut off at `kept`."""
+    inside = kept[policy.PREFIXES, policy.COMPLETIONS].all(1)
+    prefix_N, token_N = policy.PREFIXES[inside].flatten(), policy.COMPLETIONS[inside].flatten()
+    supports = supports_of(kept[prefix_N])
+    ones_N, each = ONES[: len(token_N)], torch.arange(len(token_N) // policy.T)
+    behaviour_N = token_logprobs(BEHAVIOUR[prefix_N], token_N, ones_N, supports).double()
+    leaf = current.clone().requires_grad_()
+    now_N = token_logprobs(leaf[prefix_N], token_N, ones_N, supports if restricted else None).double()
+    weights_Y = behaviour_N.reshape(-1, policy.T).sum(1).exp()
+    reward_Y = REWARD[inside]
+    inputs = LossInputs(
+        logp_current_N=now_N.detach().requires_grad_(),
+        logp_proximal_N=now_N.detach(),
+        logp_behaviour_N=behaviour_N,
+        advantage_N=(reward_Y - (weights_Y * reward_Y).sum()).repeat_interleave(policy.T),
+        sequence_N=each.repeat_interleave(policy.T),
+        group_S=each,
+        staleness_N=torch.zeros_like(token_N),
+    )
+    objective(inputs, config).total.backward()  # type: ignore[no-untyped-call]
+    assert inputs.logp_current_N.grad is not None
+    now_N.backward(-inputs.logp_current_N.grad * weights_Y.repeat_interleave(policy.T))  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_of_its_own_truncated_samples_every_estimator_gives_the_gradient_of_the_truncated_policy(case: Case) -> None:
+    kept = nucleus(BEHAVIOUR)
+    found = expected(case.config, BEHAVIOUR, kept) / case.scale
+    torch.testing.assert_close(found, gradient_of_masked_reward(BEHAVIOUR, kept), rtol=1e-5, atol=1e-6)
+
+
+def test_that_gradient_is_the_slope_of_what_is_sampled_with_the_truncation_done_again() -> None:
+    direction = policy.initial(seed=5, scale=1.0)
+    near = [BEHAVIOUR + sign * 1e-6 * direction for sign in (1, -1)]
+    slope = (masked_reward(near[0], nucleus(near[0])) - masked_reward(near[1], nucleus(near[1]))) / 2e-6
+    found = (expected(EXACT, BEHAVIOUR, nucleus(BEHAVIOUR)) * direction).sum()
+    assert float(found) == pytest.approx(float(slope), rel=1e-4)
+
+
+def test_stale_samples_give_the_gradient_of_the_policy_restricted_to_what_they_were_chosen_among() -> None:
+    kept = nucleus(BEHAVIOUR)
+    found = expected(EXACT, FAR, kept)
+    torch.testing.assert_close(found, gradient_of_masked_reward(FAR, kept), rtol=1e-4, atol=1e-6)
+    assert not found[~kept].any()
+
+
+def test_ratios_to_the_whole_vocabulary_would_be_wrong_already_for_the_policy_that_sampled() -> None:
+    kept = nucleus(BEHAVIOUR)
+    exact = gradient_of_masked_reward(BEHAVIOUR, kept)
+    wrong = expected(EXACT, BEHAVIOUR, kept, restricted=False)
+    assert float((wrong - exact).norm() / exact.norm()) > 0.3
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), temperature=st.sampled_from([0.5, 1.0, 1.7]))
+def test_in_chunks_and_whole_they_are_those_of_the_renormalised_distribution(seed: int, rows: int, temperature: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(*shape, generator=random).requires_grad_() for shape in ((7, 5), (11, 5)))
+    target_N = torch.randint(11, (7,), generator=random)
+    kept = torch.rand(7, 11, generator=random) < 0.4
+    kept[torch.arange(7), target_N] = True
+    sizes, ids = supports_of(kept)
+    cut_off = torch.rand(7, generator=random) < 0.7  # the others come from the whole vocabulary
+    supports = Supports(sizes * cut_off, ids[cut_off.repeat_interleave(sizes)])
+    heat_N = torch.full((7,), temperature)
+    one = Categorical(logits=(hidden @ weight.T / temperature).masked_fill(~kept & cut_off[:, None], -1e30))
+    wanted = [one.log_prob(target_N), one.entropy()]  # type: ignore[no-untyped-call]
+    logits = hidden @ weight.T
+    whole = [
+        token_logprobs(logits, target_N, heat_N, supports),
+        token_entropy(logits, heat_N, supports),
+    ]
+    chunked = chunked_logprobs(hidden, weight, None, target_N, heat_N, rows, supports)
+    factors = torch.randn(2, 7, generator=random)
+
+    def gradients(pair: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((torch.stack(pair) * factors).sum(), (hidden, weight), retain_graph=True)
+
+    for found in (whole, list(chunked)):
+        for mine, theirs in zip([*found, *gradients(found)], [*wanted, *gradients(wanted)], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def with_support(rollout: Rollout, *, extra: int) -> Rollout:
+    """As if each token had been one of `extra` more."""
+    ids = [np.unique([token, *range(extra)]).astype(np.int32) for token in rollout.completion_ids]
+    return replace(rollout, support=Support(np.array([len(each) for each in ids], np.int32), np.concatenate(ids)))
+
+
+def truncated_group(number: int, extras: list[int | None]) -> Group:
+    group = make_group(number, [3 + index for index in range(len(extras))])
+    rollouts = [r if e is None else with_support(r, extra=e) for r, e in zip(group.rollouts, extras, strict=True)]
+    return replace(group, rollouts=tuple(rollouts), top_p=0.9)
+
+
+def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> None:
+    groups = [truncated_group(0, [2, None, 5]), truncated_group(1, [4]), make_group(2, [3])]
+    rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups], 8)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for tokens in (8, 64):
+        for batch in make_micro_batches(rows, tokens):
+            recorded = [rollouts[member].support for member in batch.member_S.tolist()]
+            if all(each is None for each in recorded):
+                assert batch.supports is None
+                continue
+            assert batch.supports is not None
+            wanted = [token for each in recorded if each is not None for token in each.ids.tolist()]
+            assert batch.supports.ids_K.tolist() == wanted
+            for one, size, target in zip(batch.supports.chunks(1), batch.supports.sizes_N, batch.target_N, strict=True):
+                assert size == 0 or int(target) in one.ids_K.tolist()
+
+
+def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_and_by_no_other() -> None:
+    rows = make_rows([truncated_group(7, [2, None])], [[1.0, -1.0]], 512)
+    config = LearnerConfig()
+    for loss in (LossConfig(kind="online_dpo"), LossConfig(allow_uncorrected=True)):
+        assert TorchBackend(TINY_SPELLER, config, loss).cut([rows], 1)
+    with pytest.raises(RecordError, match=r"group 7 was sampled with top-k.*Sample from all of it"):
+        TorchBackend(TINY_SPELLER, config, LossConfig()).cut([rows], 1)
+
+
+def test_a_loss_of_likelihoods_looks_at_the_whole_vocabulary() -> None:
+    rows = make_rows([truncated_group(0, [2, 3])], [[1.0, -1.0]], 512)
+    ((update,),) = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig(kind="best_of_n")).cut([rows], 1)
+    assert update.batches[0].supports is None
+
+
+@pytest.mark.parametrize("cut_off", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float]) -> None:
+    engine = load_engine(str(TINY_SPELLER), EngineConfig(slots=8), version=0)
+    prompt = tuple(range(4, 12))
+    engine.submit([Request(RolloutKey(0, 0, m), prompt, 12, 4.0, seed=m, **cut_off) for m in range(8)])  # type: ignore[arg-type]
+    done = []
+    while engine.num_unfinished:
+        done += engine.step()
+    rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, support=c.support) for c in done]
+    assert any(r.support is not None and r.support.sizes.max() > 1 for r in rollouts)
+    group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), 4.0, **cut_off)  # type: ignore[arg-type]
+    rows = make_rows([group], [[1.0, -1.0] * 4], 512)
+    seen = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig()).observe(rows)
+    for index, rollout in enumerate(rollouts):
+        np.testing.assert_allclose(seen[index].logp_proximal, rollout.logprobs, atol=2e-5)
