@@ -1,8 +1,9 @@
 """`Forward` for Llama on a CPU, written for decoding: fewer, larger operations and no second pass for new prompts.
 
-Why it exists: with small models a decode pass is mostly the cost of starting operations. Here q, k, v are one product,
-as are gate and up; both rotations are one; attention over the cache is two batched products, which on a CPU beat the
-fused kernel for single queries; and the tokens of prefixes travel through the same products as the running rows'
+Why it exists: with small models a decode pass is mostly the cost of starting operations, and with long rows that of
+reading their caches. Here q, k, v are one product, as are gate and up; both rotations are one; attention over the cache
+is two batched products, which on a CPU beat the fused kernel for single queries and read no further than the longest of
+a few neighbouring rows (`segments`); and the tokens of prefixes travel through the same products as the running rows'
 tokens. The results equal the model's own up to rounding (a test holds them to 1e-5). Used only for a model that
 `can_serve` accepts; everything else goes through `ModelForward`.
 
@@ -27,6 +28,7 @@ from actors.torch_engine.cache import RowCache
 from actors.torch_engine.chunks import PaddedChunks
 from actors.torch_engine.forward import decode_mask
 from actors.torch_engine.scheduler import Chunk
+from actors.torch_engine.segments import Segment, segments
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
@@ -98,14 +100,14 @@ class LlamaForward:
             ids = torch.cat((tokens, prefixes.chunks.ids.flatten()))
             at = torch.cat((positions, prefixes.chunks.positions.flatten()))
         self._cache.begin_tokens(positions, length)
-        mask = self._mask(positions, length)
+        parts = [(segment, self._mask(positions, segment)) for segment in segments(positions.tolist())]
         if len(self._cos) < length:
             self._extend_rotations(length)
         cos, sin = self._cos[at], self._sin[at]
         x = F.embedding(ids, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = F.linear(self._normed(x, layer.norm), layer.qkv)
-            attended = self._attend(index, qkv, cos, sin, mask, prefixes)
+            attended = self._attend(index, qkv, cos, sin, num_rows, parts, prefixes)
             if index == len(self._layers) - 1:
                 # Of the prefixes only the keys and values are wanted, and the last of them are stored.
                 x, attended = x[:num_rows], attended[:num_rows]
@@ -115,11 +117,11 @@ class LlamaForward:
             x.addmm_(F.silu(gate, inplace=True).mul_(up), layer.down.t())
         return F.linear(self._normed(x, self._norm), self._head)
 
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """[N J, G, T]: what is added to the scores of every layer."""
+    def _mask(self, positions: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """[N J, G, T] of a segment: what is added to the scores of every layer."""
         heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
-        mask = decode_mask(positions, length, torch.float32)
-        return mask.expand(-1, heads, per_key, -1).reshape(-1, per_key, length)
+        mask = decode_mask(positions[segment.start : segment.stop], segment.length, torch.float32)
+        return mask.expand(-1, heads, per_key, -1).reshape(-1, per_key, segment.length)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._epsilon)
@@ -130,31 +132,37 @@ class LlamaForward:
         qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        mask: torch.Tensor,
+        num_rows: int,
+        parts: Sequence[tuple[Segment, torch.Tensor]],
         prefixes: _Prefixes | None,
     ) -> torch.Tensor:
         """Rotate, store, attend: [S, (H + 2 J) D] -> [S, H D]."""
-        num_rows, heads = len(mask) // self._num_key_heads, self._num_heads
+        heads = self._num_heads
         qkv = qkv.view(len(qkv), heads + 2 * self._num_key_heads, self._width)
         qk, v = qkv[:, : -self._num_key_heads], qkv[:, -self._num_key_heads :]
         rolled = qk.roll(self._width // 2, -1)
         qk.mul_(cos).addcmul_(rolled, sin)
         q, k = qk[:, :heads], qk[:, heads:]
         if prefixes is None:
-            return self._attend_rows(index, q, k, v, mask)
+            return self._attend_rows(index, q, k, v, parts)
         # Prefixes first: their padding may cover the column that the row's own token is then written to, and that token
         # attends to them.
         of_prefixes = self._attend_prefixes(index, q[num_rows:], k[num_rows:], v[num_rows:], prefixes)
-        of_rows = self._attend_rows(index, q[:num_rows], k[:num_rows], v[:num_rows], mask)
+        of_rows = self._attend_rows(index, q[:num_rows], k[:num_rows], v[:num_rows], parts)
         return torch.cat((of_rows, of_prefixes))
 
-    def _attend_rows(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _attend_rows(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[Segment, torch.Tensor]]
+    ) -> torch.Tensor:
         """Each row's new token over its cache: [N, H, D] -> [N, H D]."""
-        num_rows = len(q)
-        keys, values = (part.flatten(0, 1) for part in self._cache.write_tokens(index, k, v))
-        q = q.reshape(len(keys), -1, self._width)
-        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self._width**-0.5)
-        return torch.bmm(scores.softmax(dim=-1), values).view(num_rows, -1)
+        keys, values = self._cache.write_tokens(index, k, v)
+        attended = []
+        for (start, stop, length), mask in parts:
+            seen, said = (part[start:stop, :, :length].flatten(0, 1) for part in (keys, values))
+            asked = q[start:stop].reshape(len(seen), -1, self._width)
+            scores = torch.baddbmm(mask, asked, seen.transpose(1, 2), alpha=self._width**-0.5)
+            attended.append(torch.bmm(scores.softmax(dim=-1), said).view(stop - start, -1))
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_prefixes(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefixes: _Prefixes
