@@ -12,6 +12,7 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from buffers.hub.endless import Endless
 from buffers.protocol.wire import Frames
 from buffers.transport import frames, keys
 from buffers.transport.roles import Holder
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 _HANDSHAKES_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+UNREAD_BY_ZMQ = 64 << 20
+"""More than the kernel keeps for a connection: received, and not seen by ZeroMQ yet."""
 _MAX_NAMED = 8  # refused addresses named in one line of the log
 
 
@@ -33,6 +36,7 @@ class Gate:
     connections_ended   by either side: peers that left, died or were cut, and strangers who speak no ZeroMQ
     handshakes_failed   refused, broken off, or without keys where they are asked for
     refused_handshakes  those of them with a key that is not allowed
+    endless_messages    connections that were cut because a message did not end
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], access: keys.HubKeys | None) -> None:
@@ -44,7 +48,10 @@ class Gate:
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
         self.sockets = (self._monitor, self._zap)
-        self.counters = {"connections": 0, "connections_ended": 0, "handshakes_failed": 0, "refused_handshakes": 0}
+        self.counters = dict.fromkeys(
+            ("connections", "connections_ended", "handshakes_failed", "refused_handshakes", "endless_messages"), 0
+        )
+        self._endless = Endless()
         self._reported = dict(self.counters)
         self._refused: set[str] = set()
         if access is not None:
@@ -55,11 +62,16 @@ class Gate:
 
     def receive(self) -> tuple[Frames, Holder | None] | None:
         """The next message and, where there are keys, whose it is; None when there is no message. Never blocks."""
-        if not self._holders:
-            message = frames.receive(self._socket)
-            return None if message is None else (message, None)
-        signed = frames.receive_signed(self._socket)
-        return None if signed is None else (signed[0], self._holders[signed[1]])
+        received = frames.receive_from(self._socket, has_keys=bool(self._holders))
+        if received is None:
+            return None
+        message, descriptor, name = received
+        self._endless.heard(descriptor)
+        return message, self._holders[name] if self._holders else None
+
+    def cut_endless(self, max_bytes: int) -> None:
+        """Cut peers that have sent more than this of one message; to be called when `receive` gave None."""
+        self.counters["endless_messages"] += self._endless.cut(max_bytes)
 
     def attend(self) -> None:
         """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""
@@ -71,7 +83,8 @@ class Gate:
                 if len(self._refused) < _MAX_NAMED:
                     self._refused.add(refused)
         while self._monitor.poll(0):
-            self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            self._count(event["event"], event["value"])
 
     def report(self) -> None:
         """One line for everything since the last: somebody who knocks all the time must not fill the disk at his pace."""
@@ -84,6 +97,8 @@ class Gate:
             self._refused.clear()
         if new["handshakes_failed"]:
             _log.warning("%d handshakes failed, the refused ones among them", new["handshakes_failed"])
+        if new["endless_messages"]:
+            _log.warning("cut %d connections: a message did not end", new["endless_messages"])
         if new["connections_ended"]:
             _log.info("%d connections ended, %d are open", new["connections_ended"], self.counters["connections"])
 
@@ -92,12 +107,14 @@ class Gate:
         self._monitor.close(0)
         self._zap.close(0)
 
-    def _count(self, event: int) -> None:
+    def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
+            self._endless.opened(value)
             self.counters["connections"] += 1
         elif event & _HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
             self.counters["connections_ended"] -= 1  # its end is told next, and was counted here
         else:
+            self._endless.ended(value)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1

@@ -9,7 +9,8 @@ A round takes in the messages that are already there, so many or so many bytes a
 groups arrived together.
 
 Memory, whatever peers do: of what waits in the queue only numbers (the groups are in the journal); of a round `_ROUND_BYTES`
-and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits.
+and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits; of a message that does not end the
+largest that may be and `UNREAD_BY_ZMQ` (`endless`), then it is cut.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import zmq
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub import status
 from buffers.hub.exchange import Exchange
-from buffers.hub.gate import Gate
+from buffers.hub.gate import UNREAD_BY_ZMQ, Gate
+from buffers.protocol.wire import MAX_HEADER_BYTES
 from buffers.queue.bound import Bound
 from buffers.queue.journal import Journal
 from buffers.queue.quarantine import Quarantine
@@ -77,6 +79,8 @@ class Hub:
         # A peer that was cut comes back under its name before the old connection is known to be dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._context, self._socket, access)
+        # The largest message is a Put: a header and two arrays.
+        self._max_unfinished = MAX_HEADER_BYTES + 2 * config.max_frame_bytes + UNREAD_BY_ZMQ
         quarantined = self._journal.replay.state.quarantined
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
@@ -101,9 +105,11 @@ class Hub:
                 wait = max(0.0, next_tick - self._clock())
                 if poller.poll(int(wait * 1000) + 1):
                     self._gate.attend()
-                    self._take_in()
+                has_all = self._take_in()
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
+                    if has_all:
+                        self._gate.cut_endless(self._max_unfinished)
                     self._exchange.tick()
                     self._gate.report()
                     self._write_ledger()
@@ -122,16 +128,18 @@ class Hub:
         """Everything an operator asks: plain values, ready for JSON."""
         return self._exchange.status()
 
-    def _take_in(self) -> None:
+    def _take_in(self) -> bool:
+        """One round; whether it took in everything there was."""
         num_bytes = 0
         for _ in range(_ROUND):
             if num_bytes > _ROUND_BYTES:
-                return
+                return False
             if (received := self._gate.receive()) is None:
-                return
+                return True
             message, holder = received
             num_bytes += sum(map(len, message))
             self._exchange.receive(message[0], message[1:], holder)
+        return False
 
     def _write_ledger(self) -> None:
         """A full disk costs the file, not the hub: who asks over the socket is told all the same."""

@@ -23,10 +23,12 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     return None if parts is None else _data(parts)
 
 
-def receive_signed(socket: zmq.Socket[bytes]) -> tuple[Frames, str] | None:
-    """As `receive`, of a socket with keys: and the name that the holder of the sender's key was let in under."""
+def receive_from(socket: zmq.Socket[bytes], *, has_keys: bool) -> tuple[Frames, int, str] | None:
+    """As `receive`, with the descriptor of the connection it came over, and the name that the sender's key was let in under."""
     parts = _receive(socket)
-    return None if parts is None else (_data(parts), str(parts[0].get("User-Id")))
+    if parts is None:
+        return None
+    return _data(parts), int(parts[0].get(zmq.SRCFD)), str(parts[0].get("User-Id")) if has_keys else ""
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:

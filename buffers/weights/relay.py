@@ -21,7 +21,7 @@ import zmq
 
 from buffers.config import WeightsConfig
 from buffers.errors import ConfigError, RefusedError, WeightsError, WireError
-from buffers.hub.gate import Gate
+from buffers.hub.gate import UNREAD_BY_ZMQ, Gate
 from buffers.hub.refusals import Refusals
 from buffers.protocol import wire
 from buffers.transport.frames import send
@@ -38,6 +38,7 @@ _KEPT = 2  # sets: the newest, and the one that slow actors may be fetching stil
 _IDLE_S = 60.0  # of an actor that says nothing; a living one beats every second or so
 _TICK_S = 1.0
 _MAX_FRAME_BYTES = 128 << 20
+_MAX_UNFINISHED = wire.MAX_HEADER_BYTES + 2 * _MAX_FRAME_BYTES + UNREAD_BY_ZMQ
 _UNREAD = 16  # messages of one actor that may wait here; then it waits
 _ANY_REQUEST = 1 << 62  # above every request number of an actor's
 _FORWARDED = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye)
@@ -187,11 +188,15 @@ class Relay:
 
     def run(self) -> None:
         """Serve until `stop`. Raises DeadlineError, with the reason, when the hub does not let this relay in."""
+        looks_at = 0.0
         try:
             while not self._stopped:
                 self._poller.poll(0 if self._cache.has_work else int(_TICK_S * 1000))
                 self._gate.attend()
                 self._from_actors()
+                if time.monotonic() >= looks_at:
+                    looks_at = time.monotonic() + _TICK_S
+                    self._gate.cut_endless(_MAX_UNFINISHED)
                 self._from_hub()
                 self._gate.report()
                 self._refusals.report()

@@ -1,0 +1,67 @@
+"""One message that never ends, by a peer that writes ZeroMQ's protocol (ZMTP 3, RFC 23) himself: libzmq would not send it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from buffers.queue.bound import Bound
+from tests.buffers.hub.test_hub import DEADLINE_S, Place, until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has received")
+MAX_FRAME = 1 << 20
+PIECE = b"".join(b"\x03" + struct.pack(">Q", 1 << 18) + bytes(1 << 18) for _ in range(8))
+"""Eight parts of 256 KiB, each of which says that more will come."""
+
+
+@contextmanager
+def by_hand(address: str) -> Iterator[socket.socket]:
+    """A connection that has shaken hands as a DEALER."""
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as raw:
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+        raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        heard = b""
+        while len(heard) < 64:
+            heard += raw.recv(64 - len(heard))
+        yield raw
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Place]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    place = Place(tmp_path, address, Bound(1, 1, 8), max_frame_bytes=MAX_FRAME)
+    place.begin()
+    yield place
+    place.close()
+
+
+def test_a_message_that_does_not_end_is_cut_and_the_others_are_answered_meanwhile(hub: Place) -> None:
+    with by_hand(hub.address) as raw, hub.control() as operator:
+        sent = 0
+        with suppress(OSError):
+            while sent < 1 << 29:
+                raw.sendall(PIECE)
+                sent += len(PIECE)
+                operator.status()  # others are answered meanwhile
+        assert 64 << 20 < sent < 1 << 29, "more than an honest message, and not without end"
+        until(lambda: operator.status()["endless_messages"] == 1)
+
+
+def test_who_sends_as_much_in_messages_that_end_is_not_cut(hub: Place) -> None:
+    last = b"\x02" + struct.pack(">Q", 1 << 10) + bytes(1 << 10)
+    with by_hand(hub.address) as raw, hub.control() as operator:
+        for _ in range(60):
+            raw.sendall(PIECE + last)
+            operator.status()
+        until(lambda: operator.status()["refused"].get("malformed", 0) == 60)
+        assert operator.status()["endless_messages"] == 0
