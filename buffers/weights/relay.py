@@ -14,6 +14,7 @@ let through. Nobody's groups are here: a relay that dies loses nothing.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -178,13 +179,14 @@ class Relay:
         self._poller = zmq.Poller()
         for waited_for in (self._socket, *self._gate.sockets, *self._fetch_link.sockets):
             self._poller.register(waited_for, zmq.POLLIN)
-        self._stopped = False
+        self._stopped, self._ending = False, threading.RLock()  # `stop` may come while `run` ends
 
     def stop(self) -> None:
         """End `run`; may be called from any thread, also when it has ended."""
-        self._stopped = True
-        if not self._socket.closed:
-            self._fetch_link.wake()
+        with self._ending:
+            self._stopped = True
+            if not self._socket.closed:
+                self._fetch_link.wake()
 
     def run(self) -> None:
         """Serve until `stop`. Raises DeadlineError, with the reason, when the hub does not let this relay in."""
@@ -202,11 +204,12 @@ class Relay:
                 self._refusals.report()
                 self._hang_up_idle()
         finally:
-            self._gate.close()
-            self._context.destroy(linger=0)
-            for identity in list(self._lines):
-                self._hang_up(identity)
-            self._fetch_link.close()
+            with self._ending:
+                self._gate.close()
+                self._context.destroy(linger=0)
+                for identity in list(self._lines):
+                    self._hang_up(identity)
+                self._fetch_link.close()
 
     def _from_actors(self) -> None:
         while (received := self._gate.receive()) is not None:
