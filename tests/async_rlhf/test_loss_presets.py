@@ -17,9 +17,11 @@ def shortened(name: str, tmp_path: Path, **overrides: Any) -> TrainResult:
     return train(PRESETS / name, overrides=changed, quiet=True)
 
 
-def test_the_decoupled_preset_trains_on_old_data_under_its_masks_and_its_guard(tmp_path: Path) -> None:
-    result = shortened("decoupled.toml", tmp_path, **{"learner.updates_per_step": 2})
+def test_the_decoupled_preset_trains_on_old_truncated_data_under_its_masks_and_its_guard(tmp_path: Path) -> None:
+    result = shortened("decoupled.toml", tmp_path, **{"learner.updates_per_step": 2, "generation.top_p": 0.9})
     assert result.finished and len(result.metrics) == 4
+    # the first batch is the learner's own, and its ratios are to what was sampled from
+    assert result.metrics[0]["mismatch/abs_log_ratio"] < 1e-4 and result.metrics[0]["is/ess"] > 0.999
     for record in result.metrics:
         assert record["applied"] or record["groups/silent"] == 4
         assert record["staleness/violations"] == 0
