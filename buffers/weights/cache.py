@@ -1,0 +1,111 @@
+"""A relay's weight sets: each is fetched from the hub once, verified, and served to all who ask. Knows no socket.
+
+Waits for nothing: `passing` hands it what actors ask and what the hub says, and calls `advance` when it has time.
+"""
+
+from __future__ import annotations
+
+from buffers.config import WeightsConfig
+from buffers.errors import WeightsError
+from buffers.protocol import wire
+from buffers.transport.link import Link
+from buffers.weights.fetching import Fetching
+from buffers.weights.publication import Publication
+from buffers.weights.shared import HeapPool, SealedMemory
+from buffers.weights.store import WeightStore
+
+_KEPT = 2  # sets: the newest, and the one that slow actors may be fetching still
+
+Target = tuple[int, int]
+
+
+class WeightCache:
+    """Owns the newest sets and the one that is on its way.
+
+    fetch_link: what sends to the hub. answers: [identity, header, bytes...] to send to the actors.
+    """
+
+    def __init__(self, fetch_link: Link, hub_address: str, config: WeightsConfig) -> None:
+        self._link, self._last_request = fetch_link, 0
+        self._publication = Publication(WeightStore(), config)
+        make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
+        self._fetching = Fetching(self._send, hub_address, config, make)
+        self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
+        self._current: Target | None = None
+        self._kept: list[Target] = []
+        self.answers: list[wire.Frames] = []
+
+    def ask(self, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+        """Answer an actor now, or when the set has come."""
+        target = asked.fence, asked.version
+        if isinstance(asked, wire.Fetch) and target not in self._kept:
+            self._waiting.setdefault(target, []).append((identity, request, asked))
+            self._fetch_next()
+        else:
+            self._answer(identity, request, asked)
+
+    def hear(self, frames: wire.Frames) -> None:
+        """A message of the hub about the set that is fetched."""
+        request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+        if isinstance(message, wire.Manifest | wire.Chunk):
+            self._fetching.hear(message, arrays)
+        elif isinstance(message, wire.Refused):
+            self._fetching.refused(request)
+            self._give_up(message.detail)
+
+    @property
+    def has_work(self) -> bool:
+        return self._fetching.has_work
+
+    def advance(self) -> None:
+        """Verify a piece of what has come; answer who waits for it when that was the last."""
+        try:
+            self._fetching.advance()
+        except WeightsError as error:
+            self._give_up(str(error))
+            return
+        weights = self._fetching.take()
+        if weights is None:
+            return
+        store, target = self._publication.store, (weights.fence, weights.version)
+        store.add(weights, self._fetching.applied)
+        self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
+        store.keep_only([version for _, version in self._kept])
+        self._current = None
+        for identity, request, asked in self._waiting.pop(target, []):
+            self._answer(identity, request, asked)
+        self._fetch_next()
+
+    def again(self) -> None:
+        """The connection to the hub was lost: ask again for what was under way."""
+        self._fetching.reset()
+        self._current = None
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        if self._current is None and self._waiting:
+            self._current = max(self._waiting)
+            self._fetching.adopt(self._current)
+
+    def _give_up(self, why: str) -> None:
+        """The set that is fetched will not come; who waits for it is told, and will be told of a newer one."""
+        refused = [] if self._current is None else self._waiting.pop(self._current, [])
+        self._current = None
+        for identity, request, _ in refused:
+            self._say(identity, wire.Refused(reason="weights", detail=why), request)
+        self._fetch_next()
+
+    def _answer(self, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+        try:
+            message, arrays = self._publication.serve(asked)
+        except WeightsError as error:
+            message, arrays = wire.Refused(reason="weights", detail=str(error)), []
+        self._say(identity, message, request, arrays)
+
+    def _say(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
+        self.answers.append([identity, *wire.encode(message, arrays, request)])
+
+    def _send(self, message: wire.Message) -> int:
+        self._last_request += 1
+        self._link.send(wire.encode(message, request=self._last_request))
+        return self._last_request
