@@ -128,6 +128,8 @@ class RewardSettings(Section):
     """Seconds for which they are gathered."""
     workers: int | None = Field(default=None, ge=0)
     """Processes of its own for a synchronous reward."""
+    stream_tokens: int | None = Field(default=None, ge=0)
+    """Each time a completion has grown by so many tokens, a reward that can (`reward_model`) reads along; 0: at its end."""
 
     @property
     def given(self) -> dict[str, Any]:

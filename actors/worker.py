@@ -5,7 +5,8 @@
     woken by    the hub's messages, and the scoring pool's threads
     on close    what is unfinished is dropped: the hub credits it again, to anybody
 
-Generation never stops for scoring (each completion is scored while its siblings decode), for the queue (puts are not
+Generation never stops for scoring (each completion is scored while its siblings decode, and read along while it is being
+decoded by those judges that can), for the queue (puts are not
 awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` says what becomes of what runs).
 """
 
@@ -25,10 +26,11 @@ from actors.scoring.fields import fields_of
 from actors.scoring.pool import Place, Scored, ScoringPool
 from actors.selection import Selection
 from buffers.client import ActorClient, ActorState
+from buffers.composition import Composition
 from buffers.errors import WeightsError
 from buffers.protocol.wire import CreditItem
 from buffers.record import Group, Rollout
-from buffers.stages import GENERATION, StageTime, pack
+from buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,10 @@ class Work:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    partial_every: int = 0
+    """Tokens by which a completion grows each time it is shown to the rewards that read along; 0: none does."""
+    refill: Composition | None = None
+    """Where constant groups are to be replaced by others: how rewards are made of scores."""
 
     def requests(self, number: int, attempt: int) -> tuple[Row, str, list[Request]]:
         """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing."""
@@ -70,6 +76,7 @@ class Work:
                 self.top_p,
                 self.min_p,
                 self.stop,
+                self.partial_every,
             )
             for member in range(self.group_size)
         ]
@@ -111,6 +118,7 @@ class Worker:
         self._fence = 0
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
+        self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
         self._told: ActorState | None = None
         self._count = dict.fromkeys(
             ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
@@ -133,6 +141,8 @@ class Worker:
         for completion in self._step():
             self._score(completion)
         self._serve()
+        if self._work.partial_every:
+            self._show()
         for scored in self._scoring.poll():
             self._collect(scored)
         if self._state() != self._told:
@@ -203,12 +213,22 @@ class Worker:
             thrown_away = [self._engine.abort([key]) for key in keys]
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
+            for key in keys:
+                self._shown.pop(key, None)
             ended = {member: len(completion.token_ids) for member, (completion, *_) in group.completions.items()}
             lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
             self._selection.dropped(number, filter(None, lengths), again=again)
 
+    def _show(self) -> None:
+        """Judges that read along are shown what has grown; nothing waits for them."""
+        for partial in self._engine.partials(self._shown):
+            self._shown[partial.key] = len(partial.token_ids)
+            group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
+            self._scoring.show(partial.key, fields_of(group.row, group.prompt_ids, partial, text))
+
     def _score(self, completion: Completion) -> None:
         """The completion ended: its judges start now."""
+        self._shown.pop(completion.key, None)
         group = self._open[completion.key.group]
         text = self._work.decode(completion.token_ids.tolist())
         generated = StageTime(group.began, time.time())
@@ -231,7 +251,7 @@ class Worker:
             finish_reason=completion.finish_reason,
             scores=scored.scores,
             text=text,
-            timings=pack({GENERATION: generated, **stages}),
+            timings=pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s),
             support=completion.support,
         )
         if len(group.rollouts) == self._work.group_size:
@@ -239,6 +259,7 @@ class Worker:
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
             self._account(number, [rollout.num_tokens for rollout in group.rollouts.values()])
+            refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
             self._client.put(
                 Group(
                     number=number,
@@ -252,7 +273,8 @@ class Worker:
                     actor=self._name,
                     prompt=group.prompt,
                     columns=group.row.columns,
-                )
+                ),
+                constant=refill is not None and refill.is_constant(scores),
             )
 
     def _account(self, number: int, lengths: Sequence[int]) -> None:
@@ -294,4 +316,6 @@ class Worker:
             "oldest_group_age": self._bias.oldest_s,
             "scoring": float(self._scoring.num_pending),
             "scores_failed_total": float(failed),
+            "shown_total": float(sum(counter.shown for counter in self._scoring.counters.values())),
+            "shown_not_read_total": float(sum(counter.not_read for counter in self._scoring.counters.values())),
         }

@@ -93,7 +93,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
             client,
             engine,
             scoring,
-            make_work(config, rows, tokenizer),
+            make_work(config, rows, tokenizer, scoring.stream_tokens),
             config.actor_capacity,
             config.engine.canary_tolerance,
             spans.write,
@@ -106,8 +106,8 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
         engine.close()
 
 
-def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Work:
-    """What a group number means in this run."""
+def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, partial_every: int = 0) -> Work:
+    """What a group number means in this run. partial_every: as in `Work`."""
     from actors.prompts import encode
     from actors.worker import Work
 
@@ -123,6 +123,8 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
         top_p=config.generation.top_p,
         min_p=config.generation.min_p,
         stop=config.generation.stop,
+        partial_every=partial_every,
+        refill=config.rewards.composition if config.advantage.constant_groups == "refill" else None,
     )
 
 

@@ -1,7 +1,8 @@
 """When each stage of a rollout ran: its generation, each of its rewards. Written by actors, read by the learner and a trace.
 
 In a record they are plain numbers under `timings`: `<stage>.began` and `<stage>.ended` in seconds since the epoch, and
-`<stage>.hidden_s`, the seconds of it during which the actor's engine was decoding, so that nobody waited for it there.
+`<stage>.hidden_s`, the seconds of it during which the actor's engine was decoding, so that nobody waited for it there. A
+reward that read the completion along while it was being generated has done so for `<stage>.ahead_s` seconds more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 GENERATION = "generation"
 """From the request to the last token; waiting for a slot is part of it."""
+_AHEAD = ".ahead_s"
 
 
 class StageTime(NamedTuple):
@@ -31,6 +33,11 @@ def pack(stages: Mapping[str, StageTime]) -> dict[str, float]:
     return {f"{name}.{part}": round(value, 6) for name, time in stages.items() for part, value in time._asdict().items()}
 
 
+def pack_ahead(seconds: Mapping[str, float]) -> dict[str, float]:
+    """By stage, the seconds it worked on a completion before that had ended."""
+    return {f"{name}{_AHEAD}": round(value, 6) for name, value in seconds.items()}
+
+
 def unpack(timings: Mapping[str, float]) -> dict[str, StageTime]:
     """The stages in a rollout's timings, in the order in which they were written."""
     names = [key.removesuffix(".began") for key in timings if key.endswith(".began")]
@@ -44,13 +51,19 @@ def unpack(timings: Mapping[str, float]) -> dict[str, StageTime]:
 def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Means over the rollouts' timings: `stages/<name>/seconds`, and of every reward what no decoding hid.
 
+    `stages/<name>/ahead_s`: of a reward that reads along, its seconds before the completions ended; not in the others.
     `stages/exposed_ratio`: of all seconds of scoring, the share during which the completion's own engine had nothing to do.
     """
     found: dict[str, list[StageTime]] = {}
+    ahead: dict[str, list[float]] = {}
     for timings in rollouts:
+        for key in timings:
+            if key.endswith(_AHEAD):
+                ahead.setdefault(key.removesuffix(_AHEAD), []).append(timings[key])
         for name, time in unpack(timings).items():
             found.setdefault(name, []).append(time)
     metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in found.items()}
+    metrics |= {f"stages/{name}/ahead_s": _mean(seconds) for name, seconds in ahead.items()}
     scoring = {name: times for name, times in found.items() if name != GENERATION}
     for name, times in scoring.items():
         metrics[f"stages/{name}/exposed_s"] = _mean([max(0.0, time.seconds - time.hidden_s) for time in times])

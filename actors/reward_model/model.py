@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from buffers.errors import RewardError
 
-# B completions of a batch, T tokens.
+# B completions of a batch, T tokens, C model width.
 
 
 class RewardModel:
@@ -23,13 +23,14 @@ class RewardModel:
 
     def __init__(self, path: Path, *, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self._label, self._device = label, torch.device(device)
+        self._label, self.device = label, torch.device(device)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             model = AutoModelForSequenceClassification.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise RewardError(f"reward model {str(path)!r} cannot be loaded: {error}") from error
-        self._model = model.to(self._device).eval()
+        self._model = model.to(self.device).eval()
+        self.dtype: torch.dtype = model.dtype
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         # The head finds the last token by what is no padding.
@@ -41,8 +42,37 @@ class RewardModel:
         """One logit for each completion, in float32. prompts: texts, or lists of chat messages."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         batch_BT = self._tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
-        inputs = {name: batch_BT[name].to(self._device) for name in ("input_ids", "attention_mask")}
-        logits_BL = self._model(**inputs).logits
+        inputs = {name: batch_BT[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return self._of_label(self._model(**inputs).logits)
+
+    def read(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[list[int]]:
+        """Token ids of each, up to the one where the head reads. Not truncated."""
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        padding = self._tokenizer.pad_token_id
+        whole: list[list[int]] = self._tokenizer(texts)["input_ids"]
+        return [ids[: max((i for i, token in enumerate(ids) if token != padding), default=0) + 1] for ids in whole]
+
+    @torch.inference_mode()
+    def judge(self, hidden_BC: torch.Tensor) -> list[float]:
+        """The scores of what the model made of the tokens where the head reads."""
+        return self._of_label(self._model.score(hidden_BC))
+
+    @torch.inference_mode()
+    def score_tokens(self, ids: Sequence[int]) -> float:
+        """The score of one text by its token ids."""
+        return self._of_label(self._model(input_ids=torch.tensor([ids], device=self.device)).logits)[0]
+
+    @property
+    def body(self) -> Any:
+        """The model below the head. Raises AttributeError for one that is not built of these two."""
+        return getattr(self._model, self._model.base_model_prefix)
+
+    def some_tokens(self, count: int) -> list[int]:
+        """Different tokens, none of them padding."""
+        num_tokens = self._model.get_input_embeddings().num_embeddings
+        return [token for token in range(num_tokens) if token != self._tokenizer.pad_token_id][-count:]
+
+    def _of_label(self, logits_BL: torch.Tensor) -> list[float]:
         scores: list[float] = logits_BL[:, self._label].float().tolist()
         return scores
 

@@ -12,14 +12,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.rewards.settings import reward
+from actors.rewards.settings import Stream, reward
 from buffers.errors import ConfigError
+from buffers.score import Score
 
 if TYPE_CHECKING:
     from actors.reward_model.model import RewardModel
+    from actors.reward_model.streams import Streams
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+# Model types whose tokens see only what is before them, and which keep nothing but keys and values.
+_DECODERS = (
+    "gemma", "gemma2", "glm", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo", "olmo2", "phi", "phi3", "qwen2",
+    "qwen3", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+_CACHE_BYTES = 1 << 30
 
 
 def check(path: str = "", label: int = 0, **others: Any) -> None:
@@ -41,12 +49,48 @@ def check(path: str = "", label: int = 0, **others: Any) -> None:
         raise ConfigError(f"reward_model: label = {label}, the model has {num_labels}; highest: {num_labels - 1}")
 
 
+def check_stream(path: str = "", max_length: int = 2048, cache_bytes: int = _CACHE_BYTES, **others: Any) -> None:
+    """Raises ConfigError for a model that cannot read a completion while it is being written."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    kind, window = config.get("model_type"), config.get("sliding_window")
+    if kind not in _DECODERS:
+        raise ConfigError(
+            f"reward_model: path = {path!r} is of type {kind!r}, which is not known to read from left to right, so it cannot "
+            f"read along; set stream_tokens = 0, or use one of {', '.join(_DECODERS)}"
+        )
+    if window and config.get("use_sliding_window", True) and window < max_length:
+        raise ConfigError(
+            f"reward_model: path = {path!r} forgets what is {window} tokens back and cannot read along further; "
+            f"set stream_tokens = 0, or max_length = {window}"
+        )
+    if cache_bytes < 1:
+        raise ConfigError(f"reward_model: cache_bytes = {cache_bytes}; lowest: 1. To read nothing along set stream_tokens = 0")
+
+
 def prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1, **others: Any) -> None:
     """Load the model; once in each process."""
     _model(path, label, device, dtype, threads)
 
 
-@reward(batch_size=16, batch_wait_s=0.02, workers=1, timeout_s=60.0, check=check, prepare=prepare)
+def prefetch(prompts: list[Any], completions: list[str], stream_ids: list[int], max_length: int = 2048, **options: Any) -> None:
+    """Read what there is of these completions."""
+    _streams(**options).prefetch(stream_ids, prompts, completions, max_length)
+
+
+def forget(stream_ids: list[int], **options: Any) -> None:
+    """Let go of what was read of these."""
+    _streams(**options).forget(stream_ids)
+
+
+@reward(
+    batch_size=16,
+    batch_wait_s=0.02,
+    workers=1,
+    timeout_s=60.0,
+    check=check,
+    prepare=prepare,
+    stream=Stream(prefetch, forget, check_stream),
+)
 def reward_model(
     prompts: list[Any],
     completions: list[str],
@@ -56,12 +100,18 @@ def reward_model(
     dtype: str = "float32",
     threads: int = 1,
     max_length: int = 2048,
-) -> list[float]:
+    cache_bytes: int = _CACHE_BYTES,
+    stream_ids: list[int | None] | None = None,
+) -> list[float] | list[Score]:
     """The model's logit for each completion behind its prompt.
 
     path: the directory. label: which logit, of a model with several. max_length: tokens; what is longer loses its beginning,
-    so that the end, where the score is read, stays.
+    so that the end, where the score is read, stays. cache_bytes: most memory for what was read of completions that are still
+    being written; what finds no room is scored at its end (metric `given_up`).
     """
+    if stream_ids is not None:
+        streams = _made_streams(path, label, device, dtype, threads, cache_bytes)
+        return streams.score(stream_ids, prompts, completions, max_length)
     return _model(path, label, device, dtype, threads).score(prompts, completions, max_length)
 
 
@@ -70,3 +120,22 @@ def _model(path: str, label: int, device: str, dtype: str, threads: int) -> Rewa
     from actors.reward_model.model import RewardModel
 
     return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
+
+
+def _streams(
+    path: str,
+    label: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    cache_bytes: int = _CACHE_BYTES,
+    **others: Any,
+) -> Streams:
+    return _made_streams(path, label, device, dtype, threads, cache_bytes)
+
+
+@functools.cache
+def _made_streams(path: str, label: int, device: str, dtype: str, threads: int, cache_bytes: int) -> Streams:
+    from actors.reward_model.streams import Streams
+
+    return Streams(_model(path, label, device, dtype, threads), cache_bytes)

@@ -13,7 +13,7 @@ time-outs (`actors.scoring`).
 
 from actors.rewards.answer import Answer, failed
 from actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
-from actors.rewards.settings import Settings, TransientError, reward, settings_of
+from actors.rewards.settings import Settings, Stream, TransientError, reward, settings_of
 from actors.rewards.signature import FIELDS, Signature
 from buffers.score import Score
 
@@ -25,6 +25,7 @@ __all__ = [
     "Score",
     "Settings",
     "Signature",
+    "Stream",
     "TransientError",
     "absolute",
     "failed",

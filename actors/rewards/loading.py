@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from actors.rewards.adapters import ADAPTERS, adapted
-from actors.rewards.settings import RewardFunction, Scope, settings_of
+from actors.rewards.settings import RewardFunction, Scope, Settings, settings_of
 from actors.rewards.signature import Signature
 from buffers.errors import ConfigError, RewardError, did_you_mean
 
@@ -67,6 +67,7 @@ class RewardSpec:
     batch_wait_s: float = 0.0
     workers: int = 0
     stop_when: tuple[str, ...] = ()
+    stream_tokens: int = 0
 
     def __post_init__(self) -> None:
         # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
@@ -131,6 +132,8 @@ def _spec(
             f"reward {name!r} has batch_size = {settings.batch_size} but takes one completion; "
             f"take lists (`prompts`, `completions`), or leave batch_size out"
         )
+    if settings.stream_tokens:
+        _check_stream(name, settings, signature.is_async, chosen if columns is not None else None)
     return RewardSpec(
         name=name,
         target=target,
@@ -148,7 +151,19 @@ def _spec(
         batch_wait_s=settings.batch_wait_s if settings.batch_size > 1 else 0.0,
         workers=settings.workers,
         stop_when=settings.stop_when,
+        stream_tokens=settings.stream_tokens,
     )
+
+
+def _check_stream(name: str, settings: Settings, is_async: bool, options: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError for a reward that cannot read along; options: None where they were checked before."""
+    asked = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
+    if settings.stream is None or is_async or settings.scope != "completion":
+        raise ConfigError(f"{asked} but cannot read along: only a plain 'def' with @reward(stream=...) can; set it to 0")
+    if settings.workers != 1:
+        raise ConfigError(f"{asked} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
+    if options is not None and settings.stream.check is not None:
+        settings.stream.check(**options)
 
 
 def absolute(target: str, base_dir: Path) -> str:

@@ -35,6 +35,21 @@ TRANSIENT: tuple[type[BaseException], ...] = (TransientError, ConnectionError, T
 
 
 @dataclass(frozen=True)
+class Stream:
+    """How a reward reads completions while they are being written, in the process that will score them.
+
+    prefetch: called with what the reward is called with, completions being what there is of them so far. Both are also given
+        `stream_ids`, which name completions from call to call; None in the reward's is one that was never shown.
+    forget: called with `stream_ids` that nobody waits for any more, and the reward's options. What is scored is not named.
+    check: called with the reward's options before a run starts; raises ConfigError for what cannot be read along.
+    """
+
+    prefetch: Callable[..., object]
+    forget: Callable[..., object]
+    check: Callable[..., object] | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """See `reward`."""
 
@@ -53,6 +68,8 @@ class Settings:
     stop_when: tuple[str, ...] = ()
     check: Callable[..., object] | None = None
     prepare: Callable[..., object] | None = None
+    stream: Stream | None = None
+    stream_tokens: int = 0
 
     def __post_init__(self) -> None:
         positive = ("timeout_s", "max_concurrency", "requests_per_minute", "tokens_per_minute", "batch_size")
@@ -60,7 +77,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"@reward({name}={value!r}): it must be above 0")
-        for name in ("retries", "batch_wait_s", "workers"):
+        for name in ("retries", "batch_wait_s", "workers", "stream_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"@reward({name}={getattr(self, name)!r}): it must be 0 or more")
         if not math.isfinite(self.weight):
@@ -93,6 +110,8 @@ def reward(
     stop_when: tuple[str, ...] = (),
     check: Callable[..., object] | None = None,
     prepare: Callable[..., object] | None = None,
+    stream: Stream | None = None,
+    stream_tokens: int = 0,
 ) -> Callable[[Decorated], Decorated]: ...
 def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
@@ -112,6 +131,7 @@ def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
     check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
     prepare: called with the reward's options in each process that will call it, before the first call; models load here.
+    stream: how it reads along (`Stream`); stream_tokens: each time so many tokens of a completion came, 0: not at all.
     """
 
     def mark(marked: RewardFunction) -> RewardFunction:

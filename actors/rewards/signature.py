@@ -25,7 +25,7 @@ from buffers.errors import ConfigError, RewardError, did_you_mean
 FIELDS = frozenset({"completion", "prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
-_LISTED = {"prompts": "prompt", "completions": "completion"}
+_LISTED = {"prompts": "prompt", "completions": "completion", "stream_ids": "stream_id"}
 # The members' own fields in the group form; everything else belongs to the prompt, which they share.
 _GROUPED = {"completions": "completion", "completion_ids": "completion_ids", "finish_reasons": "finish_reason"}
 # What TRL passes and an actor does not have: never passed here, so a function may not require them.

@@ -14,13 +14,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from actors.config import RewardsConfig
 from actors.rewards import RewardSpec
+from actors.scoring.ahead import Ahead, Peek
 from actors.scoring.async_calls import AsyncCalls
-from actors.scoring.calls import Answered, Answers, Call
+from actors.scoring.calls import Answered, Answers, Call, Shown
 from actors.scoring.lanes import Lane, Task
 from actors.scoring.sync_calls import SyncCalls
 from buffers.errors import RewardError
@@ -30,12 +32,18 @@ _LOOK_S = 0.5
 
 
 class Dispatcher:
-    """See the module docstring. `answered` is called by its thread, once for each task, with its members' answers."""
+    """See the module docstring. Both are called by its thread.
 
-    def __init__(self, specs: Sequence[RewardSpec], config: RewardsConfig, answered: Answered) -> None:
-        self._config, self._answered = config, answered
+    answered: once for each task, with its members' answers. shown: once for each call that let a reward read along, with the
+    reward's name, the streams it was shown, and when that ran or why it failed.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], config: RewardsConfig, answered: Answered, shown: Shown) -> None:
+        self._config, self._answered, self._shown = config, answered, shown
         self._specs = {spec.name: spec for spec in specs}
         self._lanes = {spec.name: Lane(spec) for spec in specs}
+        self._ahead = {spec.name: Ahead(spec.batch_size) for spec in specs if spec.stream_tokens}
+        self._peeks: dict[int, tuple[str, Peek]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._call_ids = itertools.count()
         self._running: dict[int, tuple[str, tuple[Task, ...]]] = {}
@@ -49,6 +57,14 @@ class Dispatcher:
 
     def submit(self, name: str, task: Task) -> None:
         self._inbox.put(partial(self._offer, name, task))
+
+    def show(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
+        """There is more of a completion that is still being written; members: what each reward can use of it, by name."""
+        self._inbox.put(partial(self._offer_ahead, stream, members))
+
+    def forget(self, streams: Sequence[int]) -> None:
+        """These are written no further, or their scores are not wanted any more."""
+        self._inbox.put(partial(self._forget_ahead, streams))
 
     def discard(self, task_ids: Iterable[int]) -> None:
         """Tasks that were not begun are not begun any more."""
@@ -89,11 +105,14 @@ class Dispatcher:
                     self._answered(task.id, (answer,))
                 for batch in lane.due(now):
                     self._call(name, batch)
+            for name, ahead in self._ahead.items():
+                if self._lanes[name].is_idle and (peek := ahead.due()) is not None:
+                    self._peek(name, peek)
 
     def _patience_s(self, looked: float) -> float | None:
         now = time.monotonic()
         due = min(lane.next_due(now) for lane in self._lanes.values())
-        if self._running:
+        if self._running or self._peeks:
             due = min(due, looked + _LOOK_S)
         return None if due == float("inf") else max(0.0, due - now)
 
@@ -106,12 +125,27 @@ class Dispatcher:
 
     def _offer(self, name: str, task: Task) -> None:
         self._lanes[name].offer(task, time.monotonic())
+        if task.stream is not None and name in self._ahead:
+            self._ahead[name].ended(task.stream)
+
+    def _offer_ahead(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, member in members.items():
+            self._ahead[name].offer(stream, member)
+
+    def _forget_ahead(self, streams: Sequence[int]) -> None:
+        for ahead in self._ahead.values():
+            ahead.forget(streams)
 
     def _forget(self, task_ids: set[int]) -> None:
         for lane in self._lanes.values():
             lane.discard(task_ids)
 
     def _ended(self, call_id: int, answers: Answers) -> None:
+        if (peeked := self._peeks.pop(call_id, None)) is not None:
+            (answer, *_), (name, peek) = answers, peeked
+            self._ahead[name].shown(answer.seconds)
+            self._shown(name, tuple(peek.members), answer)
+            return
         if call_id not in self._running:
             return  # A second answer: the call was given up just as it ended.
         name, batch = self._running.pop(call_id)
@@ -123,6 +157,13 @@ class Dispatcher:
         self._running[call_id] = (name, batch)
         members = tuple(member for task in batch for member in task.members)
         self._runners[_room(spec)].submit(Call(call_id, spec, members, self._timeout_s(spec)))
+
+    def _peek(self, name: str, peek: Peek) -> None:
+        spec, call_id = self._specs[name], next(self._call_ids)
+        self._peeks[call_id] = (name, peek)
+        members = tuple(peek.members.values())
+        call = Call(call_id, spec, members, self._timeout_s(spec), prefetch=True, forgotten=peek.forgotten)
+        self._runners[_room(spec)].submit(call)
 
     def _runner(self, specs: tuple[RewardSpec, ...]) -> SyncCalls | AsyncCalls:
         if specs[0].kind == "async":

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.engine import Completion
+from actors.engine import Completion, Partial
 from actors.prompts import Row
 
 
-def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion, text: str) -> dict[str, Any]:
-    """The row's columns, and over them the fields every reward may ask for (`actors.rewards.FIELDS`); plain data."""
-    return {
+def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str) -> dict[str, Any]:
+    """The row's columns, and over them the fields every reward may ask for (`actors.rewards.FIELDS`); plain data.
+
+    Of a completion that is still being written nobody knows how it ends.
+    """
+    known = {
         **row.columns,
         "prompt": row.prompt,
         "completion": text,
         "prompt_ids": list(prompt_ids),
         "completion_ids": completion.token_ids.tolist(),
-        "finish_reason": completion.finish_reason,
     }
+    return known if isinstance(completion, Partial) else {**known, "finish_reason": completion.finish_reason}

@@ -20,7 +20,8 @@ class Stage:
     """One stage. after: names of the stages it waits for. unit: what one call of it is about.
 
     where: the kind of process it runs in. concurrency: calls at once of one actor, None for no limit of its own.
-    limits: further ones, in words. timeout_s: of one call, None where there is none.
+    limits: further ones, in words. timeout_s: of one call, None where there is none. along: tokens by which the stage before it
+    is shown to it while that one still runs; 0: it begins when that has ended.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Stage:
     concurrency: int | None
     timeout_s: float | None = None
     limits: tuple[str, ...] = ()
+    along: int = 0
 
 
 def stages(
@@ -51,7 +53,8 @@ def drawing(graph: Sequence[Stage]) -> list[str]:
         at_once = "" if stage.concurrency is None else f", {stage.concurrency} at once"
         timeout = "" if stage.timeout_s is None else f", {stage.timeout_s:g} s"
         limits = "".join(f", {limit}" for limit in stage.limits)
-        lines.append(f"{arrow}{stage.name}  [{stage.unit}; {stage.where}{at_once}{timeout}{limits}]")
+        along = f"; reads {', '.join(stage.after)} along, every {stage.along} tokens" if stage.along else ""
+        lines.append(f"{arrow}{stage.name}  [{stage.unit}; {stage.where}{at_once}{timeout}{limits}{along}]")
     return lines
 
 
@@ -73,7 +76,7 @@ def _reward(spec: RewardSpec, rewards: RewardsConfig, group_size: int) -> Stage:
     if spec.batch_size > 1:
         unit = f"up to {spec.batch_size} completions within {spec.batch_wait_s:g} s"
     timeout_s = spec.timeout_s or rewards.timeout_s
-    return Stage(spec.name, (GENERATION,), unit, where, concurrency, timeout_s, tuple(limits))
+    return Stage(spec.name, (GENERATION,), unit, where, concurrency, timeout_s, tuple(limits), spec.stream_tokens)
 
 
 def _depth(stage: Stage, by_name: dict[str, Stage]) -> int:

@@ -27,13 +27,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 class Task:
     """What a reward is asked about one completion, or about one whole group.
 
-    members: one completion, or all of a group. tokens: what it will probably cost. tries: calls already made.
+    members: one completion, or all of a group. tokens: what it will probably cost. tries: calls already made. stream: by which
+    name it was shown before it ended.
     """
 
     id: int
     members: tuple[Mapping[str, Any], ...]
     tokens: int = 0
     tries: int = 0
+    stream: int | None = None
     not_before: float = -math.inf
     waits_since: float = 0.0
 
@@ -48,6 +50,11 @@ class Lane:
         self._num_running = 0
         self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
         self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not (self._waiting or self._num_running)
 
     def offer(self, task: Task, now: float) -> None:
         """Take a task in."""

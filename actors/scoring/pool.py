@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from actors.config import RewardsConfig
@@ -26,6 +27,9 @@ from buffers.record import Score
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
+
+STREAM = "stream_id"
+"""The field by which a reward that reads along knows a completion again."""
 
 
 class Place(NamedTuple):
@@ -48,22 +52,29 @@ class Scored(Generic[Key]):
     """A completion that every reward has answered for.
 
     seconds: from `submit` to the last answer. stages: when each reward's call ran (the last one, where it was made again).
+    ahead_s: by reward that read along, the seconds it did, as this completion's share of each call.
     """
 
     key: Key
     scores: Mapping[str, Score]
     seconds: float
     stages: Mapping[str, Interval] = field(default_factory=dict)
+    ahead_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class RewardCounters:
-    """What one reward has done so far. seconds: time its calls ran, summed over concurrent calls."""
+    """What one reward has done so far. seconds: time its calls ran, summed over concurrent calls.
+
+    shown: completions that it was shown while they were being written; not_read: those of them that it failed to read.
+    """
 
     scored: int = 0
     not_applicable: int = 0
     failed: int = 0
     seconds: float = 0.0
+    shown: int = 0
+    not_read: int = 0
 
 
 @dataclass
@@ -72,6 +83,7 @@ class _Pending(Generic[Key]):
     fields: Mapping[str, Any]
     num_unanswered: int
     submitted_s: float
+    stream: int | None = None
     task_ids: set[int] = field(default_factory=set)
     scores: dict[str, Score] = field(default_factory=dict)
     stages: dict[str, Interval] = field(default_factory=dict)
@@ -89,18 +101,40 @@ class ScoringPool(Generic[Key]):
             raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
         self._wake = wake
-        self._answers: queue.SimpleQueue[tuple[int, Answers]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
         self._task_ids = itertools.count()
         self._tasks: dict[int, tuple[str, list[_Pending[Key]]]] = {}
         self._pending: dict[Key, _Pending[Key]] = {}
         self._groups: dict[Hashable, dict[int, _Pending[Key]]] = {}
+        self._along = tuple(spec for spec in self._specs if spec.stream_tokens)
+        self._stream_ids = itertools.count()
+        # Of completions that are being written, their streams; by stream, the seconds each reward has read along.
+        self._streams: dict[Key, int] = {}
+        self._ahead_s: dict[int, dict[str, float]] = {}
         self.counters = {spec.name: RewardCounters() for spec in self._specs}
-        self._dispatcher = Dispatcher(self._specs, config, self._answered)
+        self._dispatcher = Dispatcher(self._specs, config, self._answered, self._shown)
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens a completion should have grown by each time it is shown to those who read along; 0 when none does."""
+        return min((spec.stream_tokens for spec in self._along), default=0)
 
     @property
     def num_pending(self) -> int:
         """Completions submitted and neither returned by `poll` nor discarded."""
         return len(self._pending)
+
+    def show(self, key: Key, fields: Mapping[str, Any]) -> None:
+        """Show a completion that is still being written to the rewards that read along. It may be skipped, never waited for.
+
+        fields: as `submit` takes them, as far as they are known. Who is shown is later submitted or discarded.
+        """
+        if key not in self._streams:
+            self._streams[key] = next(self._stream_ids)
+            self._ahead_s[self._streams[key]] = {}
+        stream = self._streams[key]
+        members = {spec.name: _usable(spec, {**fields, STREAM: stream}) for spec in self._along}
+        self._dispatcher.show(stream, members)
 
     def submit(self, key: Key, fields: Mapping[str, Any], place: Place | None = None) -> None:
         """Score one completion; a reward of groups is called when the last member of its group has come.
@@ -112,7 +146,8 @@ class ScoringPool(Generic[Key]):
         if key in self._pending:
             raise RewardError(f"{key} is being scored already; poll or discard it first")
         place = place or Place(key, 0, 1)
-        pending = self._pending[key] = _Pending(key, fields, len(self._specs), time.monotonic())
+        stream = self._streams.pop(key, None)
+        pending = self._pending[key] = _Pending(key, fields, len(self._specs), time.monotonic(), stream)
         group = self._groups.setdefault(place.group, {})
         group[place.member] = pending
         is_whole = len(group) == place.size
@@ -133,12 +168,18 @@ class ScoringPool(Generic[Key]):
         scored = []
         # No more than what is there now: rewards that answer faster than this loop must not hold the actor up.
         for _ in range(self._answers.qsize()):
-            scored += self._settle(*self._answers.get_nowait())
+            scored += self._answers.get_nowait()()
         return scored
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Forget these completions: what was not begun is not begun, what runs is not listened to. Unknown keys are ignored."""
+        keys = tuple(keys)
         gone = [pending for key in keys if (pending := self._pending.pop(key, None)) is not None]
+        unfinished = [stream for key in keys if (stream := self._streams.pop(key, None)) is not None]
+        if streams := unfinished + [pending.stream for pending in gone if pending.stream is not None]:
+            self._dispatcher.forget(streams)
+            for stream in streams:
+                del self._ahead_s[stream]
         if not gone:
             return
         lost = {id(pending) for pending in gone}
@@ -163,14 +204,30 @@ class ScoringPool(Generic[Key]):
         self._tasks[task_id] = (spec.name, asking)
         for pending in asking:
             pending.task_ids.add(task_id)
-        members = tuple(_usable(spec, pending.fields) for pending in asking)
+        shown = [{**pending.fields, STREAM: pending.stream} if spec.stream_tokens else pending.fields for pending in asking]
+        members = tuple(_usable(spec, fields) for fields in shown)
         tokens = 0 if spec.tokens_per_minute is None else sum(_tokens(pending.fields) for pending in asking)
-        self._dispatcher.submit(spec.name, Task(task_id, members, tokens))
+        self._dispatcher.submit(spec.name, Task(task_id, members, tokens, stream=asking[0].stream))
 
     def _answered(self, task_id: int, answers: Answers) -> None:
         """Called from the dispatcher's thread."""
-        self._answers.put((task_id, answers))
+        self._answers.put(partial(self._settle, task_id, answers))
         self._wake()
+
+    def _shown(self, name: str, streams: tuple[int, ...], answer: Answer) -> None:
+        """Called from the dispatcher's thread; nobody waits for this, so nobody is woken."""
+        self._answers.put(partial(self._note, name, streams, answer))
+
+    def _note(self, name: str, streams: tuple[int, ...], answer: Answer) -> list[Scored[Key]]:
+        counters = self.counters[name]
+        if answer.failure is not None and not counters.not_read:
+            logger.warning("reward %r could not read along, later failures are only counted: %s", name, answer.failure)
+        counters.shown += len(streams)
+        counters.not_read += len(streams) if answer.failure is not None else 0
+        for stream in streams:
+            if (seconds := self._ahead_s.get(stream)) is not None:  # else nobody waits for it any more
+                seconds[name] = seconds.get(name, 0.0) + answer.seconds / len(streams)
+        return []
 
     def _settle(self, task_id: int, answers: Answers) -> list[Scored[Key]]:
         if task_id not in self._tasks:
@@ -187,7 +244,8 @@ class ScoringPool(Generic[Key]):
                 del self._pending[pending.key]
                 seconds = time.monotonic() - pending.submitted_s
                 scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
-                done.append(Scored(pending.key, scores, seconds, pending.stages))
+                ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
+                done.append(Scored(pending.key, scores, seconds, pending.stages, ahead_s))
         return done
 
     def _awaited(self, asking: list[_Pending[Key]]) -> bool:

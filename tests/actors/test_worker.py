@@ -58,7 +58,16 @@ class ScriptedHub:
 
 
 @contextmanager
-def worker(hub: ScriptedHub, engine: Engine, *, group_size: int = 2, length: int = 12, **sampling: Any) -> Iterator[Worker]:
+def worker(
+    hub: ScriptedHub,
+    engine: Engine,
+    *,
+    group_size: int = 2,
+    length: int = 12,
+    pool: ScoringPool[RolloutKey] | None = None,
+    temperature: float = 1.0,
+    **further: Any,
+) -> Iterator[Worker]:
     work = Work(
         seed=0,
         rows=[Row("ab", {"answer": "ba"})],
@@ -66,10 +75,10 @@ def worker(hub: ScriptedHub, engine: Engine, *, group_size: int = 2, length: int
         decode=lambda ids: "x" * len(ids),
         group_size=group_size,
         max_completion_length=length,
-        temperature=1.0,
-        **sampling,
+        temperature=temperature,
+        **further,
     )
-    pool = ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), RewardsConfig(functions=("exact",)))
+    pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), RewardsConfig(functions=("exact",)))
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
@@ -116,3 +125,37 @@ def test_how_completions_were_sampled_is_in_the_record() -> None:
     assert (group.top_k, group.top_p, group.min_p) == (4, 1.0, 0.0)
     for rollout in group.rollouts:
         assert rollout.support is not None and set(rollout.support.sizes.tolist()) == {4}
+
+
+READER = """
+from actors.rewards import Score, Stream, reward
+
+seen = {}
+
+def prefetch(completions, stream_ids): seen.update(zip(stream_ids, completions))
+def forget(stream_ids): [seen.pop(stream, None) for stream in stream_ids]
+
+@reward(stream=Stream(prefetch, forget), stream_tokens=4, workers=1, batch_size=4, batch_wait_s=0.0)
+def reader(completions, stream_ids):
+    read = [len(seen.pop(stream, "")) for stream in stream_ids]
+    return [Score(len(whole), metrics={"read": part}) for whole, part in zip(completions, read)]
+"""
+
+
+def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(READER)
+    pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), RewardsConfig())
+    # The second attempt drops what was begun: what was read of that is let go.
+    hub = ScriptedHub(
+        [[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6
+    )
+    engine = load_engine(str(MODEL), EngineConfig(slots=4), version=0)
+    with worker(hub, engine, length=40, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
+        actor.run()
+    rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
+    assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)
+    read = [rollout.scores["reader"].metrics["read"] for rollout in rollouts]
+    assert sum(read) > 0 and all(tokens <= rollout.num_tokens for tokens, rollout in zip(read, rollouts, strict=True))
+    along = [rollout.timings.get("reader.ahead_s") for rollout in rollouts if rollout.scores["reader"].metrics["read"]]
+    assert all(seconds is not None for seconds in along)
+    assert not actor._shown and not pool._streams and not pool._ahead_s

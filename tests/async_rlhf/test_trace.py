@@ -99,6 +99,11 @@ def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) ->
         "-> exact  [completion; shared worker processes, 3 at once, 10 s]",
         "   -> put  [group of 8; actor]",
     ]
+    (along,) = resolve(["reward_model"], tmp_path, None, None, {"reward_model": {"stream_tokens": 64}})
+    assert drawing(stages([along], RewardsConfig(), GenerationConfig(), EngineConfig()))[1] == (
+        "-> reward_model  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
+        "reads generation along, every 64 tokens]"
+    )
     quick = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
     invoked = CliRunner().invoke(app, ["check", str(quick), "--graph"])
     assert invoked.exit_code == 0 and "-> reasoning_gym  [completion; shared worker processes" in invoked.output

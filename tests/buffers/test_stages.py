@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.spans import SpanFile, read_spans
-from buffers.stages import Activity, StageTime, pack, stage_metrics, unpack
+from buffers.stages import Activity, StageTime, pack, pack_ahead, stage_metrics, unpack
 
 
 def test_stages_come_back_from_a_rollouts_timings_in_their_order() -> None:
@@ -31,6 +31,13 @@ def test_what_no_decoding_hid_is_reported_for_each_reward_and_as_a_share() -> No
         "stages/exposed_ratio": pytest.approx(0.5 / 4.0),
     }
     assert stage_metrics([{}]) == {}
+
+
+def test_what_was_done_ahead_is_told_apart_from_the_call_at_the_end() -> None:
+    timings = {**pack({"judge": StageTime(1.0, 2.0, 1.0)}), **pack_ahead({"judge": 3.0})}
+    assert unpack(timings) == {"judge": StageTime(1.0, 2.0, 1.0)}
+    metrics = stage_metrics([timings, pack({"judge": StageTime(1.0, 2.0)})])
+    assert (metrics["stages/judge/ahead_s"], metrics["stages/judge/seconds"]) == (3.0, 1.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9)), max_size=12), st.integers(0, 100), st.integers(0, 30))

@@ -1,0 +1,162 @@
+"""A reward model that reads completions while they are being written: the same scores, bounded memory, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from actors.reward_model.model import RewardModel
+from actors.reward_model.streams import Streams
+from actors.rewards import resolve
+from buffers.errors import ConfigError, RewardError
+
+SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+PLENTY = 1 << 30
+LONG = 512
+CHAT = [{"role": "user", "content": "abc"}]
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Its tokens change when a text grows: "ab" is one, "abc" another, "abcd" two."""
+    words = ["<pad>", *"abcd ", "ab", "abc", "cd", "abcab"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    merges = [("a", "b"), ("ab", "c"), ("c", "d"), ("abc", "ab")]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), pad_token="<pad>")
+    tokenizer.chat_template = "{% for m in messages %}a{{ m['content'] }} d{% endfor %}"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
+    directory = tmp_path_factory.mktemp("merging")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=10, num_key_value_heads=2, num_labels=2, pad_token_id=0, **shape)
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    merging_tokenizer().save_pretrained(directory)
+    return RewardModel(directory, label=1)
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
+    directory = tmp_path_factory.mktemp("speller")
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(SPELLER, num_labels=1).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(SPELLER).save_pretrained(directory)
+    return RewardModel(directory)
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_however_completions_are_cut_their_scores_are_those_of_the_whole(merging: RewardModel, data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.text("abcd ", min_size=1, max_size=30), min_size=1, max_size=5))
+    prompts = data.draw(st.lists(st.sampled_from(["ab", "abc d", CHAT]), min_size=len(texts), max_size=len(texts)))
+    streams = Streams(merging, data.draw(st.sampled_from([1, 5_000, 20_000, PLENTY])))
+    for _ in range(data.draw(st.integers(0, 6))):
+        shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
+        parts = [texts[i][: data.draw(st.integers(1, len(texts[i])))] for i in shown]
+        streams.prefetch(shown, [prompts[i] for i in shown], parts, LONG)
+        assert streams.num_bytes <= streams._cache_bytes
+    scores = streams.score(range(len(texts)), prompts, texts, LONG)
+    assert [score.value for score in scores] == pytest.approx(merging.score(prompts, texts, LONG), abs=1e-4)
+    assert streams.num_bytes == 0 and not streams._kept and not streams._prompts
+
+
+@contextmanager
+def computed(model: RewardModel) -> Iterator[list[int]]:
+    """Tokens of each pass meanwhile, padding included."""
+    passes: list[int] = []
+
+    def note(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        passes.append(kwargs["input_ids"].numel())
+
+    handle = model.body.register_forward_pre_hook(note, with_kwargs=True)
+    yield passes
+    handle.remove()
+
+
+def test_at_the_end_only_what_came_last_is_computed(speller: RewardModel) -> None:
+    streams, text = Streams(speller, PLENTY), "spell backwards and forwards "
+    for end in range(10, 100, 10):
+        streams.prefetch([7], ["word: "], [(text * 4)[:end]], LONG)
+    with computed(speller) as passes:
+        (score,) = streams.score([7], ["word: "], [(text * 4)[:96]], LONG)
+    assert passes == [6] and score.metrics["prefetched"] > 0.9
+    assert score.value == pytest.approx(speller.score(["word: "], [(text * 4)[:96]], LONG)[0], abs=1e-4)
+
+
+def test_the_members_of_a_group_share_what_was_read_of_their_prompt(speller: RewardModel) -> None:
+    streams, prompt = Streams(speller, PLENTY), "a long prompt " * 8
+    with computed(speller) as passes:
+        streams.prefetch([0, 1, 2, 3], [prompt] * 4, ["ab", "cd", "ef", "ac"], LONG)
+        assert sum(passes) == len(prompt) + 2 + 2 + 2 + 1, "one reads the prompt, the others what is their own"
+        passes.clear()
+        streams.prefetch([4, 5], [prompt, "another "], ["xy", "xy"], LONG)
+    assert sorted(passes) == [2, 10]
+
+
+def test_where_memory_runs_out_the_shortest_are_given_up_for_good_and_say_so(speller: RewardModel) -> None:
+    streams = Streams(speller, PLENTY)
+    streams.prefetch([0], [""], ["abcdefgh"], LONG)
+    a_token = streams.num_bytes // 8
+    streams = Streams(speller, 20 * a_token)
+    texts = ["a" * 12, "b" * 6, "c" * 9]
+    streams.prefetch([0, 1], ["", ""], texts[:2], LONG)
+    streams.prefetch([2], [""], texts[2:], LONG)
+    assert streams.num_bytes == 18 * a_token, "who comes last finds no room"
+    streams.prefetch([0, 2], ["", ""], [texts[0] + "aaa", texts[2]], LONG)
+    assert streams.num_bytes == 15 * a_token, "the shorter one makes room, and the one given up did not come back"
+    scores = streams.score([0, 1, 2, None], [""] * 4, [texts[0] + "aaa", *texts[1:], "d"], LONG)
+    assert [score.metrics["given_up"] for score in scores] == [0.0, 1.0, 1.0, 0.0]
+    assert [score.metrics["prefetched"] > 0 for score in scores] == [True, False, False, False]
+    wanted = speller.score([""] * 4, [texts[0] + "aaa", *texts[1:], "d"], LONG)
+    assert [score.value for score in scores] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_what_nobody_waits_for_is_let_go(speller: RewardModel) -> None:
+    streams = Streams(speller, PLENTY)
+    streams.prefetch([0, 1], ["ab", "ab"], ["abc", "abd"], LONG)
+    before = streams.num_bytes
+    streams.forget([1, 99])
+    assert 0 < streams.num_bytes < before
+    streams.forget([0])
+    assert streams.num_bytes == 0
+
+
+def test_a_text_that_outgrows_the_limit_is_scored_by_its_end_as_if_nobody_had_read_along(speller: RewardModel) -> None:
+    streams = Streams(speller, PLENTY)
+    streams.prefetch([0, 1], ["", ""], ["abcdefgh", "abcd"], 10)
+    streams.prefetch([0], [""], ["abcdefghijkl"], 10)
+    texts = ["abcdefghijklm", "abcd" * 4]
+    scores = streams.score([0, 1], ["", ""], texts, 10)
+    assert [score.value for score in scores] == pytest.approx(speller.score(["", ""], texts, 10), abs=1e-4)
+    assert [score.metrics["given_up"] for score in scores] == [1.0, 0.0]
+
+
+def test_a_model_that_looks_ahead_is_refused_by_its_type_and_by_a_probe(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForSequenceClassification(BertConfig(vocab_size=16, num_labels=1, **shape)).save_pretrained(tmp_path)
+    merging_tokenizer().save_pretrained(tmp_path)
+    asked = {"reward_model": {"stream_tokens": 8}}
+    with pytest.raises(ConfigError, match=r"is of type 'bert', which is not known to read from left to right.*llama"):
+        resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(tmp_path)}}, asked)
+    with pytest.raises(RewardError, match=r"cannot read along.*set stream_tokens = 0"):
+        Streams(RewardModel(tmp_path), PLENTY)
