@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -43,7 +43,9 @@ class Training:
     weight_decay: float = 0.01
     held_out: float = 0.1
     """Share of the prompts that are only measured on."""
-    threads: int = 2
+    threads: int = 1
+    saved: Literal["float32", "bfloat16"] = "float32"
+    """What the weights are rounded to before they are measured and saved."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ def train(
         optimizer.step()
         if (update + 1) % 20 == 0 or update + 1 == updates:
             tell(f"update {update + 1} of {updates}: loss {loss.item():.4f}")
-    found = margins(model, tokenizer, held_out)
-    model.save_pretrained(out)
+    saved = getattr(torch, config.saved)
+    found = margins(model.to(saved).float(), tokenizer, held_out)
+    model.to(saved).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return Trained(before, quality(found), _agreement(held_out, found, gold), len(training))
 
@@ -145,11 +148,13 @@ def main(
     count: Annotated[int, typer.Option(min=2, help="Pairs to make where no file is given.")] = 4000,
     epochs: Annotated[int, typer.Option(min=1)] = 2,
     seed: Annotated[int, typer.Option()] = 0,
+    half: Annotated[bool, typer.Option(help="Save in bfloat16: half the size.")] = False,
 ) -> None:
     """Train a reward model; its quality is printed and written beside it as `quality.json`."""
     given = read_pairs(pairs) if pairs is not None else gold_pairs(count, Random(seed))
     gold = gold_reward if pairs is None else None
-    trained = train(given, out, Training(seed=seed, epochs=epochs), model, gold, lambda line: typer.echo(line, err=True))
+    config = Training(seed=seed, epochs=epochs, saved="bfloat16" if half else "float32")
+    trained = train(given, out, config, model, gold, lambda line: typer.echo(line, err=True))
     (out / "quality.json").write_text(json.dumps(asdict(trained), indent=1) + "\n")
     for name, found in (("before", trained.before), ("after", trained.after)):
         typer.echo(
