@@ -25,6 +25,9 @@ from learner.check import check as check_learning
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.machine_check import check_machine
 
+# Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
+_ENDLESS = 1 << 62
+
 
 class EvaluationConfig(Section):
     """Greedy evaluation of held-out prompts by a pinned version."""
@@ -82,15 +85,19 @@ class Config(Section):
     def bound(self, num_prompts: int) -> Bound:
         """The arithmetic of admission for a data set of `num_prompts` training prompts."""
         groups = self.max_steps * self.groups_per_batch
+        refills = self.advantage.max_refills if self.advantage.constant_groups == "refill" else 0
+        numbers = _ENDLESS if refills else groups
         if self.data.epochs is not None:
-            groups = min(groups, self.data.epochs * num_prompts)
+            numbers = min(numbers, self.data.epochs * num_prompts)
         return Bound(
             groups_per_batch=self.groups_per_batch,
             max_staleness=self.queue.max_staleness,
-            num_groups=groups,
+            num_groups=min(groups, numbers),
             publish_every=self.learner.publish_every,
             window=self.queue.window,
             exact=self.queue.exact,
+            refills=refills,
+            numbers=numbers,
         )
 
     @property
@@ -212,6 +219,7 @@ def check(config: Config) -> None:
         support_recorded=config.engine.kind == "torch"
         or config.generation.top_k > 0
         or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
+        normalised=config.rewards.normalise,
     )
     check_machine(config.learner, config.groups_per_batch, config.max_steps)
     check_learning(config.learner, config.advantage, config.loss, config.guard, data)

@@ -200,10 +200,10 @@ class ActorClient:
         beat = wire.Beat(capacity=state.capacity, fence=state.fence, version=state.version, telemetry=dict(telemetry))
         self._connection.send(beat)
 
-    def put(self, group: Group) -> None:
-        """Send a group; it is kept and repeated until the hub says what became of it."""
+    def put(self, group: Group, *, constant: bool = False) -> None:
+        """Send a group; it is kept and repeated until the hub says what became of it. constant: as in `wire.Put`."""
         header, arrays = packing.pack_group(group)
-        self._unacknowledged[group.number] = (wire.Put(group=header), arrays)
+        self._unacknowledged[group.number] = (wire.Put(group=header, constant=constant), arrays)
         self._connection.send(self._unacknowledged[group.number][0], arrays)
 
     def release(self, numbers: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ learner's: they change with each batch it takes, in order, and stand in its chec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,8 @@ from buffers.score import Score
 
 TOTAL = "reward"
 """The name under which the whole is clipped."""
+EPSILON = 1e-6
+"""Rewards closer to each other than this are equal."""
 _MIN_STD = 1e-6
 
 
@@ -67,6 +69,16 @@ class Composition:
             return None
         whole = math.fsum(values) if self.rule == "sum" else math.prod(values)
         return self._clipped(TOTAL, whole if all(value > 0 for value in gated) else 0.0)
+
+    def is_constant(self, members: Sequence[Mapping[str, Score]]) -> bool:
+        """Whether all members have the same reward, so that nothing can be learned from comparing them.
+
+        Not where a score failed: failures are for the learner to see. Not with `normalise`: that takes its statistics.
+        """
+        if any(score.failure is not None for scores in members for score in scores.values()):
+            return False
+        rewards = [reward for reward in map(self.reward, members) if reward is not None]
+        return len(rewards) < 2 or max(rewards) - min(rewards) < EPSILON
 
     def _component(self, name: str, value: float, statistics: Statistics | None) -> float:
         if statistics is not None and name in self.normalise:

@@ -36,7 +36,7 @@ class Beliefs:
 
 def choose(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
     """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
-    chosen = drop_constant(rewards) if advantage.constant_groups == "drop" else [list(group) for group in rewards]
+    chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
     learns_from = KINDS[loss.kind].learns_from
     if learns_from == "all":
         return chosen

@@ -17,6 +17,7 @@ class Circumstances:
     """What the rest of the configuration says about the data.
 
     truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then says what was left.
+    normalised: the rewards that are measured by the learner's running statistics.
     """
 
     group_size: int
@@ -25,6 +26,7 @@ class Circumstances:
     exact: bool
     truncated: str | None
     support_recorded: bool = True
+    normalised: tuple[str, ...] = ()
 
 
 def check(
@@ -33,6 +35,7 @@ def check(
     """Raises ConfigError."""
     _check_critic(learner, advantage, loss)
     _check_groups(advantage, loss, data)
+    _check_refill(advantage, data)
     _check_corrections(loss)
     _check_reduction(loss)
     _check_asynchrony(advantage, loss, data)
@@ -77,10 +80,20 @@ def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: Circumstan
             f"advantage.kind = {advantage.kind!r} compares completions of one prompt, and generation.group_size is 1, so every "
             "advantage would be 0. Set generation.group_size = 2 or more, or advantage.kind = 'reinforce_pp'."
         )
-    if advantage.constant_groups == "drop":
+    if advantage.constant_groups != "keep":
         raise ConfigError(
-            "advantage.constant_groups = 'drop' with generation.group_size = 1 drops everything: a single completion is always "
-            "equal to itself. Set advantage.constant_groups = 'keep'."
+            f"advantage.constant_groups = {advantage.constant_groups!r} with generation.group_size = 1 leaves nothing: a "
+            "single completion is always equal to itself. Set advantage.constant_groups = 'keep'."
+        )
+
+
+def _check_refill(advantage: AdvantageConfig, data: Circumstances) -> None:
+    """That it is not together with `queue.exact` is the bound's to say."""
+    if advantage.constant_groups == "refill" and data.normalised:
+        raise ConfigError(
+            f"advantage.constant_groups = 'refill' with rewards.normalise = {list(data.normalised)}: actors say which groups "
+            "are constant, and only the learner has the running statistics. Set advantage.constant_groups = 'drop', or "
+            "rewards.normalise = []."
         )
 
 

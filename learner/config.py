@@ -19,10 +19,14 @@ class AdvantageConfig(Section):
     critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
-    constant_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal: kept (their advantage is 0), or dropped from the batch and counted."""
+    constant_groups: Literal["keep", "drop", "refill"] = "keep"
+    """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
+    others before a batch is made, so that it is full of groups that say something (dynamic sampling)."""
+    max_refills: int = Field(default=3, ge=1)
+    """`refill`: constant groups are replaced among the first `max_refills` batches' worth that are made for one batch; what is
+    made after them enters it as it is, and is dropped when it is constant."""
     max_constant_batches: int = Field(default=10, ge=1)
-    """`drop`: so many batches in a row without a group to learn from end the run."""
+    """`drop`, `refill`: so many batches in a row without a group to learn from end the run."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)

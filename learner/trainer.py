@@ -156,6 +156,7 @@ class Trainer:
                 "idle/learner": self._waited_s / took,
                 "idle/actor": self._idle(batch.telemetry),
                 "queue/depth": batch.telemetry.get("queue/depth", 0.0),
+                "groups/filtered_total": batch.telemetry.get("groups/filtered", 0.0),
                 "actors": batch.telemetry.get("actors", 0.0),
                 "canary/drift": batch.telemetry.get("canary_drift", 0.0) / max(1.0, batch.telemetry.get("actors", 0.0)),
                 "broadcast/seconds": self._broadcast_s,

@@ -80,7 +80,7 @@ class Exchange:
         self._must_be_durable = False  # a batch or a state was appended
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._registration: tuple[bytes, int, wire.Registered] | None = None
-        self._num_quarantined = self._admission.num_quarantined
+        self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
         self._retry = False
         self._later = 0
@@ -203,13 +203,14 @@ class Exchange:
         if self._full:
             return self._put_later(group, self._full)
         try:
-            self._admission.put(name, group.number, entry)
+            entered = self._admission.put(name, group.number, entry, constant=put.constant)
         except RefusedError as error:
             if error.reason == "later":
                 return self._put_later(group, error.detail)
             refused = self._refusals.note(error, name)
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
-        self._journal.put(group.number, entry, *packing.to_parts(frames))
+        if entered:
+            self._journal.put(group.number, entry, *packing.to_parts(frames))
         self._put_last[identity] = request
         self._kept.setdefault(identity, []).append((group.number, group.attempt))
         return None
@@ -292,10 +293,11 @@ class Exchange:
     def _pump(self) -> None:
         """Point actors to their version, give what credits can be given, answer a waiting learner."""
         admission = self._admission
-        if admission.num_quarantined != self._num_quarantined:
-            # Durable before a credit or a batch relies on it: what is behind a quarantined group moves up.
+        num_dead = admission.num_quarantined, admission.num_filtered
+        if num_dead != self._num_dead:
+            # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
             self._write_quarantine()
-            self._num_quarantined = admission.num_quarantined
+            self._num_dead = num_dead
             self._remember()
         for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
             self._send(identity, adopt)

@@ -36,9 +36,10 @@ def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
 
 
 def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
-    """The actors' counters summed, how many there are, and the queue's depth: for the learner's step record."""
+    """The actors' counters summed, how many there are, the queue's depth, and groups filtered: for the step record."""
     depth, actors = float(admission.num_queued), float(len(admission.actors))
-    return {**peers.telemetry(), "queue/depth": depth, "actors": actors}
+    filtered = float(admission.num_filtered)
+    return {**peers.telemetry(), "queue/depth": depth, "groups/filtered": filtered, "actors": actors}
 
 
 def waiting_for(admission: Admission) -> str:

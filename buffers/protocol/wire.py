@@ -38,7 +38,7 @@ from buffers.protocol.weight_messages import TensorSpec as TensorSpec
 from buffers.protocol.weight_messages import Wanted as Wanted
 from buffers.record import FinishReason
 
-PROTOCOL = 4
+PROTOCOL = 5
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -99,8 +99,12 @@ class GroupHeader(MessageBase):
 
 
 class Put(MessageBase):
+    """A finished group. `constant`: by the actor's account no member is better than another, and with refill the hub may
+    take another group in its place; it is acknowledged all the same."""
+
     type: Literal["put"] = "put"
     group: GroupHeader
+    constant: bool = False
 
 
 class Release(MessageBase):

@@ -10,7 +10,8 @@ Life of a group number:
                |          |          +------------+--- the learner was restored from an older checkpoint: offered
                |          |                            again, in the same batches
                +----------+--- the actor was lost (failed) or the bound could not be kept (stale): credited again,
-                               until `max_attempts` failures: quarantined, never consumed
+               |               until `max_attempts` failures: quarantined, never consumed
+               +-------------- it says nothing and another is to take its place: filtered, never consumed
 
 Rules
     1. Everything that decides about a group lives in this file; nothing here does anything about it.
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from buffers.errors import RefusedError
+from buffers.queue.batches import Batches
 from buffers.queue.bound import Bound
 from buffers.queue.failures import Failures
 from buffers.queue.leases import Actor as Actor
@@ -53,10 +55,8 @@ class Admission:
         self._line = Line(bound)
         self._newest = 0  # no version above this one can have sampled anything
         self._queued: dict[int, Entry] = {}
-        self._batches: dict[int, dict[int, Entry]] = {}  # uncommitted batches by step
-        self._taken: set[int] = set()  # batches the present learner holds or has trained
-        self._credited = self._failed = self._stale = self._stale_tokens = self._duplicates = 0
-        self._committed_groups = self._committed_tokens = 0
+        self._batches = Batches()
+        self._credited = self._failed = self._stale = self._stale_tokens = self._filtered_tokens = self._duplicates = 0
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -119,11 +119,11 @@ class Admission:
         while not self.draining and (number := self._line.next_number()) is not None:
             if not (self.room.has_credit(leases) or self._is_due(number)):
                 break
-            moved_up = self._line.quarantined_below(number)
+            moved_up = self._line.dead_below(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
                 for name, actor in self.actors.items()
-                if self._has_room(actor, number)
+                if actor.has_room(number, self.failures.suspects)
                 and actor.fence == self.fence > 0
                 and actor.version <= self._newest
                 and self.bound.allows(actor.version, number, moved_up, self.aim)
@@ -136,10 +136,13 @@ class Admission:
             leases += 1
         return given
 
-    def put(self, name: str, number: int, entry: Entry) -> None:
-        """Admit a finished group. Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future`, `stale` or `later`."""
-        if not 0 <= number < self.bound.num_groups:
-            raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_groups} of this run")
+    def put(self, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:
+        """Admit a finished group; False when it is `constant`, and so filtered instead.
+
+        Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future`, `stale` or `later`.
+        """
+        if not 0 <= number < self.bound.num_numbers:
+            raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_numbers} of this run")
         actor = self.actors.get(name)
         credit = actor.leases.get(number) if actor else None
         if actor is None or credit is None or credit.attempt != entry.attempt:
@@ -153,11 +156,18 @@ class Admission:
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)
             raise RefusedError("stale", f"group {number} has a token of version {entry.oldest_version}, needs {low}")
+        if constant and self._line.may_filter(number):
+            del actor.leases[number]
+            self._line.filter(number)
+            self.failures.forget([number])
+            self._filtered_tokens += entry.num_tokens
+            return False
         if not self.room.fits(entry.num_bytes) and not self._is_due(number):
             raise RefusedError("later", f"{self.room.queued} bytes wait; {entry.num_bytes} more pass {self.room.max_bytes}")
         del actor.leases[number]
         self._queued[number] = entry
         self.room.enter(entry.num_bytes)
+        return True
 
     def blame(self, name: str, number: int, reason: str) -> None:
         """What was wrong with a group that was refused, should its actor be lost with it."""
@@ -187,10 +197,10 @@ class Admission:
                 f"groups before step {self.committed_step} were deleted when that checkpoint became durable; "
                 f"a learner cannot resume from step {step}",
             )
-        if step > self.committed_step and step - 1 not in self._batches:
+        if step > self.committed_step and step - 1 not in self._batches.of:
             raise RefusedError("unknown-step", f"no batch {step - 1} was ever taken; the journal belongs to another run")
         self.fence, self.owner, self.step, self.published = fence, owner, step, None
-        self._taken.clear()
+        self._batches.taken.clear()
         if self.bound.exact:
             self._drop_of_other_version()
         return self.commit(min(step, committed))
@@ -212,18 +222,18 @@ class Admission:
         """
         if step != self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")
-        if step not in self._batches:
+        if step not in self._batches.of:
             wanted = min(self.bound.groups_per_batch, self.num_left)
             picked = self._line.pick(lambda number: number in self._queued, wanted)
             if wanted == 0 or len(picked) < wanted or self._drop_too_old(picked):
                 return None
             self._make_up(step, picked)
-        self._taken.add(step)
-        return sorted(self._batches[step])
+        self._batches.taken.add(step)
+        return sorted(self._batches.of[step])
 
     def trained(self, step: int) -> None:
         """The learner has done the step of batch `step`. Raises RefusedError: `order`."""
-        if step != self.step or step not in self._taken:
+        if step != self.step or step not in self._batches.taken:
             raise RefusedError("order", f"batch {step} was not taken at step {self.step}")
         self.step = step + 1
 
@@ -231,16 +241,10 @@ class Admission:
         """A checkpoint of `step` steps is durable: returns the numbers that may be deleted. Raises RefusedError: `order`."""
         if step > self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot commit {step}")
-        numbers: list[int] = []
-        for index in sorted(self._batches):
-            if index < step:
-                batch = self._batches.pop(index)
-                self._taken.discard(index)
-                numbers += batch
-                self.failures.forget(batch)
-                self._committed_groups += len(batch)
-                self._committed_tokens += sum(entry.num_tokens for entry in batch.values())
+        numbers = self._batches.commit(step)
+        self.failures.forget(numbers)
         self.committed_step = max(self.committed_step, step)
+        self._line.forget_below(self._line.floor(self._batches.numbers))
         return numbers
 
     @property
@@ -248,23 +252,27 @@ class Admission:
         return len(self._line.quarantined)
 
     @property
+    def num_filtered(self) -> int:
+        return self._line.filtered_before + len(self._line.filtered)
+
+    @property
     def num_queued(self) -> int:
         return len(self._queued)
 
     def has_batch(self, step: int) -> bool:
         """Whether batch `step` is made up already (and not committed)."""
-        return step in self._batches
+        return step in self._batches.of
 
     @property
     def num_left(self) -> int:
-        """Live numbers no batch has yet."""
-        taken = self._committed_groups + sum(len(batch) for batch in self._batches.values())
-        return self.bound.num_groups - len(self._line.quarantined) - taken
+        """How many groups are still to be consumed, as far as there are live numbers for them."""
+        live = self.bound.num_numbers - self.num_quarantined - self.num_filtered
+        return min(self.bound.num_groups, live) - self._batches.num_consumed
 
     @property
     def at_end(self) -> bool:
         """Whether no batch will ever be given at the present step: the data ended, or the drain left too few groups."""
-        if self.step in self._batches:
+        if self.step in self._batches.of:
             return False
         if self.num_left == 0:
             return True
@@ -278,39 +286,32 @@ class Admission:
 
     def remember(self) -> Restored:
         """What a journal must keep beside the groups and batches that are not committed yet."""
-        line = self._line
-        uncommitted = {number for batch in self._batches.values() for number in batch}
-        head = min([line.head, *uncommitted])
-        passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_quarantined(n))
+        line, uncommitted = self._line, self._batches.numbers
+        head = line.floor(uncommitted)
+        passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_dead(n))
         return Restored(
-            fence=self.fence,
-            committed_step=self.committed_step,
-            committed_groups=self._committed_groups,
-            committed_tokens=self._committed_tokens,
-            head=head,
-            consumed=(*passed, *sorted(line.consumed - uncommitted)),
-            quarantined=tuple(line.quarantined),
-            stale=self._stale,
-            stale_tokens=self._stale_tokens,
-            failed=self._failed,
-            owner=self.owner,
-            failures=self.failures.remember(),
-        )
+            fence=self.fence, owner=self.owner, committed_step=self.committed_step,
+            committed_groups=self._batches.committed_groups, committed_tokens=self._batches.committed_tokens,
+            head=head, consumed=(*passed, *sorted(line.consumed - uncommitted)), quarantined=tuple(line.quarantined),
+            filtered=tuple(line.filtered), filtered_before=line.filtered_before, filtered_tokens=self._filtered_tokens,
+            stale=self._stale, stale_tokens=self._stale_tokens, failed=self._failed, failures=self.failures.remember(),
+        )  # fmt: skip
 
     def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
         """Begin where a journal ends: what was committed, and every group that was put since, all of them queued.
 
         The caller then replays the batches with `assign`, in order. Numbers begun and never put are free again."""
         self.fence, self.committed_step, self.step = past.fence, past.committed_step, past.committed_step
-        self._committed_groups, self._committed_tokens = past.committed_groups, past.committed_tokens
+        self._batches.committed_groups, self._batches.committed_tokens = past.committed_groups, past.committed_tokens
         self._stale, self._stale_tokens, self._failed = past.stale, past.stale_tokens, past.failed
+        self._filtered_tokens = past.filtered_tokens
         self._queued, self._newest, self.owner = dict(queued), past.committed_step, past.owner
         self.failures.restore(past.failures)
         for entry in queued.values():
             self.room.enter(entry.num_bytes)
-        self._line.restore(past.head, past.consumed, past.quarantined, queued)
-        ended = self._committed_groups + len(queued) + self._stale + self._failed + len(past.quarantined)
-        self._credited = ended
+        self._line.restore(past, queued)
+        ended = past.committed_groups + len(queued) + self._stale + self._failed
+        self._credited = ended + self.num_quarantined + self.num_filtered
 
     def assign(self, step: int, numbers: Iterable[int]) -> None:
         """Batch `step` was made of these queued numbers before the hub died, and is whenever it is offered again."""
@@ -320,27 +321,21 @@ class Admission:
     @property
     def ledger(self) -> Ledger:
         """Every attempt ever credited, by where it is or how it ended; derived from the state above."""
-        trained, held, waiting = list[Entry](), list[Entry](), list(self._queued.values())
-        for index, batch in self._batches.items():
-            (trained if index < self.step else held if index in self._taken else waiting).extend(batch.values())
-        tokens = Ledger.tokens
-        everything = tokens(trained) + tokens(held) + tokens(waiting) + self._committed_tokens + self._stale_tokens
+        batches, tokens = self._batches, Ledger.tokens
+        trained, held, waiting = batches.split(self.step)
+        waiting += self._queued.values()
+        given_up = self._stale_tokens + self._filtered_tokens
+        everything = tokens(trained) + tokens(held) + tokens(waiting) + batches.committed_tokens + given_up
         return Ledger(
-            credited=self._credited, trained=self._committed_groups + len(trained), queued=len(waiting),
+            credited=self._credited, trained=batches.committed_groups + len(trained), queued=len(waiting),
             in_flight=len(held), leased=sum(len(actor.leases) for actor in self.actors.values()), stale=self._stale,
-            failed=self._failed, quarantined=self.num_quarantined, committed=self._committed_groups,
-            duplicates_refused=self._duplicates, tokens_put=everything,
-            tokens_trained=self._committed_tokens + tokens(trained), tokens_queued=tokens(waiting),
-            tokens_in_flight=tokens(held), tokens_stale=self._stale_tokens,
+            filtered=self.num_filtered, failed=self._failed, quarantined=self.num_quarantined,
+            committed=batches.committed_groups, duplicates_refused=self._duplicates, tokens_put=everything,
+            tokens_trained=batches.committed_tokens + tokens(trained), tokens_queued=tokens(waiting),
+            tokens_in_flight=tokens(held), tokens_stale=self._stale_tokens, tokens_filtered=self._filtered_tokens,
         )  # fmt: skip
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _has_room(self, actor: Actor, number: int) -> bool:
-        """Whether an actor can take one more. A suspect is made alone: only then does losing it prove anything."""
-        if number in self.failures.suspects:
-            return not actor.leases and actor.capacity > 0
-        return len(actor.leases) < actor.capacity and self.failures.suspects.isdisjoint(actor.leases)
 
     def _is_due(self, number: int) -> bool:
         """Whether the next batch cannot do without this number (see `room`)."""
@@ -372,9 +367,9 @@ class Admission:
         self._line.reopen(number)
 
     def _make_up(self, step: int, numbers: Iterable[int]) -> None:
-        self._batches[step] = {number: self._queued.pop(number) for number in numbers}
-        self.room.leave(sum(entry.num_bytes for entry in self._batches[step].values()))
-        self._line.consume(self._batches[step])
+        batch = self._batches.of[step] = {number: self._queued.pop(number) for number in numbers}
+        self.room.leave(sum(entry.num_bytes for entry in batch.values()))
+        self._line.consume(batch)
 
     def _drop(self, number: int) -> None:
         """A queued group may not be trained on: it is counted and made again."""

@@ -6,7 +6,8 @@ Symbols
     p   publish_every: version v is published when v steps are done and v is a multiple of p
     W   window: a batch takes the oldest ready groups among W live numbers, counted from the lowest unconsumed one
         (the head) and counting consumed ones too, so that the head can never starve; W = 1 is strict order
-    q   quarantined numbers below n (they are never consumed, so everything behind them moves up); the rest are live
+    q   dead numbers below n: quarantined, or filtered (see below). They are never consumed, so everything behind them moves
+        up; the rest are live
 
 Rule
     A credit for group n is given to an actor only when the weights that actor serves have version at least
@@ -17,8 +18,8 @@ Claim: every token of group n has staleness at most S at the moment it is traine
        ones below n or the W - 1 live ones above it: n is trained at step at most last(n).
     2. Sampling. Versions an actor serves only rise while a group is in flight (going back to an older version, after
        the learner was restored, cancels the groups in flight). The first token has version >= low(n), so all have.
-    3. Therefore step - version <= last(n) - low(n) <= S.  A later quarantine only lowers the step.        QED
-    Strict order is W = 1, where last(n) = (n - q) div B is the step of n itself and, without quarantine, the bound is
+    3. Therefore step - version <= last(n) - low(n) <= S.  A number that dies later only lowers the step.        QED
+    Strict order is W = 1, where last(n) = (n - q) div B is the step of n itself and, when nothing dies, the bound is
     reached by equality.
 
 Claim: it never deadlocks when S >= p - 1 + ceil((W - 1) / B).
@@ -31,7 +32,16 @@ AReaL admits while `accepted + running < (S + version + 1) B`; TitanRL holds `(S
 frees. With W = 1 and p = 1 the rule above says n < (S + version + 1) B: AReaL's capacity, counted by number instead of
 by sum, so that it also bounds each group and not only their total. The window costs TitanRL's `ceil((W - 1) / B)` steps.
 
-Exact mode: group n is made by version max(0, step(n) - S) and no other; needs W = 1 and p = 1.
+Refill: a group that says nothing may be filtered when it is put; its number dies, and the numbers behind it replace it. So a
+batch has B groups that say something, and nothing above changes: q counts the filtered ones too. Of a batch only the
+first R B numbers may be filtered, R being `refills`; what comes behind them enters as it is, so a batch takes at most
+(R + 1) B groups to make in strict order, and a run in which nothing says anything goes on (its learner ends it). With S = 0
+the batch is a function of the version: all of it is made by version `step`, in the order of numbers, and whether a number is
+filtered does not depend on when the others were put.
+
+Exact mode: group n is made by version max(0, step(n) - S) and no other; needs W = 1, p = 1 and no refill: when n is put,
+groups below it may still be filtered, so step(n), and with it the version n should have been made by, would depend on
+who was faster.
 """
 
 from __future__ import annotations
@@ -43,7 +53,10 @@ from buffers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bound:
-    """The arithmetic of one run; `num_groups` is how many group numbers there are in all."""
+    """The arithmetic of one run. num_groups: how many groups may be consumed in all. refills: R; 0 filters nothing.
+
+    numbers: how many group numbers there are, when filtered ones are to be replaced; None: as many as groups.
+    """
 
     groups_per_batch: int
     max_staleness: int
@@ -51,6 +64,8 @@ class Bound:
     publish_every: int = 1
     window: int = 1
     exact: bool = False
+    refills: int = 0
+    numbers: int | None = None
 
     def check(self) -> None:
         """Raise ConfigError for settings under which the run would wait forever, naming the nearest that would not."""
@@ -60,6 +75,11 @@ class Bound:
                 f"queue.max_staleness = {self.max_staleness} would hang: with publish_every = {self.publish_every}, "
                 f"window = {self.window} and {self.groups_per_batch} groups per batch the learner would wait for groups "
                 f"that no published version may begin. Lowest that can run: queue.max_staleness = {needed}."
+            )
+        if self.exact and self.refills:
+            raise ConfigError(
+                "queue.exact = true with advantage.constant_groups = 'refill': which version makes a group would depend on "
+                "which of those before it were filtered early. Set advantage.constant_groups = 'drop' or queue.exact = false."
             )
         if self.exact and (self.window != 1 or self.publish_every != 1):
             raise ConfigError(
@@ -72,15 +92,20 @@ class Bound:
         """The smallest bound under which this run does not wait forever: p - 1 + ceil((W - 1) / B)."""
         return self.publish_every - 1 + -(-(self.window - 1) // self.groups_per_batch)
 
-    def last_step(self, number: int, quarantined_below: int = 0) -> int:
+    @property
+    def num_numbers(self) -> int:
+        """How many group numbers there are, filtered ones included."""
+        return self.num_groups if self.numbers is None else self.numbers
+
+    def last_step(self, number: int, dead_below: int = 0) -> int:
         """Latest learner step at which group `number` can be trained on."""
-        return (number - quarantined_below + self.window - 1) // self.groups_per_batch
+        return (number - dead_below + self.window - 1) // self.groups_per_batch
 
-    def lowest_version(self, number: int, quarantined_below: int = 0) -> int:
+    def lowest_version(self, number: int, dead_below: int = 0) -> int:
         """Lowest version that may sample a token of group `number`."""
-        return max(0, self.last_step(number, quarantined_below) - self.max_staleness)
+        return max(0, self.last_step(number, dead_below) - self.max_staleness)
 
-    def allows(self, version: int, number: int, quarantined_below: int = 0, aim: int | None = None) -> bool:
+    def allows(self, version: int, number: int, dead_below: int = 0, aim: int | None = None) -> bool:
         """Whether weights of `version` may begin group `number` (in exact mode: must be exactly the one).
 
         `aim`: a staleness to stay within instead of the bound, as far as the run can go on with it; it allows less, never more.
@@ -88,7 +113,7 @@ class Bound:
         within = self.max_staleness
         if aim is not None and not self.exact:
             within = min(within, max(aim, self.lowest_staleness))
-        low = max(0, self.last_step(number, quarantined_below) - within)
+        low = max(0, self.last_step(number, dead_below) - within)
         return version == low if self.exact else version >= low
 
     @property

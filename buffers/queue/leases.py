@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 
@@ -23,3 +24,9 @@ class Actor:
     version: int
     heard_at: float
     leases: dict[int, Credit] = field(default_factory=dict)
+
+    def has_room(self, number: int, suspects: AbstractSet[int]) -> bool:
+        """Whether it can take one more. A suspect is made alone: only then does losing it prove anything."""
+        if number in suspects:
+            return not self.leases and self.capacity > 0
+        return len(self.leases) < self.capacity and suspects.isdisjoint(self.leases)

@@ -28,6 +28,9 @@ class Restored:
     head: int = 0
     consumed: tuple[int, ...] = ()
     quarantined: tuple[int, ...] = ()
+    filtered: tuple[int, ...] = ()  # those from the head on
+    filtered_before: int = 0  # how many there are below it
+    filtered_tokens: int = 0
     stale: int = 0
     stale_tokens: int = 0
     failed: int = 0
@@ -42,8 +45,9 @@ class Ledger:
     credited = trained + queued + in_flight + leased + stale + filtered + failed + quarantined
 
     trained: in a step the learner has done; in_flight: taken and not yet trained; leased: being generated or scored;
-    stale: given up because the bound could not be kept; filtered: refused by a filter; failed: the actor was lost;
-    quarantined: failed as often as allowed. Token counts are of completion tokens that reached the queue.
+    stale: given up because the bound could not be kept; filtered: it said nothing, and another took its place; failed: the
+    actor was lost; quarantined: failed as often as allowed. Token counts are of completion tokens that reached the hub in a
+    group that was admitted or filtered.
     """
 
     credited: int = 0
@@ -62,6 +66,7 @@ class Ledger:
     tokens_queued: int = 0
     tokens_in_flight: int = 0
     tokens_stale: int = 0
+    tokens_filtered: int = 0
 
     @property
     def closes(self) -> bool:
@@ -69,7 +74,9 @@ class Ledger:
             self.trained + self.queued + self.in_flight + self.leased + self.stale
             + self.filtered + self.failed + self.quarantined
         )  # fmt: skip
-        tokens = self.tokens_trained + self.tokens_queued + self.tokens_in_flight + self.tokens_stale
+        tokens = (
+            self.tokens_trained + self.tokens_queued + self.tokens_in_flight + self.tokens_stale + self.tokens_filtered
+        )  # fmt: skip
         return self.credited == groups and self.tokens_put == tokens and self.committed <= self.trained
 
     @staticmethod

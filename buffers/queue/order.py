@@ -1,23 +1,25 @@
-"""The line of group numbers: which were begun, which are open again, which a batch has, which never will be consumed.
+"""The line of group numbers: which were begun, which are open again, which a batch has, which are dead.
 
 Pure arithmetic over numbers; it knows no actor, group or batch. `admission` owns one. A number is
 
-    fresh (>= `next`), open (begun before, to be credited again), consumed (a batch has it), quarantined,
-    or in `admission`'s hands (leased or queued)
+    fresh (>= `next`), open (begun before, to be credited again), consumed (a batch has it), dead (quarantined or
+    filtered: never to be consumed), or in `admission`'s hands (leased or queued)
 
-The window is counted in live numbers from the lowest one that is not ready, as the proof in `bound` needs it.
+The position of a number is how many live ones are below it. The window is counted in live numbers from the lowest one that
+is not ready, as the proof in `bound` needs it.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from buffers.queue.bound import Bound
+from buffers.queue.ledger import Restored
 
 
 class Line:
-    """Numbers 0 to `bound.num_groups` - 1 in the order of their consumption."""
+    """Numbers 0 to `bound.num_numbers` - 1 in the order of their consumption."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
@@ -26,19 +28,22 @@ class Line:
         self.open: list[int] = []  # sorted: begun before, to be credited again
         self.consumed: set[int] = set()  # numbers above the head that a batch has
         self.quarantined: list[int] = []  # sorted
+        self.filtered: list[int] = []  # sorted: those that may still matter
+        self.filtered_before = 0  # how many there are below them
 
     def lowest_version(self, number: int) -> int:
-        """Lowest version that may sample a token of `number`, given what is quarantined now."""
-        return self._bound.lowest_version(number, self.quarantined_below(number))
+        """Lowest version that may sample a token of `number`, given what is dead now."""
+        return self._bound.lowest_version(number, self.dead_below(number))
 
     def next_number(self) -> int | None:
-        """The lowest number that nobody works on, or None when all have been begun."""
+        """The lowest number that nobody works on, or None when all that are needed have been begun."""
         if self.open:
             return self.open[0]
-        return self.next if self.next < self._bound.num_groups else None
+        exists = self.next < self._bound.num_numbers
+        return self.next if exists and self._position(self.next) < self._bound.num_groups else None
 
     def is_open(self, number: int) -> bool:
-        return self.next <= number < self._bound.num_groups or number in self.open
+        return self.next <= number < self._bound.num_numbers or number in self.open
 
     def begin(self, number: int) -> None:
         """Somebody works on this open number now."""
@@ -57,31 +62,42 @@ class Line:
         bisect.insort(self.quarantined, number)
         self._advance()
 
+    def may_filter(self, number: int) -> bool:
+        """Whether `number` is among the first of its batch that may be filtered (see `bound`)."""
+        size = self._bound.groups_per_batch
+        before = self._position(number) // size * size  # live numbers in the batches before
+        return number - (self._number_at(before - 1) + 1 if before else 0) < self._bound.refills * size
+
+    def filter(self, number: int) -> None:
+        """This number says nothing and will never be consumed: everything behind it moves up."""
+        bisect.insort(self.filtered, number)
+        self._advance()
+
     def consume(self, numbers: Iterable[int]) -> None:
         """A batch has these numbers."""
         self.consumed.update(numbers)
         self._advance()
 
-    def quarantined_below(self, number: int) -> int:
-        return bisect.bisect_left(self.quarantined, number)
+    def dead_below(self, number: int) -> int:
+        filtered = self.filtered_before + bisect.bisect_left(self.filtered, number)
+        return filtered + bisect.bisect_left(self.quarantined, number)
 
     def rank(self, number: int) -> int:
         """How many live numbers below this one no batch has."""
-        below = number - self.head - (self.quarantined_below(number) - self.quarantined_below(self.head))
+        below = self._position(number) - self._position(self.head)
         return below - sum(consumed < number for consumed in self.consumed)
 
-    def is_quarantined(self, number: int) -> bool:
-        place = bisect.bisect_left(self.quarantined, number)
-        return place < len(self.quarantined) and self.quarantined[place] == number
+    def is_dead(self, number: int) -> bool:
+        return _holds(self.quarantined, number) or _holds(self.filtered, number)
 
     def pick(self, ready: Callable[[int], bool], wanted: int) -> list[int]:
         """The lowest `wanted` ready numbers that lie within the window of the lowest one that is not ready."""
         picked: list[int] = []
         reach: int | None = None
         for number in range(self.head, self.next):
-            if number in self.consumed or self.is_quarantined(number):
+            if number in self.consumed or self.is_dead(number):
                 continue
-            position = number - self.quarantined_below(number)
+            position = self._position(number)
             if len(picked) == wanted or (reach is not None and position >= reach):
                 break
             if ready(number):
@@ -90,14 +106,44 @@ class Line:
                 reach = position + self._bound.window
         return picked
 
-    def restore(self, head: int, consumed: Iterable[int], quarantined: Iterable[int], queued: Iterable[int]) -> None:
+    def floor(self, uncommitted: Iterable[int]) -> int:
+        """The lowest number that still matters when batches hold these: the dead right below belong to the next batch."""
+        lowest = min([self.head, *uncommitted])
+        while self.is_dead(lowest - 1):
+            lowest -= 1
+        return lowest
+
+    def forget_below(self, floor: int) -> None:
+        """Of the filtered numbers below the floor only how many there are is still asked."""
+        place = bisect.bisect_left(self.filtered, floor)
+        self.filtered_before += place
+        del self.filtered[:place]
+
+    def restore(self, past: Restored, queued: Iterable[int]) -> None:
         """Begin where a journal ends; numbers begun but in none of these places are open again."""
-        self.head, self.consumed, self.quarantined = head, set(consumed), sorted(quarantined)
-        known = {*queued, *self.consumed, *self.quarantined}
-        self.next = max([head - 1, *known]) + 1
-        self.open = [number for number in range(head, self.next) if number not in known]
+        self.head, self.consumed, self.quarantined = past.head, set(past.consumed), sorted(past.quarantined)
+        self.filtered, self.filtered_before = sorted(past.filtered), past.filtered_before
+        known = {*queued, *self.consumed, *self.quarantined, *self.filtered}
+        self.next = max([past.head - 1, *known]) + 1
+        self.open = [number for number in range(past.head, self.next) if number not in known]
+        self._advance()
+
+    def _position(self, number: int) -> int:
+        return number - self.dead_below(number)
+
+    def _number_at(self, position: int) -> int:
+        """The live number that has this position: the lowest n with n - (dead ones up to n) = position."""
+        number = position
+        while (further := position + self.dead_below(number + 1)) != number:
+            number = further
+        return number
 
     def _advance(self) -> None:
-        while self.head < self._bound.num_groups and (self.head in self.consumed or self.is_quarantined(self.head)):
+        while self.head < self._bound.num_numbers and (self.head in self.consumed or self.is_dead(self.head)):
             self.consumed.discard(self.head)
             self.head += 1
+
+
+def _holds(numbers: Sequence[int], number: int) -> bool:
+    place = bisect.bisect_left(numbers, number)
+    return place < len(numbers) and numbers[place] == number

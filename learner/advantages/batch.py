@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from buffers.composition import EPSILON
 from buffers.record import Float32Array
-from learner.advantages.groups import EPSILON
 
 
 def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:

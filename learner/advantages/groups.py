@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Keeps the division finite; a group this close to constant is treated as constant.
-EPSILON = 1e-6
+from buffers.composition import EPSILON
 
 
 def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learner.advantages.groups import EPSILON
+from buffers.composition import EPSILON
 
 Rewards = Sequence[float | None]
 
@@ -36,6 +36,7 @@ def best(rewards: Rewards) -> list[float | None]:
 def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
     """Constant groups lose all their members: they would add tokens to a denominator and nothing to a numerator.
 
-    The filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2), without its refill: a smaller batch.
+    The filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2). Its refill is the queue's: constant
+    groups are replaced when they are put (`buffers/queue/bound.py`), and what still comes here makes the batch smaller.
     """
     return [[None for _ in rewards] if constant(rewards) else list(rewards) for rewards in groups]

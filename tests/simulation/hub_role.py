@@ -154,7 +154,7 @@ class HubRole:
         exchange, journal = self.exchange, self._journal
         assert exchange is not None and journal is not None
         admission = exchange._admission
-        entries = {**admission._queued, **{n: entry for batch in admission._batches.values() for n, entry in batch.items()}}
+        entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
         acks = [
             (number, attempt, entries[number].oldest_version) for kept in exchange._kept.values() for number, attempt in kept
         ]

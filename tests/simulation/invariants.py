@@ -82,7 +82,7 @@ class Observer:
         admission = exchange._admission
         for number, (attempt, oldest) in list(self._promised.items()):
             entry = admission._queued.get(number) or next(
-                (batch[number] for batch in admission._batches.values() if number in batch), None
+                (batch[number] for batch in admission._batches.of.values() if number in batch), None
             )
             if number in self.durable or (entry is not None and entry.attempt == attempt):
                 continue

@@ -48,10 +48,10 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
         given: dict[str, list[Credit]] = {}
         for name, actor in self.actors.items():
             begun = sum(len(each.leases) for each in self.actors.values()) + len(self._queued)
-            begun += sum(len(batch) for step, batch in self._batches.items() if step >= self.step)
+            begun += sum(len(batch) for step, batch in self._batches.of.items() if step >= self.step)
             while (
                 (number := self._line.next_number()) is not None
-                and self._has_room(actor, number)
+                and actor.has_room(number, self.failures.suspects)
                 and actor.fence == self.fence > 0
                 and lowest(self) <= actor.version <= self._newest
                 and begun < self.bound.max_ahead
@@ -81,11 +81,11 @@ def free_a_slot_at_take() -> AbstractContextManager[Any]:
     honest = Admission.credits
 
     def credits(self: Admission) -> dict[str, list[Credit]]:
-        bound, freed = self.bound, self.bound.groups_per_batch * (self.step in self._taken)
+        bound, freed = self.bound, self.bound.groups_per_batch * (self.step in self._batches.taken)
         allows = type(bound).allows
 
-        def early(self: Any, version: int, number: int, quarantined_below: int = 0, aim: int | None = None) -> bool:
-            return allows(self, version, number, quarantined_below + freed, aim)
+        def early(self: Any, version: int, number: int, dead_below: int = 0, aim: int | None = None) -> bool:
+            return allows(self, version, number, dead_below + freed, aim)
 
         with patch.object(type(bound), "allows", early):
             return honest(self)

@@ -52,8 +52,8 @@ def one_of(names: Collection[Any], chance: Random) -> Any:
 class Run:
     """Three actors, a learner, a hub, and what its journal and its weight store hold."""
 
-    def __init__(self, bound: Bound, max_attempts: int) -> None:
-        self.bound, self.max_attempts = bound, max_attempts
+    def __init__(self, bound: Bound, max_attempts: int, constant_share: float = 0.0) -> None:
+        self.bound, self.max_attempts, self.constant_share = bound, max_attempts, constant_share
         self.hub = Admission(bound, max_attempts=max_attempts, lease_s=10.0)
         self.now = 0.0
         self.processes: dict[str, Process] = {}
@@ -69,6 +69,7 @@ class Run:
         self.batch_of: dict[int, list[int]] = {}
         self.trained_in: dict[int, int] = {}
         self.sent: list[tuple[str, int, Entry]] = []
+        self.filtered: set[int] = set()
         # The morning of a run.
         self.register()
         for name in NAMES[:2]:
@@ -84,8 +85,9 @@ class Run:
     # -- what the hub's shell does after each event --------------------------------------------------------------------
 
     def pump(self) -> None:
-        if self.hub.remember().quarantined != self.state.quarantined:
-            self.state = self.hub.remember()
+        found = self.hub.remember()
+        if (found.quarantined, found.filtered) != (self.state.quarantined, self.state.filtered):
+            self.state = found
         for name in self.hub.actors:
             target, process = self.hub.target(name), self.processes[name]
             if target in self.weights:
@@ -111,7 +113,7 @@ class Run:
             assert process.version == max(0, last - self.bound.max_staleness)
 
     def last_step(self, number: int) -> int:
-        position = number - sum(below < number for below in self.hub.remember().quarantined)
+        position = number - sum(below < number for below in {*self.hub.remember().quarantined, *self.filtered})
         return (position + self.bound.window - 1) // self.bound.groups_per_batch
 
     # -- actors --------------------------------------------------------------------------------------------------------
@@ -210,10 +212,16 @@ class Run:
     def put(self, name: str, number: int, entry: Entry) -> str:
         """Why it was refused, or nothing."""
         was_queued = number in self.entries and not self.bound.exact
+        constant = Random(number).random() < self.constant_share
         try:
-            self.hub.put(name, number, entry)
+            entered = self.hub.put(name, number, entry, constant=constant)
         except RefusedError as error:
             return error.reason
+        if not entered:
+            assert constant and self.bound.refills and number not in self.filtered
+            assert number not in self.trained_in, "a trained group was filtered"
+            self.filtered.add(number)
+            return ""
         assert not was_queued, "a group was accepted twice"
         assert number not in self.batch_of.get(self.trained_in.get(number, -1), []), "a trained group was accepted again"
         self.entries[number] = entry
@@ -417,6 +425,7 @@ class Run:
         queued = self.entries.keys() - in_batches
         leased = [number for actor in self.hub.actors.values() for number in actor.leases]
         assert ledger.leased == len(leased) == len(set(leased))
+        assert ledger.filtered == len(self.filtered) and self.filtered.isdisjoint({*leased, *self.entries})
         assert not in_batches & set(leased)
         if not self.bound.exact:  # there, a quarantine may have dropped queued groups that the journal still holds
             assert ledger.queued + ledger.in_flight == len(queued) + sum(len(b) for k, b in self.takes.items() if k >= step)
@@ -435,17 +444,19 @@ class Run:
         self.processes["dora"] = Process(capacity=self.bound.groups_per_batch)
         for name in self.processes:
             self.say_hello(name)
-        for _ in range(10 * self.bound.num_groups + 100):
+        for _ in range(10 * self.bound.num_groups * (1 + self.bound.refills) + 100):
             trained = self.all_do_their_work()
             self.check()
             if self.hub.at_end and not trained:
                 break
         assert self.hub.at_end, f"the run hangs: {self.hub.ledger}"
-        trained_ever, quarantined = set(self.trained_in), set(self.hub.remember().quarantined)
-        live = set(range(self.bound.num_groups)) - quarantined
-        assert trained_ever <= live
-        assert self.hub.num_left == len(live - trained_ever)
-        assert self.hub.draining or trained_ever == live
+        trained_ever, dead = set(self.trained_in), {*self.hub.remember().quarantined, *self.filtered}
+        assert not trained_ever & dead
+        most = min(self.bound.num_groups, self.bound.num_numbers - len(dead))
+        assert self.hub.num_left == most - len(trained_ever)
+        assert self.hub.draining or len(trained_ever) == most
+        if not self.bound.refills:
+            assert trained_ever | dead <= set(range(self.bound.num_groups))
         assert self.hub.ledger.in_flight == 0
         self.journal_state(self.hub.commit(self.step))
         assert self.hub.ledger.committed == self.hub.ledger.trained == len(trained_ever)
@@ -486,7 +497,9 @@ def bounds(draw: st.DrawFn) -> Bound:
     lowest = publish_every - 1 + -(-(window - 1) // groups_per_batch)
     max_staleness = lowest + draw(st.integers(0, 3))
     num_groups = draw(st.integers(1, 60))
-    return Bound(groups_per_batch, max_staleness, num_groups, publish_every, window, exact)
+    refills = 0 if exact else draw(st.integers(0, 2))
+    numbers = draw(st.sampled_from((num_groups + 7, 1 << 40))) if refills else None
+    return Bound(groups_per_batch, max_staleness, num_groups, publish_every, window, exact, refills, numbers)
 
 
 @st.composite
@@ -496,10 +509,12 @@ def histories(draw: st.DrawFn) -> list[int]:
 
 
 # Found here: two actors, each told in turn to go where the other's work needed it, left their own work for ever.
-@example(Bound(2, 2, 6, exact=True), 2, [266, 109])
-@given(bounds(), st.integers(1, 3), histories())
-def test_whatever_happens_the_promises_hold_and_the_run_ends(bound: Bound, max_attempts: int, history: list[int]) -> None:
-    run = Run(bound, max_attempts)
+@example(Bound(2, 2, 6, exact=True), 2, 0.0, [266, 109])
+@given(bounds(), st.integers(1, 3), st.sampled_from((0.0, 0.4, 1.0)), histories())
+def test_whatever_happens_the_promises_hold_and_the_run_ends(
+    bound: Bound, max_attempts: int, constant_share: float, history: list[int]
+) -> None:
+    run = Run(bound, max_attempts, constant_share)
     for event in history:
         run.happen(event)
     run.settle()

@@ -1,0 +1,44 @@
+"""The batches that are made up and in no durable checkpoint yet, and how much is in one. Values only; `admission` owns one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from buffers.queue.ledger import Entry
+
+
+class Batches:
+    """`of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Mapping[int, Entry]] = {}
+        self.taken: set[int] = set()
+        self.committed_groups = self.committed_tokens = 0
+
+    @property
+    def numbers(self) -> set[int]:
+        """The groups of all batches that are not committed."""
+        return {number for batch in self.of.values() for number in batch}
+
+    @property
+    def num_consumed(self) -> int:
+        """Groups that are in a batch, committed or not."""
+        return self.committed_groups + sum(map(len, self.of.values()))
+
+    def commit(self, step: int) -> list[int]:
+        """Batches before `step` are in a durable checkpoint; returns their groups."""
+        numbers: list[int] = []
+        for index in sorted(index for index in self.of if index < step):
+            batch = self.of.pop(index)
+            self.taken.discard(index)
+            numbers += batch
+            self.committed_tokens += sum(entry.num_tokens for entry in batch.values())
+        self.committed_groups += len(numbers)
+        return numbers
+
+    def split(self, step: int) -> tuple[list[Entry], list[Entry], list[Entry]]:
+        """Groups trained on when the learner has done `step` steps, those it holds, and those it is to be offered again."""
+        trained, held, waiting = list[Entry](), list[Entry](), list[Entry]()
+        for index, batch in self.of.items():
+            (trained if index < step else held if index in self.taken else waiting).extend(batch.values())
+        return trained, held, waiting
