@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
-The logits of a few tokens at a time are made from the hidden states, used, and forgotten; the backward pass makes them
-again. What fits into one such chunk is remembered instead, so that small vocabularies pay nothing. With `supports` (see
-`support`) the distribution is restricted to the tokens that each was chosen among.
+The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
+backward pass finds them again; of all others it makes them again. With `supports` (see `support`) the distribution is
+restricted to the tokens that each was chosen among.
 
 Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
 """
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from learner.support import Supports
 
+# One chunk of logits. The C library fetches what is larger than 32 MiB from the system each time, and first touching
+# its pages takes longer than computing what stands on them.
+CHUNK_MIB = 16
 _FLOAT32_BYTES = 4
 # p log p of a token that p = 0 masks: far below where exp underflows, and finite times any gradient.
 _LOG_ZERO = -1e4
@@ -52,15 +55,17 @@ def chunked_logprobs(
     temperature_N: Tensor,
     rows: int,
     supports: Supports | None = None,
+    remembered: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
 
-    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunk_tokens`). Products are
-    computed in the autocast type where that is on, else in the type of `hidden`; everything after them is float32.
+    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunk_tokens`); of
+    the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Products are computed in the
+    autocast type where that is on, else in the type of `hidden`; everything after them is float32.
     """
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, supports, rows, dtype
+    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, supports, rows, remembered, dtype
     logp_N, entropy_N = _Chunked.apply(*inputs)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N
 
@@ -78,26 +83,28 @@ class _Chunked(torch.autograd.Function):
         temperature_N: Tensor,
         supports: Supports | None,
         rows: int,
+        remembered: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VD.to(dtype)
         logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.empty_like(logp_N)
-        whole = None
+        kept = []
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part, cut in _parts(len(target_N), rows, supports):
                 logp_CV = _log_softmax(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
                 logp_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
-                entropy_N[part] = _entropy(logp_CV)
-                whole = logp_CV if len(target_N) <= rows else None
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, whole)
+                entropy_N[part] = _entropy_(logp_CV)
+                if part.stop <= remembered:
+                    kept.append(logp_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
         ctx.supports, ctx.rows, ctx.dtype = supports, rows, dtype
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, whole = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept = ctx.saved_tensors
         rows, dtype = ctx.rows, ctx.dtype
         weight = weight_VD.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -105,9 +112,10 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part, cut in _parts(len(target_N), rows, ctx.supports):
+            for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.supports)):
                 hidden = hidden_ND[part].to(dtype)
-                logp_CV = _log_softmax(hidden, weight, bias_V, temperature_N[part], cut) if whole is None else whole
+                known = index < len(kept)
+                logp_CV = kept[index] if known else _log_softmax(hidden, weight, bias_V, temperature_N[part], cut)
                 dz = _gradient(
                     logp_CV,
                     target_N[part],
@@ -126,7 +134,7 @@ class _Chunked(torch.autograd.Function):
                     grad_weight += dz.T @ hidden
         as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, as_weight, as_bias, None, None, None, None, None
+        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None
 
 
 def _parts(count: int, rows: int, supports: Supports | None) -> list[tuple[slice, Supports | None]]:
@@ -138,18 +146,20 @@ def _parts(count: int, rows: int, supports: Supports | None) -> list[tuple[slice
 def _log_softmax(
     hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, supports: Supports | None
 ) -> Tensor:
-    """float32 [C, V]; each step writes over the one before."""
+    """float32 [C, V]"""
     z = hidden_CD @ weight_VD.T
     if bias_V is not None:
         z += bias_V.to(z.dtype)
     z = z.float().div_(temperature_C[:, None])
     if supports is not None:
         supports.restrict_(z)
-    return z.sub_(torch.logsumexp(z, dim=-1, keepdim=True))
+    return torch.log_softmax(z, dim=-1)
 
 
-def _entropy(logp_CV: Tensor) -> Tensor:
-    return -(logp_CV.exp().mul_(logp_CV.clamp(min=_LOG_ZERO))).sum(-1)
+def _entropy_(logp_CV: Tensor) -> Tensor:
+    """float32 [C]; where p = 0, log p is made finite in place."""
+    logp_CV.clamp_(min=_LOG_ZERO)
+    return -logp_CV.exp().mul_(logp_CV).sum(-1)
 
 
 def _gradient(
@@ -158,7 +168,7 @@ def _gradient(
     """float32 [C, V]: gradient of the logits before the temperature; the incoming ones are divided by it already."""
     p = logp_CV.exp()
     if grad_entropy_C is None:
-        factor = torch.zeros_like(p) if grad_logp_C is None else -grad_logp_C[:, None] * p
+        factor = p.zero_() if grad_logp_C is None else p.mul_(-grad_logp_C[:, None])
     else:
         factor = (logp_CV.clamp(min=_LOG_ZERO) + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
         factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p)

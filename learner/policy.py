@@ -18,7 +18,7 @@ from buffers.errors import ConfigError
 from learner.batch import MicroBatch, attention_mask
 from learner.config import LearnerConfig
 from learner.critic import make_critic
-from learner.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding.
 _SAME_LOGITS = 1e-3
@@ -83,9 +83,10 @@ class Policy(nn.Module):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
-                rows = chunk_tokens(head.weight.shape[0], self._logits_mib)
+                rows = chunk_tokens(head.weight.shape[0], min(CHUNK_MIB, self._logits_mib))
+                remembered = chunk_tokens(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
                 logp_N, entropy_N = chunked_logprobs(
-                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows, batch.supports
+                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows, batch.supports, remembered
                 )
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)

@@ -55,20 +55,24 @@ def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("remembered", [0, 3, 7])
 @pytest.mark.parametrize("biased", [True, False])
 def test_in_chunks_they_and_their_gradients_are_those_of_the_whole(
-    layer: tuple[torch.Tensor, ...], rows: int, biased: bool
+    layer: tuple[torch.Tensor, ...], rows: int, biased: bool, remembered: int
 ) -> None:
     def both(chunked: bool) -> list[torch.Tensor]:
-        hidden, weight, bias = (each.clone().requires_grad_() for each in layer)
+        hidden, weight, bias = (
+            each.to(torch.float32 if chunked else torch.float64, copy=True).requires_grad_() for each in layer
+        )
         if chunked:
-            logp, entropy = chunked_logprobs(hidden, weight, bias if biased else None, TARGET_N, TEMPERATURE_N, rows)
+            given = hidden, weight, bias if biased else None, TARGET_N, TEMPERATURE_N, rows
+            logp, entropy = chunked_logprobs(*given, remembered=remembered)
         else:
-            logits = hidden @ weight.T + (bias if biased else 0)
-            logp, entropy = token_logprobs(logits, TARGET_N, TEMPERATURE_N), token_entropy(logits, TEMPERATURE_N)
+            exact = Categorical(logits=(hidden @ weight.T + (bias if biased else 0)) / TEMPERATURE_N[:, None])
+            logp, entropy = exact.log_prob(TARGET_N), exact.entropy()  # type: ignore[no-untyped-call]
         (logp * torch.arange(7) - 0.3 * entropy * torch.arange(7).flip(0)).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [each.grad for each in (hidden, weight, bias) if each.grad is not None]
-        return [logp.detach(), entropy.detach(), *gradients]
+        return [each.float() for each in (logp.detach(), entropy.detach(), *gradients)]
 
     found, expected = both(True), both(False)
     assert len(found) == len(expected) == (5 if biased else 4)
