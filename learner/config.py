@@ -179,8 +179,8 @@ class LearnerConfig(Section):
     """Padded tokens of one forward and backward pass."""
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
-    logits_mib: int = Field(default=64, ge=1)
-    """Memory (MiB) of one chunk of float32 logits; a smaller one costs no accuracy, a larger one saves a little time."""
+    logits_mib: int = Field(default=256, ge=1)
+    """Memory (MiB) for float32 logits that the backward pass finds again; of tokens beyond it they are computed twice."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
