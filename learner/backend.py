@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, RawTensor]:
-        """All parameters by name, each once, ready to publish.
+        """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 
         On a CPU these are views of live memory: they hold until the next `step` or `load`, so copy what must outlive it
         (a weight set does).

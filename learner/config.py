@@ -140,6 +140,9 @@ class LoraConfig(Section):
     """An adapter's product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get one (`"q_proj"`), or `"all-linear"` for every linear layer but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get: whole weights with the adapters in them, or the adapters alone, which each engine adds to the
+    weights of the model directory."""
 
 
 class CriticConfig(Section):

@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft: injected into a model, merged when weights leave, kept apart in a checkpoint.
+"""Low-rank adapters by peft: injected into a model, merged or alone when weights leave, kept apart in a checkpoint.
 
 W' = W + (alpha / rank) B A (Hu et al. 2021, arXiv 2106.09685): B begins at zero, so training begins at the model it was given.
-Engines and the checkpoint's `model/` get W'; the checkpoint's `adapter/` is a directory that peft loads.
+Engines get W', or B and A alone; the checkpoint's `model/` has W', its `adapter/` is a directory that peft loads.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             raise ConfigError(
                 f"learner.lora.targets = {list(config.targets)}: {error}. Layers here: {', '.join(names)}"
             ) from error
+    owner: Any = model
+    if not isinstance(owner.get_input_embeddings(), nn.Embedding):
+        raise ConfigError(
+            f"learner.lora.targets = {list(config.targets)} has the input embeddings, and adapters are for linear layers; "
+            "leave them out"
+        )
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -62,6 +68,21 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     by_place = {p.data_ptr(): name.replace(_BASE, "") for name, p in model.named_parameters()}
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     return {name.replace(_BASE, ""): own.get(by_place.get(tensor.data_ptr(), ""), tensor) for name, tensor in state.items()}
+
+
+def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of every adapted parameter W its `<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r], W' = W + B A; float32."""
+    layers = dict(model.named_modules())
+    for name, _ in model.named_parameters():
+        place, adapted, kind = name.partition(_BASE)
+        if not adapted or kind != ".weight":
+            continue
+        layer: Any = layers[place]
+        a, b = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach() * layer.scaling[_NAME]
+        if layer.fan_in_fan_out:  # its weight is stored [columns, rows]
+            a, b = b.T, a.T
+        yield f"{place}{kind}.lora_A", a
+        yield f"{place}{kind}.lora_B", b
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,11 @@ def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) 
     _check_ranks(config, groups_per_batch)
     _check_schedule(config, max_steps)
     _check_deepspeed(config)
+    if config.lora.publish == "adapter" and not config.lora.rank:
+        raise ConfigError(
+            'learner.lora.publish = "adapter" and learner.lora.rank = 0: there is no adapter. Set learner.lora.rank = 8, '
+            "or leave learner.lora.publish out."
+        )
     if config.lora.rank:
         _check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
 

@@ -90,6 +90,8 @@ class TorchBackend(RankBackend):
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """See `Backend.tensors`."""
+        if self._lora is not None and self._lora.publish == "adapter":
+            return {name: raw(tensor) for name, tensor in lora.factors(self._model)}
         named = self._model.named_parameters() if self._lora is None else lora.merged(self._model)
         return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named}
 

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from actors.torch_engine.adapters import Base
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.graphs import GraphedForward, Recorder
@@ -56,14 +57,16 @@ class TorchEngine:
         prefill_tokens: int = 2048,
         max_places: int | None = None,
         recorder: Recorder | None = None,
+        base: Base | None = None,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
         max_length: the longest prompt and completion together, None for no limit. prefill_tokens: the most tokens of
         prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
+        base: the weights that adapters are added to, where they come alone.
         """
-        self._model = model.eval()
+        self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update
         self._max_length = max_length
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -138,7 +141,7 @@ class TorchEngine:
         return [Partial(key, self._rows.tokens(row)) for row, key in grown]
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
-        check_weights(self._model, tensors)
+        check_weights(self._model, tensors, self._base)
         self._coming = (version, tensors)
         if self._on_update != "finish" or not self._scheduler.num_begun:
             self._adopt(version, tensors)
@@ -148,7 +151,7 @@ class TorchEngine:
             self._suspend(self._scheduler.rows_by_age())
         else:
             self._rows.close_spans(self._scheduler.num_rows, self._version)
-        adopt_weights(self._model, tensors)
+        adopt_weights(self._model, tensors, self._base)
         self._version, self._coming = version, None
 
     def _suspend(self, rows: Sequence[int]) -> None:

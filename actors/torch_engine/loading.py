@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from actors.config import EngineConfig
 from actors.engine import OnUpdate
+from actors.torch_engine.adapters import Base
 from actors.torch_engine.engine import TorchEngine
 from actors.torch_engine.graphs import record_on_cuda
 from buffers.errors import ConfigError, EngineError
@@ -47,6 +48,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         prefill_tokens=config.prefill_tokens,
         max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
         recorder=record_on_cuda if config.cuda_graphs else None,
+        base=Base(Path(model_dir)),
     )
 
 

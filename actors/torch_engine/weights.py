@@ -1,4 +1,7 @@
-"""A weight set enters a model whole or not at all. Knows names, shapes and bytes; nothing about engines or versions."""
+"""A weight set enters a model whole or not at all. Knows names, shapes and bytes; nothing about engines or versions.
+
+A set is all parameters, or the adapters of some (see `adapters`).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ from collections.abc import Mapping
 
 import torch
 
+from actors.torch_engine.adapters import A, B, Base, adapted_parameters, check_adapters, with_adapter
 from buffers.errors import WeightsError
 from buffers.tensors import RawTensor
 
 
-def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
     """Raise WeightsError when a name is missing or unknown, or a shape or dtype differs.
 
-    Tied parameters appear once, as in `named_parameters`.
+    Tied parameters appear once, as in `named_parameters`. base: what adapters are added to.
     """
+    if adapted_parameters(tensors):
+        check_adapters(model, tensors, base)
+        return
     parameters = dict(model.named_parameters())
     missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     if missing or unknown:
@@ -32,8 +39,15 @@ def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> N
 
 
 @torch.no_grad()
-def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
     """Copy every tensor into the parameter of that name; the set has passed `check_weights`."""
+    adapted = adapted_parameters(tensors)
+    if adapted and base is not None:
+        for name, parameter in model.named_parameters():
+            if name in adapted:
+                a, b = (_as_tensor(tensors[name + end], torch.float32).to(parameter.device) for end in (A, B))
+                parameter.copy_(with_adapter(base.tensor(name).to(parameter.device), a, b))
+        return
     for name, parameter in model.named_parameters():
         if parameter.numel():
             parameter.copy_(_as_tensor(tensors[name], parameter.dtype))

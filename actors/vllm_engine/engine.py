@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from actors.torch_engine.adapters import Base
 from actors.torch_engine.weights import check_weights
 from actors.vllm_engine.session import Session
 from actors.vllm_engine.weights import write_weights
@@ -44,14 +45,15 @@ class VLLMEngine:
         vocabulary: int,
         max_length: int,
         has_tokenizer: bool,
+        base: Base | None = None,
         on_update: OnUpdate = "keep",
         version: int = -1,
     ) -> None:
         """session: started. model: of the served architecture, for names, shapes and dtypes only (device `meta`).
 
-        on_update: may be changed between updates.
+        base: the weights that adapters are added to, where they come alone. on_update: may be changed between updates.
         """
-        self._session, self._model = session, model
+        self._session, self._model, self._base = session, model, base
         self._vocabulary, self._max_length, self._has_tokenizer = vocabulary, max_length, has_tokenizer
         self.on_update, self._version = on_update, version
         self._unfinished: set[RolloutKey] = set()
@@ -121,7 +123,7 @@ class VLLMEngine:
         return self._session.partials(known)
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
-        check_weights(self._model, tensors)
+        check_weights(self._model, tensors, self._base)
         self._coming = None
         if self.on_update == "finish" and self._session.hold():
             self._coming = (version, tensors)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from actors.config import EngineConfig
 from actors.engine import OnUpdate
+from actors.torch_engine.adapters import Base
 from actors.torch_engine.loading import find_max_length, find_stop_ids
 from actors.vllm_engine.arguments import engine_arguments, environment
 from actors.vllm_engine.capabilities import probe
@@ -60,6 +61,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         max_length=max_length,
         has_tokenizer=tokenizer is not None,
+        base=Base(Path(model_dir)),
         on_update=on_update,
         version=version,
     )

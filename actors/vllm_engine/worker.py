@@ -10,11 +10,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from safetensors import safe_open
 
+from actors.torch_engine.adapters import A, B, Base, adapted_parameters, with_adapter
 from actors.vllm_engine.arguments import ACTOR_PID
 
 if TYPE_CHECKING:
@@ -27,14 +29,26 @@ class WeightReceiver:
     model_runner: Any
 
     def receive_weights(self, path: str) -> None:
-        """Take every tensor of a safetensors file, named as in a checkpoint, into the running model in place."""
-        self.model_runner.reload_weights(weights_iterator=_tensors(path))
+        """Take every tensor of a safetensors file, named as in a checkpoint, into the running model in place.
+
+        A file of adapters is completed from the model directory.
+        """
+        directory = Path(self.model_runner.vllm_config.model_config.model)
+        self.model_runner.reload_weights(weights_iterator=_tensors(path, directory))
 
 
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: str, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt", device="cpu") as file:
-        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-            yield name, file.get_tensor(name)
+        adapted = adapted_parameters(file.keys())
+        if not adapted:
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                yield name, file.get_tensor(name)
+            return
+        base = Base(directory)
+        for name in base.names:
+            tensor = base.tensor(name)
+            pair = (file.get_tensor(name + A), file.get_tensor(name + B)) if name in adapted else None
+            yield name, tensor if pair is None else with_adapter(tensor, *pair)
 
 
 def end_with(actor_pid: int) -> None:

@@ -12,6 +12,8 @@ from making import make_group, make_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from actors.config import EngineConfig
+from actors.torch_engine.loading import load_engine
 from buffers.errors import ConfigError
 from learner.batch import deal, make_rows
 from learner.checkpoint import CheckpointError
@@ -67,6 +69,43 @@ def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) 
     assert all(np.array_equal(state[name].numpy(), value) for name, value in published(backend).items())
 
 
+def test_adapters_alone_make_the_merged_weights(model_dir: Path) -> None:
+    merged, alone = make_backend(model_dir), make_backend(model_dir, publish="adapter")
+    base = published(TorchBackend(model_dir, LearnerConfig(), LossConfig()))
+    for backend in (merged, alone):
+        backend.step(UPDATES, 0)
+    whole, factors = published(merged), published(alone)
+    assert {name.rpartition(".lora_")[0] for name in factors} == {name for name in whole if (whole[name] != base[name]).any()}
+    for name in {name.rpartition(".lora_")[0] for name in factors}:
+        product = factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"]
+        np.testing.assert_allclose(base[name] + product, whole[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_adapters_of_layers_whose_weights_are_stored_turned_are_turned_too(tmp_path: Path) -> None:
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    merged, alone = (make_backend(tmp_path / "model", targets=("c_attn",), publish=kind) for kind in ("merged", "adapter"))
+    base = published(merged)
+    for backend in (merged, alone):
+        backend.step(UPDATES, 0)
+    whole, factors = published(merged), published(alone)
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert (whole[name] != base[name]).any()
+    np.testing.assert_allclose(
+        base[name] + factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"], whole[name], rtol=0, atol=1e-6
+    )
+
+
+def test_an_engine_that_adds_adapters_alone_agrees_with_the_canary(model_dir: Path) -> None:
+    backend = make_backend(model_dir, publish="adapter")
+    engine = load_engine(str(model_dir), EngineConfig(slots=2))
+    for version in (1, 2):
+        backend.step(UPDATES, version - 1)
+        engine.load_weights(version, backend.tensors())
+        canary = backend.canary()
+        np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, rtol=0, atol=1e-4)
+
+
 def test_saved_and_loaded_training_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     straight, resumed = make_backend(model_dir), make_backend(model_dir)
     straight.step(UPDATES, 0)
@@ -82,6 +121,12 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(model_dir: Path, tmp_path
 def test_a_layer_that_is_not_there_is_refused_with_those_that_are(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner.lora.targets = \['nowhere'\].*Layers here: .*q_proj"):
         make_backend(model_dir, targets=("nowhere",))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_of_the_embeddings_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="has the input embeddings, and adapters are for linear layers"):
+        make_backend(model_dir, targets=("q_proj", "embed_tokens"))
 
 
 def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir: Path, tmp_path: Path) -> None:

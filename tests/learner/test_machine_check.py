@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a fall upwards": ({"learning_rate": 1e-4, "final_learning_rate": 1e-3}, "highest: 0.0001"),
     "DeepSpeed's file without it": ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
     "no such file": ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
+    "an adapter of rank 0": ({"lora": {"publish": "adapter"}}, "there is no adapter. Set learner.lora.rank = 8"),
     "adapters shared out": (
         {"backend": "deepspeed", "lora": {"rank": 4}},
         "Set learner.backend = 'torch', or learner.lora.rank = 0",
