@@ -18,7 +18,7 @@ from buffers.protocol import wire
 from buffers.record import Float32Array, Score, Span
 from buffers.tensors import RawTensor
 from tests.simulation.hub_role import BEAT_S, TIMEOUT_S, HubRole
-from tests.simulation.world import SimLink, ViolationError
+from tests.simulation.world import Network, SimLink, ViolationError
 
 STILL = np.arange(60, dtype="<i4")
 """Weights that no step changes: most of a set, so that it is worth a delta."""
@@ -110,8 +110,8 @@ class FakeScoring:
 class ActorRole:
     """An actor's process under one name: the real `Worker`, turned by the world."""
 
-    def __init__(self, name: str, hub: HubRole, *, group_size: int, capacity: int, tokens: int) -> None:
-        self.name, self._hub, self._capacity = name, hub, capacity
+    def __init__(self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int) -> None:
+        self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
         rows = [Row("p", {})]
         self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, 1.0)
         self._life = 0
@@ -123,9 +123,12 @@ class ActorRole:
         self._life += 1
         self._turn_at = float("inf")
         life, world = self._life, self._hub.world
-        self.link = self._hub.network.connect(self.name, lambda: self._soon(life))
+        self._hub.machine.begin(self.name)
+        self.link = self._network.connect(self.name, lambda: self._soon(life))
         link = self.link
-        client = ActorClient("hub", self.name, beat_s=BEAT_S, timeout_s=TIMEOUT_S, connect=lambda *_: link)
+        client = ActorClient(
+            self._hub.address, self.name, beat_s=BEAT_S, timeout_s=TIMEOUT_S, connect=lambda *_: link, weights=self._hub.weights
+        )
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
         self._worker = Worker(self.name, client, self._engine, scoring, self._work, self._capacity, 0.5)
         self._client, self._scoring = client, scoring
@@ -167,7 +170,8 @@ class ActorRole:
             self._soon(life, self._frozen_until - world.now)
             return
         try:
-            self._worker.turn()
+            with self._hub.machine.run(self.name):
+                self._worker.turn()
         except DeadlineError:
             self.kill(told=True)
             return

@@ -19,11 +19,12 @@ from buffers.queue.quarantine import Quarantine
 from buffers.weights.store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
+from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
 
 BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
 INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
-WEIGHTS = WeightsConfig(transport="chunks", adopt_timeout_s=2.0)
+ADOPT_TIMEOUT_S = 2.0
 
 
 class HubRole:
@@ -31,9 +32,11 @@ class HubRole:
 
     def __init__(
         self, world: World, bound: Bound, observer: Observer, *,
-        max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int,
+        max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int, machine: Machine, shares: bool,
     ) -> None:  # fmt: skip
-        self.world, self.bound, self.observer = world, bound, observer
+        self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
+        self.address = "ipc://hub" if shares else "hub"
+        self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=ADOPT_TIMEOUT_S)
         self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
@@ -56,6 +59,7 @@ class HubRole:
 
     def start(self) -> None:
         self._life += 1
+        self.machine.begin("hub")
         try:
             journal = Journal(
                 Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk,
@@ -66,7 +70,7 @@ class HubRole:
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
             clock = lambda: self.world.now  # noqa: E731
             life = f"life {self._life}"
-            exchange = Exchange(self._config, self.bound, journal, weights, clock, life, WEIGHTS, quarantine)
+            exchange = Exchange(self._config, self.bound, journal, weights, clock, life, self.weights, quarantine)
         except HubKilledError:
             self.kill()
             return
@@ -97,6 +101,7 @@ class HubRole:
         self._journal = self.exchange = None
         self._inbox.clear()
         self._round_due = False
+        self.machine.end("hub")
         self.network.hang_up()
         self.world.after(self.world.rng.uniform(0.1, 1.0), "hub starts", self.start)
 
@@ -113,7 +118,8 @@ class HubRole:
         if life != self._life or self.exchange is None:
             return
         try:
-            action()
+            with self.machine.run("hub"):
+                action()
         except HubKilledError:
             self.kill()
         except (AsyncRLHFError, OSError) as error:

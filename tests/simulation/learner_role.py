@@ -50,6 +50,7 @@ class LearnerRole:
                 return
             except (LearnerKilledError, DeadlineError):
                 self._world.note("learner ended")
+                self._hub.machine.end("learner")
                 if self.link is not None:
                     self.link.close()
                 self.link, self._killed = None, False
@@ -99,7 +100,8 @@ class LearnerRole:
         network.links[link.identity] = link
         if network.listening:
             link.reconnect()
-        self._client = LearnerClient("hub", timeout_s=TIMEOUT_S, connect=lambda *_: link)
+        self._hub.machine.begin("learner")
+        self._client = LearnerClient(self._hub.address, timeout_s=TIMEOUT_S, connect=lambda *_: link, weights=self._hub.weights)
         self._registered = False
         while True:
             try:
@@ -141,7 +143,8 @@ class LearnerRole:
     def _publish(self) -> None:
         content = np.full(3, self._step, "<i4").tobytes()
         moving = {name: RawTensor("int32", (3,), content) for name in ("w", "b")}
-        self._client.publish(self._step, {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())})
+        with self._hub.machine.run("learner"):
+            self._client.publish(self._step, {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())})
 
     def _tell(self, operation: Callable[[], None]) -> None:
         if not self._registered:

@@ -1,4 +1,4 @@
-"""Six defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
+"""Eight defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from buffers.hub.exchange import Exchange
 from buffers.protocol import wire
 from buffers.queue.admission import Admission, Credit
 from buffers.queue.ledger import Entry
+from buffers.weights.cache import WeightCache
 from buffers.weights.fetching import Fetching
 from buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
+from tests.simulation.memory import Machine, SimMemory
 
 
 def skip_an_fsync() -> AbstractContextManager[Any]:
@@ -26,14 +28,15 @@ def forget_a_dedup() -> AbstractContextManager[Any]:
     """A finished group is admitted without asking whose lease it is."""
     honest = Admission.put
 
-    def put(self: Admission, name: str, number: int, entry: Entry) -> None:
+    def put(self: Admission, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:
         try:
-            honest(self, name, number, entry)
+            return honest(self, name, number, entry, constant=constant)
         except RefusedError as error:
             if error.reason not in ("duplicate", "superseded"):
                 raise
             self._queued[number] = entry
             self._credited += 1
+            return True
 
     return patch.object(Admission, "put", put)
 
@@ -64,9 +67,9 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
     def planted() -> Iterator[None]:
         honest = Admission.put
 
-        def put(self: Admission, name: str, number: int, entry: Entry) -> None:
+        def put(self: Admission, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:
             with patch.object(self._line, "lowest_version", lambda number: lowest(self)):
-                honest(self, name, number, entry)
+                return honest(self, name, number, entry, constant=constant)
 
         with ExitStack() as stack:
             for attribute, mutant in (("credits", credits), ("put", put), ("_drop_too_old", lambda self, numbers: False)):
@@ -116,6 +119,46 @@ def ignore_the_fence() -> AbstractContextManager[Any]:
     return patch.object(Exchange, "_hear_learner", hear)
 
 
+def serve_another_set_under_the_name() -> AbstractContextManager[Any]:
+    """A relay that is asked for a set it does not have gives out the newest it has."""
+    honest = WeightCache.ask
+
+    def ask(self: WeightCache, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+        wanted = (asked.fence, asked.version)
+        if not self._kept or wanted in self._kept:
+            honest(self, identity, request, asked)
+            return
+        message, arrays = self._publication.serve(asked.model_copy(update={"version": self._kept[-1][1]}))
+        self._say(identity, message.model_copy(update={"version": asked.version}), request, arrays)
+
+    return patch.object(WeightCache, "ask", ask)
+
+
+def write_what_others_map() -> AbstractContextManager[Any]:
+    """The learner writes each version into the memory of the one before, which was mapped although it is not sealed."""
+    rooms: dict[tuple[Machine, int], SimMemory] = {}
+    honest = Machine.make
+
+    def make(self: Machine, num_bytes: int) -> SimMemory:
+        if self._running != "learner":
+            return honest(self, num_bytes)
+        room = self, self._pids["learner"]
+        if room not in rooms:
+            rooms[room] = honest(self, num_bytes)
+        return rooms[room]
+
+    def write(self: SimMemory, offset: int, data: bytes | memoryview) -> None:
+        self.data[offset : offset + len(data)] = data
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with patch.object(Machine, "make", make), patch.object(SimMemory, "write", write):
+            yield
+        rooms.clear()
+
+    return planted()
+
+
 MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     skip_an_fsync,
     forget_a_dedup,
@@ -123,4 +166,6 @@ MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     free_a_slot_at_take,
     commit_a_label_before_the_load,
     ignore_the_fence,
+    serve_another_set_under_the_name,
+    write_what_others_map,
 )

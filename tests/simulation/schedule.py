@@ -18,6 +18,8 @@ from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
+from tests.simulation.memory import Machine
+from tests.simulation.relay_role import RelayRole
 from tests.simulation.world import ViolationError, World
 
 PATIENCE_S = 120.0
@@ -70,6 +72,12 @@ class Shape:
     faults: tuple[Fault, ...]
     fsync: Fsync
     max_bytes: int
+    shares: bool = False
+    """Weights in shared memory; else they are sent."""
+    refusals: float = 0.0
+    """Share of the places that cannot be mapped."""
+    relayed: int = 0
+    """Actors that are behind a relay."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -94,7 +102,15 @@ class Shape:
         fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
         if exact:  # the configuration allows no other
             fsync = "group"
-        return replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
+        drawn = replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
+        if rng.random() < 0.3:
+            drawn = replace(drawn, shares=True, refusals=rng.choice((0.0, 0.0, 0.3)))
+        if rng.random() < 0.3:
+            faults += [Fault(rng.uniform(0, horizon), "relay", 0, rng.random()) for _ in range(rng.randint(0, 2))]
+            faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
+            ordered = tuple(sorted(faults, key=lambda f: f.at))
+            drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
+        return drawn
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,7 @@ class Result:
     faults: tuple[Fault, ...]
     violation: ViolationError | None
     hub: dict[str, Any]
+    mapped: int
     trace: tuple[tuple[float, str], ...]
     digest: str
 
@@ -115,31 +132,38 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
     observer = Observer(shape.bound)
+    machine = Machine(world.rng, shape.refusals)
     hub = HubRole(
         world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
-        fsync=shape.fsync, max_bytes=shape.max_bytes,
+        fsync=shape.fsync, max_bytes=shape.max_bytes, machine=machine, shares=shape.shares,
     )  # fmt: skip
+    relay = RelayRole(hub)
     actors = [
-        ActorRole(f"actor-{i}", hub, group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens)
+        ActorRole(
+            f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
+            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens,
+        )
         for i in range(shape.actors)
-    ]
+    ]  # fmt: skip
     learner = LearnerRole(hub, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every)
     violation = None
-    with patch.object(weights, "CHUNK_BYTES", 60), quiet_logs():
+    with patch.object(weights, "CHUNK_BYTES", 60), machine.planted(), quiet_logs():
         try:
             world.after(0, "hub starts", hub.start)
+            if shape.relayed:
+                world.after(0, "relay starts", relay.start)
             for actor in actors:
                 world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
             for fault in planned:
-                world.after(fault.at, f"FAULT {fault}", partial(_strike, fault, world, hub, actors, learner))
+                world.after(fault.at, f"FAULT {fault}", partial(_strike, fault, world, hub, relay, actors, learner))
             if shape.wild:
                 world.wild = hub.network.was_wild = True
-                world.after(quiet, "the network is calm", lambda: _calm(world, hub))
+                world.after(quiet, "the network is calm", lambda: _calm(world, hub, relay))
             learner.run()
         except ViolationError as error:
             violation = error
     state = hub.exchange.status() if hub.exchange is not None else {}
-    return Result(seed, shape, planned, violation, state, tuple(world.trace), world.digest())
+    return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest())
 
 
 @contextmanager
@@ -153,9 +177,10 @@ def quiet_logs() -> Iterator[None]:
         logging.disable(before)
 
 
-def _strike(fault: Fault, world: World, hub: HubRole, actors: list[ActorRole], learner: LearnerRole) -> None:
+def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: list[ActorRole], learner: LearnerRole) -> None:
     actor = actors[fault.victim % len(actors)]
-    links = [link for link in (*(each.link for each in actors), learner.link) if link is not None and not link.closed]
+    ends = (*(each.link for each in actors), learner.link, *relay.links)
+    links = [link for link in ends if link is not None and not link.closed]
     match fault.kind:
         case "hub" if fault.amount < 0.4:
             if hub.exchange is not None:
@@ -168,6 +193,8 @@ def _strike(fault: Fault, world: World, hub: HubRole, actors: list[ActorRole], l
             learner.replace()
         case "actor":
             actor.kill(told=fault.amount < 0.5)
+        case "relay":
+            relay.kill()
         case "freeze":
             actor.freeze(5 * fault.amount)
         case "full":
@@ -181,9 +208,9 @@ def _strike(fault: Fault, world: World, hub: HubRole, actors: list[ActorRole], l
             world.after(2.0, f"{slowed.name} is fast again", lambda: setattr(slowed, "slow", 1.0))
 
 
-def _calm(world: World, hub: HubRole) -> None:
+def _calm(world: World, hub: HubRole, relay: RelayRole) -> None:
     world.wild = False
-    for link in hub.network.links.values():
+    for link in (*hub.network.links.values(), *relay.network.links.values()):
         if not link.closed:
             link.cut(0.1)
 
@@ -208,7 +235,8 @@ def story(result: Result, last: int = 60) -> str:
     lines = [f"seed {result.seed}: {result.violation or 'no rule was broken'}", f"  {shape.bound}"]
     lines.append(
         f"  steps {shape.steps}, actors {shape.actors} of capacity {shape.capacity}, group size {shape.group_size}, "
-        f"save every {shape.save_every}, network {'wild' if shape.wild else 'tcp'}"
+        f"save every {shape.save_every}, network {'wild' if shape.wild else 'tcp'}, weights "
+        f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]
     lines += [f"  the hub at the end: {result.hub}"]

@@ -24,6 +24,8 @@ FOUND_BY = {
     "free_a_slot_at_take": {"memory"},
     "commit_a_label_before_the_load": {"truth", "crash"},  # before its first weights an engine has no tokens to give
     "ignore_the_fence": {"refused", "twice", "ledger", "replay"},
+    "serve_another_set_under_the_name": {"truth"},
+    "write_what_others_map": {"truth", "crash", "refused"},
 }
 
 
@@ -73,6 +75,16 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         assert f"s: {kind} (" in told, kind
     for event in ("hub killed", "hub ended, the disk is full", "learner ended", "the network is calm"):
         assert event in labels, event
+
+
+def test_the_schedules_map_weights_and_kill_relays() -> None:
+    """Of the learner's sets some are mapped and some cannot be; behind relays too, which die in between."""
+    drawn = [schedule.run(seed) for seed in range(120)]
+    killed = [run for run in drawn if "relay killed" in [label for _, label in run.trace]]
+    mapped = [run for run in drawn if run.mapped]
+    assert len(killed) > 5 and len(mapped) > 20
+    assert any(run.shape.shares and run.shape.refusals for run in mapped)
+    assert any(run.shape.shares for run in killed) and not all(run.shape.shares for run in killed)
 
 
 def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
