@@ -59,8 +59,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "dropping groups of one": (
         {"data.group_size": 1, "advantage.kind": "reinforce_pp", "advantage.constant_groups": "drop"},
-        "drops everything.*'keep'",
+        "leaves nothing.*'keep'",
         {"advantage.constant_groups": "keep"},
+    ),
+    "refill by running statistics": (
+        {"advantage.constant_groups": "refill", "data.normalised": ("judge",)},
+        r"rewards.normalise = \['judge'\].*'drop', or rewards.normalise = \[\]",
+        {"advantage.constant_groups": "drop"},
     ),
     "a correction with nothing to correct": (
         {"loss.kind": "best_of_n", "loss.sequence_mask": (0.9, 1.1)},

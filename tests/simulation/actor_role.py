@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from actors.prompts import Row
 from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
 from buffers.client import ActorClient
+from buffers.composition import Composition
 from buffers.errors import AsyncRLHFError, DeadlineError
 from buffers.protocol import wire
 from buffers.record import Float32Array, Score, Span
@@ -100,7 +102,8 @@ class FakeScoring:
     def poll(self) -> list[Scored[RolloutKey]]:
         done = [key for key, left in self._pending.items() if left == 0]
         self._pending = {key: left - 1 for key, left in self._pending.items() if left > 0}
-        return [Scored(key, {"reward": Score(1.0)}, 0.0) for key in done]
+        # Two numbers after each other whose members are worth the same, then two whose members are not.
+        return [Scored(key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0) for key in done]
 
     def discard(self, keys: Iterable[RolloutKey]) -> None:
         for key in keys:
@@ -114,6 +117,8 @@ class ActorRole:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
         rows = [Row("p", {})]
         self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, 1.0)
+        if hub.bound.refills:
+            self._work = replace(self._work, refill=Composition())
         self._life = 0
         self._turn_at = float("inf")
         self._frozen_until = 0.0

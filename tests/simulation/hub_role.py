@@ -161,15 +161,16 @@ class HubRole:
         assert exchange is not None and journal is not None
         admission = exchange._admission
         entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
-        acks = [
-            (number, attempt, entries[number].oldest_version) for kept in exchange._kept.values() for number, attempt in kept
-        ]
+        kept = [each for kept in exchange._kept.values() for each in kept]
+        acks = [(number, attempt, entries[number].oldest_version) for number, attempt in kept if number in entries]
+        filtered = {number for number, _ in kept} - entries.keys()
         exchange.settle()
         if exchange._full:
             self.world.note("the disk is full")
         else:
             self._room_at = self.world.now
             self.observer.acknowledged(acks, self.world.now)
+            self.observer.filtered |= filtered
         for message in exchange.outbox:
             self.network.deliver(message)
         exchange.outbox.clear()

@@ -3,14 +3,15 @@
 bound         a token trained on is at most S steps from the learner's step; in exact mode of exactly the version due
 truth         a token's recorded version is that of the weights that really sampled it
 ledger        every credit is in exactly one place
-lost          an acknowledged group is queued, in a batch, or in a durable checkpoint
-twice         no group is trained on twice by the surviving optimizer state
+lost          an acknowledged group is queued, in a batch, in a durable checkpoint, or known to be filtered
+twice         no group is trained on twice by the surviving optimizer state, and none that was filtered
 replay        a batch offered again holds the same attempts of the same groups
 memory        never more begun than (S + 1) B, plus what a restored learner must train again; never more bytes waiting than
               `max_bytes` and a batch
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
-progress      once faults stop, the run ends with every group trained on or quarantined
+progress      once faults stop, the run ends with every group trained on or quarantined; with refill, with as many groups
+              trained on as were wanted, or as there were
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Observer:
         self._highest_step = 0
         self.durable: frozenset[int] = frozenset()  # numbers in the newest durable checkpoint
         self.quarantined: frozenset[int] = frozenset()
+        self.filtered: set[int] = set()  # numbers acknowledged and replaced by others
+        self._num_filtered = 0
 
     def acknowledged(self, groups: Iterable[tuple[int, int, int]], now: float) -> None:
         for number, attempt, oldest in groups:
@@ -75,7 +78,9 @@ class Observer:
         sets = len(exchange._publication.store._sets)
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
-        self.quarantined = frozenset(admission._line.quarantined)
+        self.quarantined, self._num_filtered = frozenset(admission._line.quarantined), admission.num_filtered
+        if self._num_filtered < len(self.filtered):
+            raise ViolationError("lost", f"{len(self.filtered)} groups were filtered, {self._num_filtered} are remembered")
         self._check_promises(exchange)
 
     def _check_promises(self, exchange: Exchange) -> None:
@@ -95,7 +100,7 @@ class Observer:
     def trained(self, step: int, groups: Sequence[Group], already: Iterable[int]) -> None:
         """The learner is about to train on a batch at `step`; its optimizer has seen the groups `already`."""
         made_up = [(group.number, group.attempt) for group in groups]
-        twice = sorted({number for number, _ in made_up} & set(already))
+        twice = sorted({number for number, _ in made_up} & {*already, *self.filtered})
         if twice or len(set(made_up)) < len(made_up):
             raise ViolationError("twice", f"step {step} was given groups {made_up}; trained on before: {twice}")
         if self._batches.setdefault(step, made_up) != made_up:
@@ -122,6 +127,10 @@ class Observer:
 
     def ended(self, trained: Iterable[int]) -> None:
         """The learner was told that nothing more comes."""
-        missing = set(range(self._bound.num_groups)) - set(trained) - self.quarantined
-        if missing:
+        trained, bound = set(trained), self._bound
+        missing = set(range(bound.num_groups)) - trained - self.quarantined
+        if missing and not bound.refills:
             raise ViolationError("progress", f"the run ended without groups {sorted(missing)}")
+        wanted = min(bound.num_groups, bound.num_numbers - len(self.quarantined) - self._num_filtered)
+        if len(trained) != wanted:
+            raise ViolationError("progress", f"the run ended with {len(trained)} groups trained on, of {wanted}")

@@ -1,9 +1,10 @@
-"""Eight defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
+"""Nine defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from buffers.errors import RefusedError
 from buffers.hub.exchange import Exchange
 from buffers.protocol import wire
 from buffers.queue.admission import Admission, Credit
-from buffers.queue.ledger import Entry
+from buffers.queue.ledger import Entry, Restored
 from buffers.weights.cache import WeightCache
 from buffers.weights.fetching import Fetching
 from buffers.weights.weight_set import WeightSet
@@ -159,6 +160,16 @@ def write_what_others_map() -> AbstractContextManager[Any]:
     return planted()
 
 
+def forget_what_was_filtered() -> AbstractContextManager[Any]:
+    """A filtered group is acknowledged, and the journal is not told that its number is dead."""
+    honest = Admission.remember
+
+    def remember(self: Admission) -> Restored:
+        return replace(honest(self), filtered=(), filtered_before=0, filtered_tokens=0)
+
+    return patch.object(Admission, "remember", remember)
+
+
 MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     skip_an_fsync,
     forget_a_dedup,
@@ -168,4 +179,5 @@ MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     ignore_the_fence,
     serve_another_set_under_the_name,
     write_what_others_map,
+    forget_what_was_filtered,
 )

@@ -94,7 +94,7 @@ class Shape:
             Fault(rng.uniform(0, horizon), rng.choice(kinds), rng.randint(0, 3), rng.random()) for _ in range(rng.randint(0, 6))
         ]
         drawn = cls(
-            Bound(batch, staleness, batch * steps, publish_every, window, exact),
+            _with_refill(seed, Bound(batch, staleness, batch * steps, publish_every, window, exact)),
             steps, rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3),
             rng.randint(2, 4), rng.choice((300, 1000, 4000)), rng.random() < 0.3, tuple(sorted(faults, key=lambda f: f.at)),
             "group", 1 << 20,
@@ -111,6 +111,14 @@ class Shape:
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
         return drawn
+
+
+def _with_refill(seed: int, bound: Bound) -> Bound:
+    """In a third of the schedules that may, constant groups are replaced, as long as there are numbers."""
+    rng = Random(f"refill {seed}")
+    if bound.exact or rng.random() > 1 / 3:
+        return bound
+    return replace(bound, refills=rng.randint(1, 2), numbers=rng.choice((1 << 40, 1 << 40, bound.num_groups + 5)))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ FOUND_BY = {
     "free_a_slot_at_take": {"memory"},
     "commit_a_label_before_the_load": {"truth", "crash"},  # before its first weights an engine has no tokens to give
     "ignore_the_fence": {"refused", "twice", "ledger", "replay"},
+    "forget_what_was_filtered": {"lost"},
     "serve_another_set_under_the_name": {"truth"},
     "write_what_others_map": {"truth", "crash", "refused"},
 }
