@@ -130,6 +130,8 @@ class RewardSettings(Section):
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)
     """Each time a completion has grown by so many tokens, a reward that can (`reward_model`) reads along; 0: at its end."""
+    stop_when: tuple[str, ...] | None = None
+    """Texts after which a completion ends, because this reward needs no more of it; `[]` takes back what it says itself."""
 
     @property
     def given(self) -> dict[str, Any]:

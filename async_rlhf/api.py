@@ -10,6 +10,7 @@ from typing import Any
 
 from actors.prompts import load_rows
 from actors.rewards import spec_of
+from actors.stop_strings import check_stop_strings
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
@@ -85,6 +86,7 @@ def preflight(config: Config) -> int:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
     specs = config.rewards.specs(Path.cwd(), set(rows[0].columns))
     config.rewards.composition.check(spec.name for spec in specs)
+    check_stop_strings(as_rewards_want(config).generation.stop, Path(config.model))
     config.bound(len(rows)).check()
     return len(rows)
 

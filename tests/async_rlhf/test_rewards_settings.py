@@ -43,6 +43,26 @@ def test_weights_and_stop_strings_of_rewards_are_written_into_the_runs_configura
     assert as_rewards_want(resolved) == resolved  # a resumed run finds the same
 
 
+def test_a_configuration_may_say_where_a_reward_has_seen_enough(judges: str) -> None:
+    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged", f"{judges}:other"]})
+    other = override(config, {"rewards.settings": {"other": {"stop_when": ["END"]}, "tagged": {"stop_when": []}}})
+    assert as_rewards_want(other).generation.stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"generation.stop": ["answer>"]}, "'</answer>' is never reached: 'answer>' is a part of it"),
+        ({"generation.stop": ["done<eos>"]}, "'done<eos>' never comes: '<eos>' is a special token of the model"),
+        ({"rewards.settings": {"tagged": {"stop_when": [""]}}}, "none of them empty"),
+    ],
+)
+def test_a_stop_string_that_can_end_nothing_is_refused(judges: str, changed: dict[str, Any], message: str) -> None:
+    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged"], **changed})
+    with pytest.raises(ConfigError, match=message):
+        preflight(config)
+
+
 def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:
     config = load(QUICK, {"rewards.functions": [f"{judges}:tagged"], "rewards.options.tagged.level": 3})
     assert preflight(config) > 0

@@ -1,0 +1,37 @@
+"""Whether stop strings can end a completion at all; looked at before a run starts, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from buffers.errors import ConfigError
+
+
+def check_stop_strings(stop: Sequence[str], model: Path) -> None:
+    """Raises ConfigError for one that no completion of the model in this directory will ever show.
+
+    stop: those of `generation.stop` and of the rewards' `stop_when` together.
+    """
+    for text in stop:
+        if shorter := next((other for other in stop if other != text and other in text), None):
+            raise ConfigError(
+                f"stop string {text!r} is never reached: {shorter!r} is a part of it and ends the completion first. They come "
+                "from generation.stop and from what rewards say (stop_when); leave one of them out"
+            )
+    for token in _special_tokens(model):
+        if hidden := next((text for text in stop if token in text), None):
+            raise ConfigError(
+                f"stop string {hidden!r} never comes: {token!r} is a special token of the model, which is left out of the text "
+                "of a completion. End tokens end it without being named; take a text the model writes out"
+            )
+
+
+def _special_tokens(model: Path) -> list[str]:
+    """What `tokenizer.json` says is no text; nothing where there is no such file (a GGUF file, another tokenizer)."""
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        return []
+    added = json.loads(file.read_text()).get("added_tokens") or []
+    return [str(token["content"]) for token in added if token.get("special")]
