@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from actors.rewards import Score, TransientError, reward
+from actors.rewards import Score, Stream, TransientError, reward
 
 if TYPE_CHECKING:
     from async_rlhf.api import TrainResult, train
     from async_rlhf.reward_trial import Trial, try_rewards
 
-__all__ = ["Score", "TrainResult", "TransientError", "Trial", "reward", "train", "try_rewards"]
+__all__ = ["Score", "Stream", "TrainResult", "TransientError", "Trial", "reward", "train", "try_rewards"]
 
 
 def __getattr__(name: str) -> Any:
