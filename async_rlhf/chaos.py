@@ -107,8 +107,12 @@ def problems(run: RunDir, config: Config) -> list[str]:
     if repeated := sorted(number for number, times in trained.items() if times > 1):
         found.append(f"groups trained more than once: {repeated}")
     ledger = run.read_ledger().get("ledger", {})
-    missing = sorted(set(range(config.max_steps * config.groups_per_batch)) - set(trained))
-    if config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):
+    wanted = config.max_steps * config.groups_per_batch
+    missing = sorted(set(range(wanted)) - set(trained))
+    if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
+        if config.data.epochs is None and len(trained) != wanted:
+            found.append(f"{len(trained)} groups were trained on, of {wanted}")
+    elif config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):
         found.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
     if violations := [record["step"] for record in metrics if record["staleness/violations"]]:
         found.append(f"steps with tokens over the bound: {violations}")
