@@ -5,10 +5,14 @@ Nothing here decides what is written or when it must be durable. Every method ra
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 from typing import Protocol
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that mean: there is no room now."""
 
 
 class File(Protocol):

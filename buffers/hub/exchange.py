@@ -6,7 +6,7 @@ the same on virtual time. Never decides about a group and never looks into one b
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused
     a full disk        a Put is answered with Later, what else must be remembered with Waiting; nothing is acknowledged and
-                       nothing given until there is room, and the status says so
+                       nothing given or published until there is room, and the status says so
 
 Rule: nothing that rests on a decision leaves before the decision is in the journal as `queue.fsync` promises. `settle` decides
 for everything received since the last time, makes the journal durable once (group commit), and only then hands out what
@@ -94,13 +94,13 @@ class Exchange:
             return
         self._retry = False
         try:
-            if not self._full:
+            if self._full:
+                self._publication.store_again(self._admission)
+            else:
                 self._pump()
             self._journal.sync(durable=self._must_be_durable)
         except DiskFullError as error:
-            if not self._full:
-                _log.error("%s", error)
-            self._full = f"the disk is full: {error}"
+            self._note_full(error)
             return
         if self._full:
             _log.warning("there is room on the disk again")
@@ -114,6 +114,12 @@ class Exchange:
             self._send(held.identity, held.message, groups, held.request)
         self._held.clear()
 
+    def _note_full(self, error: DiskFullError) -> wire.Message:
+        if not self._full:
+            _log.error("%s", error)
+        self._full = f"the disk is full: {error}"
+        return wire.Waiting(step=self._admission.step, detail=self._full)
+
     def receive(self, identity: bytes, frames: list[bytes], holder: roles.Holder | None = None) -> None:
         """Take one message in, sent with the key of `holder` where there are keys.
 
@@ -124,6 +130,8 @@ class Exchange:
             request, message, arrays = wire.decode(frames, max_frame_bytes=self._config.max_frame_bytes)
             roles.check(holder, message)
             answer = self._handle(identity, request, message, [frames[0], *arrays])
+        except DiskFullError as error:
+            answer = self._note_full(error)
         except (WireError, RefusedError, WeightsError) as error:
             request = request or getattr(error, "request", 0)
             answer = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
@@ -244,12 +252,7 @@ class Exchange:
                 self._held.append(_Held(identity, wire.Done(), request))
                 return None
             case wire.Publish() | wire.Chunk() | wire.Check():
-                if isinstance(message, wire.Publish):
-                    admission.check_version(message.version)
-                answer, whole = self._publication.hear(message, arrays, admission.published)
-                if whole is not None:
-                    admission.publish(whole.version)
-                return answer
+                return self._publication.hear(message, arrays, admission)
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
         return wire.Done()
@@ -349,10 +352,11 @@ class Exchange:
         self._retry = True
         if self._parked is not None:
             identity, request, take = self._parked
-            self._send(identity, wire.Waiting(step=take.step, detail=self._waiting_for()), request=request)
-
-    def _waiting_for(self) -> str:
-        return self._full or status.waiting_for(self._admission)
+            self._send(
+                identity,
+                wire.Waiting(step=take.step, detail=self._full or status.waiting_for(self._admission)),
+                request=request,
+            )
 
     def status(self) -> dict[str, Any]:
         """Everything an operator asks: plain values, ready for JSON."""
@@ -360,7 +364,7 @@ class Exchange:
         return {
             "incarnation": self._incarnation,
             "state": self._stop_reason or ("disk full" if self._full else doing),
-            "waiting_for": self._waiting_for() if self._parked or self._full else "",
+            "waiting_for": self._full or (status.waiting_for(self._admission) if self._parked else ""),
             "refused": dict(self._refusals.counts),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,

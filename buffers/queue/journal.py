@@ -23,7 +23,6 @@ next call cuts off what was half written and writes all of it again. So whoever 
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import Counter
@@ -34,12 +33,11 @@ from pathlib import Path
 
 from buffers.config import Fsync
 from buffers.errors import DiskFullError, JournalError
-from buffers.files import DISK, File, Files
+from buffers.files import DISK, FULL, File, Files
 from buffers.queue import segment
 from buffers.queue.ledger import Entry, Restored
 
 _log = logging.getLogger(__name__)
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.
 _SMALL = 1 << 16
 
@@ -201,7 +199,7 @@ class Journal:
         except BlockingIOError:
             raise
         except OSError as error:
-            waits = mends and error.errno in _FULL
+            waits = mends and error.errno in FULL
             raise (DiskFullError if waits else JournalError)(
                 f"{self._directory} cannot be written or read: {error}. Nothing acknowledged is lost; "
                 + ("the hub goes on when there is room." if waits else "free space or mend the disk, then resume the run.")

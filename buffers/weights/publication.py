@@ -63,15 +63,16 @@ class Publication:
 
     # -- from the learner --------------------------------------------------------------------------------------------
 
-    def hear(
-        self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, published: int | None
-    ) -> tuple[wire.Message, WeightSet | None]:
-        """The answer to the learner, whose newest whole version is `published`; and the set, stored, once it is whole.
+    def hear(self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission) -> wire.Message:
+        """The answer to the learner. A set that is whole is stored, and published by `admission`.
 
-        Raises WeightsError for what does not fit or is not what its digest says, WireError for a part of another set.
+        Raises RefusedError for a version that may not come, WeightsError for what does not fit or is not what its digest says,
+        WireError for a part of another set, and DiskFullError when there is no room for the whole: `store_again` once there is.
         """
-        if message.version == published:  # repeated after its answer was lost
-            return (wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()), None
+        if isinstance(message, wire.Publish):
+            admission.check_version(message.version)
+        if message.version == admission.published:  # repeated after its answer was lost
+            return wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()
         answer: wire.Message = wire.Done()
         incoming = self._incoming
         if isinstance(message, wire.Publish):
@@ -85,10 +86,13 @@ class Publication:
             if len(arrays) != 1:
                 raise WireError(f"a chunk is one frame, got {len(arrays)}")
             incoming.add(message, arrays[0])
-        whole = self._advance(incoming, is_asked=not isinstance(message, wire.Publish))
-        if isinstance(message, wire.Check):
-            answer = wire.Checked(done=whole is not None)
-        return answer, whole
+        is_whole = self._advance(incoming, admission, is_asked=not isinstance(message, wire.Publish))
+        return wire.Checked(done=is_whole) if isinstance(message, wire.Check) else answer
+
+    def store_again(self, admission: Admission) -> None:
+        """Publish the set that was whole when there was no room for it, if there is one. Raises DiskFullError."""
+        if self._incoming is not None:
+            self._advance(self._incoming, admission, is_asked=False)
 
     def _begin(self, announced: wire.Publish) -> _Incoming:
         """Find out what of this set must be sent."""
@@ -114,26 +118,26 @@ class Publication:
         self._counters["sets_mapped"] += given is not None
         return _Incoming(assembly, wanted, base, delta, incoming)
 
-    def _advance(self, incoming: _Incoming, *, is_asked: bool) -> WeightSet | None:
-        """Verify a piece of what is there; the set, stored, when that was the last."""
+    def _advance(self, incoming: _Incoming, admission: Admission, *, is_asked: bool) -> bool:
+        """Verify a piece of what is there; whether that was the last, and the set is stored and published."""
         try:
             if is_asked:
                 incoming.assembly.advance()
             if not (incoming.is_complete and incoming.assembly.is_verified):
-                return None
+                return False
             weights = incoming.assembly.whole()
         except WeightsError:
             self._incoming = None
             raise
-        self._incoming = None
-        spec, deltas = incoming.delta, list[Delta]()
-        if spec is not None:
-            deltas.append(Delta(spec.base, spec.result, incoming.delta_bytes.memory.view))
-            self._counters["deltas"] += 1
-            self._counters["delta_bytes"] += spec.num_bytes
+        spec = incoming.delta
+        deltas = [] if spec is None else [Delta(spec.base, spec.result, incoming.delta_bytes.memory.view)]
         self.store.add(weights, deltas)
+        self._incoming = None
         self._counters["sets"] += 1
-        return weights
+        self._counters["deltas"] += len(deltas)
+        self._counters["delta_bytes"] += 0 if spec is None else spec.num_bytes
+        admission.publish(weights.version)
+        return True
 
     # -- to the actors -----------------------------------------------------------------------------------------------
 

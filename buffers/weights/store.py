@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgpack
 
-from buffers.errors import WeightsError
-from buffers.files import DISK, Files
+from buffers.errors import DiskFullError, WeightsError
+from buffers.files import DISK, FULL, Files
 from buffers.protocol.weight_messages import DeltaSpec, Manifest
 from buffers.weights.assembly import Assembly
 from buffers.weights.shared import HeapMemory, MakeMemory
@@ -52,13 +52,14 @@ class WeightStore:
     def add(self, weights: WeightSet, deltas: Sequence[Delta] = ()) -> None:
         """Keep a set, and of the deltas the newest.
 
-        A set of a newer learner takes the place of an older one's, and of those that learner went on to.
+        A set of a newer learner takes the place of an older one's, and of those that learner went on to. Raises DiskFullError
+        when there is no room for it: it is not kept, and can be added again.
         """
         for other in [v for v, old in self._sets.items() if v > weights.version and old.fence < weights.fence]:
             self._forget(other)
-        self._sets[weights.version] = weights
         if self._directory is not None:
             _save(weights, self._directory / f"{weights.version:08d}.weights", self._files)
+        self._sets[weights.version] = weights
         for step in deltas:
             self._deltas.pop(step.result, None)
             self._deltas[step.result] = step
@@ -113,16 +114,22 @@ class WeightStore:
 def _save(weights: WeightSet, path: Path, files: Files) -> None:
     head = msgpack.packb(weights.manifest().model_dump(exclude={"place", "deltas"}))
     temporary = path.with_suffix(".tmp")
-    file = files.create(temporary)
     try:
-        file.write(len(head).to_bytes(8, "little") + head)
-        file.write(weights.blob)
-        file.flush()
-        files.sync(file)
-    finally:
-        file.close()
-    files.replace(temporary, path)
-    files.sync_path(path.parent)  # exact mode needs the set again after a crash, and the learner sends only its newest
+        file = files.create(temporary)
+        try:
+            file.write(len(head).to_bytes(8, "little") + head)
+            file.write(weights.blob)
+            file.flush()
+            files.sync(file)
+        finally:
+            file.close()
+        files.replace(temporary, path)
+        files.sync_path(path.parent)  # exact mode needs the set again after a crash, and the learner sends only its newest
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        files.unlink(temporary)  # half a set must not take the room that is missing
+        raise DiskFullError(f"version {weights.version} cannot be kept in {path.parent}: {error}") from error
 
 
 def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:

@@ -19,6 +19,8 @@ from buffers.queue.bound import Bound
 from buffers.queue.journal import Journal, Replay
 from buffers.queue.ledger import Entry, Restored
 from buffers.queue.quarantine import Quarantine
+from buffers.weights.store import WeightStore
+from buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.test_hub import Actor, Place, delivered, learner_of, peers, taken, tensors, until
 from tests.simulation.disk import MemoryDisk
 
@@ -198,6 +200,52 @@ def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place
             assert not committing.done()
         until(committing.done, anna)
         assert hub.status()["committed_step"] == 1
+
+
+def test_in_exact_mode_a_version_is_published_when_there_is_room_for_its_weights(place: Callable[..., Place]) -> None:
+    """Every version is kept on disk there: the learner waits, nobody is told of it, and the hub goes on."""
+    hub = place(Bound(1, 1, 8, exact=True))
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(lambda: 0 in anna.begun, anna)
+        anna.put(0)
+        until(delivered(anna), anna)
+        assert taken(learner, 0) == [0]
+        incarnation = hub.status()["incarnation"]
+        largest = max(path.stat().st_size for path in (hub.folder / "weights").iterdir())
+        with small_files(largest - 1):
+            publishing = hub.meanwhile(lambda: learner.publish(1, tensors(1)))
+            until(lambda: hub.status()["state"] == "disk full", anna)
+            assert "version 1 cannot be kept" in hub.status()["waiting_for"]
+            assert not publishing.done() and hub.status()["version"] == 0
+            assert [path.name for path in (hub.folder / "weights").iterdir()] == ["00000000.weights"], "nothing half written"
+        until(publishing.done, anna)
+        publishing.result()
+        status = hub.status()
+        assert (status["version"], status["state"], status["incarnation"]) == (1, "running", incarnation)
+        anna.put(1)
+        until(lambda: (learner.fence, 1) in anna.adopted, anna)
+        hub.restart()  # and it is really there
+        assert {path.name for path in (hub.folder / "weights").iterdir()} >= {"00000001.weights"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_set_that_found_no_room_is_kept_once_there_is_some(seed: int) -> None:
+    disk = MemoryDisk(Random(seed))
+    store = WeightStore(Path("/weights"), disk)
+    sets = [WeightSet.of(1, version, tensors(version)) for version in (0, 1)]
+    store.add(sets[0])
+    disk.full = True
+    for _ in range(2):
+        with pytest.raises(DiskFullError, match="version 1 cannot be kept in /weights"):
+            store.add(sets[1])
+        assert 1 not in store
+    disk.full = False
+    store.add(sets[1])
+    disk.crash()
+    again = WeightStore(Path("/weights"), disk)
+    assert [again.get(version).tensors() for version in (0, 1)] == [each.tensors() for each in sets]
 
 
 # Quarantine
