@@ -1,7 +1,9 @@
 """All throughput benchmarks, one after the other: `python -m experiments.throughput` (`make bench`).
 
 Each runs in a process of its own, so that threads and memory of one are nothing to the next; each can be run alone by
-its module's name and then has more options.
+its module's name and then has more options. A part that needs what is not installed says so and the next one runs; one that
+fails or takes longer than its limit is named at the end, and the exit status is then 1. All together take less than half an
+hour of two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +27,17 @@ class Part(StrEnum):
     VLLM = "vllm_side"
     QUEUE = "queue"
     LEARNER = "learner"
+    LOSS_MEMORY = "loss_memory"
+    CHECKPOINT = "checkpoint"
+    ZERO_MEMORY = "zero_memory"
     PIPELINE = "pipeline"
     FUSION = "fusion"
     WEIGHTS = "weights"
+
+
+# Seconds after which a part is ended: several times what it takes on a machine that does nothing else.
+LIMIT_S = 1800.0
+_ASK_TRL = (Part.LEARNER, Part.PIPELINE)
 
 
 def main(
@@ -35,7 +45,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
     require_trl: Annotated[bool, typer.Option(help="Fail when TRL cannot be installed, rather than skip.")] = False,
 ) -> None:
-    """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL."""
+    """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL.
+
+    Parts: engine, updates, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion, weights.
+    """
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)
@@ -43,12 +56,16 @@ def main(
 
 
 def run(part: Part, as_json: bool, require_trl: bool) -> int:
-    """Exit code of one benchmark; what it writes goes where ours goes."""
+    """Exit code of one benchmark, 124 when it ran into `LIMIT_S`; what it writes goes where ours goes."""
     if not as_json:
         typer.echo(f"-- {part}")
-    options = ["--json"] * as_json + ["--require-trl"] * (require_trl and part is Part.PIPELINE)
+    options = ["--json"] * as_json + ["--require-trl"] * (require_trl and part in _ASK_TRL)
     command = [sys.executable, "-m", f"experiments.throughput.{part}", *options]
-    return subprocess.run(command, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode
+    try:
+        return subprocess.run(command, cwd=ROOT, check=False, stdin=subprocess.DEVNULL, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        typer.echo(f"{part} was ended after {LIMIT_S:.0f} s", err=True)
+        return 124
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """How long does a checkpoint hold up training? A model of about 100 million parameters, saved while steps go on.
 
-The pause is what a step with a checkpoint takes longer than one without: freezing, the copy that the update waits for, and
-what writing takes from the machine meanwhile. Run as `python -m experiments.throughput.checkpoint`.
+Two things hold it up: the pause until training goes on, and what all steps made while the checkpoint is being written take
+longer than steps without (the copy that an update waits for, and what writing takes from the machine). Both are given as
+shares of the time the checkpoint takes; steps without one are timed before each. Run as
+`python -m experiments.throughput.checkpoint`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,53 +33,71 @@ from learner.torch_backend import TorchBackend
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One checkpoint. step_s: of a step without. slowdown_s: what `steps_beside` steps beside it took longer, together."""
+
+    step_s: float
+    pause_s: float
+    save_s: float
+    steps_beside: int
+    slowdown_s: float
+
+
+def make_step(backend: TorchBackend, tokens: int) -> Callable[[], float]:
+    """A learner step on one group of four completions; gives its seconds."""
+    random = np.random.default_rng(0)
+    ids = random.integers(_WIDE["vocab_size"], size=(5, tokens)).astype(np.int32)
+    logprobs = np.full(tokens, -9.0, np.float32)
+    group = Group(0, 0, ids[0], tuple(Rollout(each, logprobs, (Span(0, tokens),), "stop") for each in ids[1:]), 1.0)
+    rows = make_rows([group], [[1.0, -1.0, 0.5, -0.5]], 4096)
+
+    def step() -> float:
+        began = time.perf_counter()
+        backend.step([rows], 0)
+        return time.perf_counter() - began
+
+    return step
+
+
+def measure(backend: TorchBackend, saver: Saver, step: Callable[[], float], number: int, steps: int) -> Measured:
+    """Steps without a checkpoint, then steps until one is durable."""
+    usual = statistics.median(step() for _ in range(steps))
+    began = time.perf_counter()
+    saver.begin(number, backend.freeze(), {})
+    pause = time.perf_counter() - began
+    beside = [step()]
+    while saver.durable != number and not saver.failed:
+        beside.append(step())
+    saver.wait()
+    return Measured(usual, pause, saver.seconds, len(beside), sum(beside) - usual * len(beside))
+
+
 def main(
-    steps: Annotated[int, typer.Option(min=2, help="Steps timed without a checkpoint.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, help="Steps timed without a checkpoint, before each.")] = 4,
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints timed after one that warms up.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of 4 completions.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    """Print one JSON object."""
+    """Time checkpoints in the background (about two minutes)."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE)).save_pretrained(directory / "model")
         backend = TorchBackend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
-        random = np.random.default_rng(0)
-        ids = random.integers(_WIDE["vocab_size"], size=(5, tokens)).astype(np.int32)
-        logprobs = np.full(tokens, -9.0, np.float32)
-        group = Group(0, 0, ids[0], tuple(Rollout(each, logprobs, (Span(0, tokens),), "stop") for each in ids[1:]), 1.0)
-        rows = make_rows([group], [[1.0, -1.0, 0.5, -0.5]], 4096)
-
-        def step() -> float:
-            began = time.perf_counter()
-            backend.step([rows], 0)
-            return time.perf_counter() - began
-
+        step = make_step(backend, tokens)
         saver = Saver(Checkpoints(directory / "checkpoints", keep_last=1), background=True)
         step()
-        plain = [step() for _ in range(steps)]
-        frozen, slowed, written = [], [], []
-        for number in range(saves + 1):
-            began = time.perf_counter()
-            saver.begin(number, backend.freeze(), {})
-            paused = time.perf_counter() - began
-            during = step()
-            saver.wait()
-            if number:
-                frozen.append(paused)
-                slowed.append(during)
-                written.append(saver.seconds)
-        usual, save_s = statistics.median(plain), statistics.median(written)
-        result = {
-            "parameters": sum(p.numel() for p in backend._policy.parameters()),
-            "step_s": round(usual, 3),
-            "save_s": round(save_s, 3),
-            "freeze_s": round(statistics.median(frozen), 4),
-            "step_while_saving_s": round(statistics.median(slowed), 3),
-            "freeze_share_of_save": round(statistics.median(frozen) / save_s, 4),
-            "slowdown_share_of_save": round((statistics.median(slowed) - usual) / save_s, 4),
-        }
-        typer.echo(json.dumps(result))
+        measured = [measure(backend, saver, step, number, steps) for number in range(saves + 1)][1:]
+    middle = {field: statistics.median(getattr(each, field) for each in measured) for field in vars(measured[0])}
+    result = {
+        "parameters": sum(p.numel() for p in backend._policy.parameters()),
+        **{field: round(value, 4) for field, value in middle.items()},
+        "pause_share_of_save": round(statistics.median(each.pause_s / each.save_s for each in measured), 5),
+        "slowdown_share_of_save": round(statistics.median(each.slowdown_s / each.save_s for each in measured), 4),
+        "machine_load": round(os.getloadavg()[0], 1),
+    }
+    typer.echo(json.dumps(result) if as_json else "\n".join(f"{name:<24}{value}" for name, value in result.items()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import psutil
 import torch
 import typer
 
-from learner.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,8 @@ def peak_bytes(side: Side, tokens: int, vocabulary: int, width: int, logits_mib:
     watcher.start()
     began = time.perf_counter()
     if side is Side.CHUNKED:
-        logp, _ = chunked_logprobs(hidden, weight, None, target, temperature, chunk_tokens(vocabulary, logits_mib))
+        rows, remembered = chunk_tokens(vocabulary, min(CHUNK_MIB, logits_mib)), chunk_tokens(vocabulary, logits_mib)
+        logp, _ = chunked_logprobs(hidden, weight, None, target, temperature, rows, remembered=remembered)
     else:
         logits = hidden @ weight.T
         logp = token_logprobs(logits, target, temperature)
@@ -78,7 +79,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1)] = 2048,
     vocabulary: Annotated[int, typer.Option(min=2)] = 128 * 1024,
     width: Annotated[int, typer.Option(min=1)] = 64,
-    logits_mib: Annotated[int, typer.Option(min=1, help="As learner.logits_mib.")] = 64,
+    logits_mib: Annotated[int, typer.Option(min=1, help="As learner.logits_mib.")] = 256,
     only: Annotated[Side | None, typer.Option(help="Measure one in this process.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:

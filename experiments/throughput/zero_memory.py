@@ -9,6 +9,7 @@ there; buffers of a fixed size are made small. Run as `python -m experiments.thr
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def main(
     if only:
         own, at, place = only.split(":", 2)
         typer.echo(json.dumps(measure(int(own), ranks, int(at), Path(place))))
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        typer.echo("ZeRO is not measured: deepspeed is not installed (the extra `deepspeed`)", err=True)
         return
     for stage, (whole, shared) in FORMULAS.items():
         if stage not in stages:
