@@ -2,7 +2,8 @@
 
 A run with a reward that sleeps log-normally (mean 0.25 s), traced. A score's seconds are hidden while some engine decodes or
 the learner trains; they are exposed while the run stands still. Beside it: what waiting for the slowest judge of every
-batch would have cost, the way a loop does that scores after generation.
+batch would have cost, the way a loop does that scores after generation. Then what a reward model that reads along leaves to do
+at the end of a completion (`reading_along`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from async_rlhf.config import override
 from async_rlhf.run_dir import RunDir
 from async_rlhf.trace import TracedRollout, hidden, read_rollouts
 from buffers.stages import GENERATION
+from experiments.throughput import reading_along
 from experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
 
 GOAL = 0.95
@@ -75,11 +77,12 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
     steps: Annotated[int, typer.Option(min=2, help="Learner steps.")] = 60,
 ) -> None:
-    """The share of scoring time that is hidden (about a minute)."""
+    """The share of scoring time that is hidden, and what reading along hides (about three minutes)."""
     with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
         found = measure(steps, Path(directory))
+    along = reading_along.measure(completions=6, rounds=1, width=256, layers=8)
     if as_json:
-        typer.echo(json.dumps(asdict(found)))
+        typer.echo(json.dumps({**asdict(found), "reading_along": asdict(along)}))
         return
     verdict = "reached" if found.share >= found.goal else "missed"
     typer.echo(
@@ -89,6 +92,7 @@ def main(
         f"a step takes {found.seconds_per_step:.2f} s; waiting for the slowest judge of every batch would add "
         f"{found.unfused_s_per_step:.2f} s to each"
     )
+    typer.echo("\n".join(reading_along.lines(along)))
 
 
 if __name__ == "__main__":

@@ -90,3 +90,15 @@ def test_the_same_through_the_command_line_has_its_exit_code(
     file.write_text("def broken(completion):\n    raise RuntimeError('no judge today')\n")
     code, output = command(*small_arguments(**{"rewards.functions": [f"{file}:broken"]})).finish()
     assert code == 6 and "no judge today" in output, output
+
+
+def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(small: Any) -> None:
+    overrides = {
+        "rewards.functions": ["reward_model"],
+        "rewards.options": {"reward_model": {"path": str(QUICK.parent / "models" / "tiny-judge")}},
+        "rewards.settings": {"reward_model": {"stream_tokens": 1, "batch_wait_s": 0.0}},
+    }
+    (step,) = run(small(max_steps=1, **overrides), quiet=True).metrics
+    assert step["rewards/failed_ratio"] == 0.0 and step["rewards/reward_model/given_up"] == 0.0
+    assert 0 <= step["rewards/reward_model/prefetched"] < 1, "the last token is never read before the end"
+    assert step["stages/reward_model/exposed_s"] >= 0
