@@ -32,6 +32,7 @@ from deepspeed.utils import (
 from buffers.errors import ConfigError
 from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
+from learner import lora
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
 from learner.model_files import saved_weights, write_model
@@ -80,10 +81,15 @@ class DeepSpeedBackend(RankBackend):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         settings = deepspeed_settings(config)
         _join(self._ranks)
-        self._policy = Policy(load_model(model_dir, torch.device("cpu")), config, with_critic=True)
+        model = load_model(model_dir, torch.device("cpu"))
+        self._aliases = _aliases(model)
+        self._lora = config.lora if config.lora.rank else None
+        if self._lora is not None:
+            lora.add_adapters(model, self._lora)
+        self._policy = Policy(model, config, with_critic=True)
         self._load_reference()
-        self._aliases = _aliases(self._policy.model)
-        self._shapes = {name: tensor.to("meta") for name, tensor in self._policy.model.state_dict().items()}
+        learned = model.state_dict() if self._lora is None else lora.adapters(model)
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
         groups = parameter_groups(dict(self._policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
@@ -128,10 +134,18 @@ class DeepSpeedBackend(RankBackend):
     def tensors(self) -> Mapping[str, RawTensor]:
         """See `Backend.tensors`. Whole in host memory of rank 0, and empty elsewhere."""
         found: dict[str, RawTensor] = {}
-        for bucket in buckets(list(self._policy.model.named_parameters()), _BUCKET_BYTES):
-            with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
-                if self._ranks.rank == 0:
-                    found |= {name: raw(p.detach().to(self._publish_dtype).cpu().clone()) for name, p in bucket}
+        small = lora.adapters(self._policy.model)
+        large = [(name, p) for name, p in self._policy.model.named_parameters() if name not in small]
+        with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
+            if self._lora is not None and self._lora.publish == "adapter":
+                leaving = lora.factors(self._policy.model) if self._ranks.rank == 0 else []
+                return {name: raw(tensor.cpu().clone()) for name, tensor in leaving}
+            for bucket in buckets(large, _BUCKET_BYTES):
+                with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
+                    if self._ranks.rank == 0:
+                        named = {name: p.detach() for name, p in (*bucket, *small.items())}
+                        whole = lora.merged(self._policy.model, named).items()
+                        found |= {name: raw(p.to(self._publish_dtype).cpu().clone()) for name, p in whole}
         return found
 
     @torch.no_grad()
@@ -158,9 +172,12 @@ class DeepSpeedBackend(RankBackend):
         def write(directory: Path) -> None:
             if self._ranks.rank > 0:
                 return
-            named = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-            state = {name: named[own] for name, own in self._aliases.items()}
+            own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            named = lora.merged(self._policy.model, own)
+            state = {name: named[first] for name, first in self._aliases.items()}
             write_model(directory / "model", self._policy.model, state, self._model_dir)
+            if self._lora is not None:
+                lora.write_adapter(directory / "adapter", {name: own[name] for name in self._shapes}, self._lora)
             save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")
             if self._policy.critic is not None:
                 critic = {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")}
@@ -170,8 +187,9 @@ class DeepSpeedBackend(RankBackend):
 
     def load(self, directory: Path) -> None:
         """See `Backend.load`."""
-        saved_model = saved_weights(directory, self._shapes)
-        weights = {f"model.{name}": value for name, value in saved_model.items()}
+        own = self._shapes
+        read = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
+        weights = {f"model.{name}": value for name, value in read.items()}
         if self._policy.critic is not None:
             weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
         saved = load_file(directory / "optimizer.safetensors")
@@ -179,6 +197,8 @@ class DeepSpeedBackend(RankBackend):
         self._begin_moments()
         with self._ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
+                if name not in weights:
+                    continue  # what adapters are added to stays as it was loaded
                 value = weights[name].to(self._device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)

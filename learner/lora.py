@@ -48,23 +48,29 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         )
 
 
-def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names they had without adapters, adapted ones as W'."""
+def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Parameters under the names they had without adapters, adapted ones as W'.
+
+    named: some of the model's parameters (as they are, where the model's own are shared out), each with its adapter; None: all.
+    """
+    named = {name: p.detach() for name, p in model.named_parameters()} if named is None else named
     layers = dict(model.named_modules())
-    for name, p in model.named_parameters():
+    found = {}
+    for name, tensor in named.items():
         if ".lora_" in name:
             continue
         place, adapted, kind = name.partition(_BASE)
         if adapted and kind == ".weight":
             layer: Any = layers[place]
-            yield place + kind, p.detach() + layer.get_delta_weight(_NAME).detach()
-        else:
-            yield place + kind if adapted else name, p.detach()
+            product = named[f"{place}.lora_B.{_NAME}.weight"] @ named[f"{place}.lora_A.{_NAME}.weight"]
+            tensor = tensor + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_NAME]
+        found[place + kind] = tensor
+    return found
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
     """`merged` as a state dict: with buffers, and with every name of tied weights."""
-    own = dict(merged(model))
+    own = merged(model)
     by_place = {p.data_ptr(): name.replace(_BASE, "") for name, p in model.named_parameters()}
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     return {name.replace(_BASE, ""): own.get(by_place.get(tensor.data_ptr(), ""), tensor) for name, tensor in state.items()}
@@ -78,16 +84,17 @@ def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not adapted or kind != ".weight":
             continue
         layer: Any = layers[place]
-        a, b = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach() * layer.scaling[_NAME]
+        a, b = (half[_NAME].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
+        b = b * layer.scaling[_NAME]
         if layer.fan_in_fan_out:  # its weight is stored [columns, rows]
             a, b = b.T, a.T
         yield f"{place}{kind}.lora_A", a
         yield f"{place}{kind}.lora_B", b
 
 
-def adapters(model: nn.Module) -> dict[str, Tensor]:
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' own weights, under the model's names."""
-    return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
 def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
@@ -107,15 +114,16 @@ def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraCo
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-@torch.no_grad()
-def read_adapter(directory: Path, model: nn.Module) -> None:
-    """Put the adapters of a checkpoint into the model. Raises CheckpointError when they are not this model's."""
+def read_adapter(directory: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, with the names and shapes of `own`. Raises CheckpointError when they have others."""
     file = directory / "adapter_model.safetensors"
     if not file.exists():
         raise CheckpointError(f"checkpoint {directory.parent.name} has no adapters; it was made with learner.lora.rank = 0")
     saved = load_file(file)
-    for name, p in adapters(model).items():
-        found = saved.get(f"base_model.model.{name.replace(f'.{_NAME}.', '.')}")
-        if found is None or found.shape != p.shape:
+    found = {}
+    for name, tensor in own.items():
+        value = saved.get(f"base_model.model.{name.replace(f'.{_NAME}.', '.')}")
+        if value is None or value.shape != tensor.shape:
             raise CheckpointError(f"checkpoint {directory.parent.name} has other adapters than learner.lora asks for: {name}")
-        p.copy_(found)
+        found[name] = value
+    return found

@@ -67,11 +67,6 @@ def _check_deepspeed(config: LearnerConfig) -> None:
         raise ConfigError(
             f"learner.deepspeed_config = {config.deepspeed_config!r} is no file; name a JSON file, or leave it out"
         )
-    if config.lora.rank:
-        raise ConfigError(
-            f"learner.lora.rank = {config.lora.rank} with learner.backend = 'deepspeed': adapters are merged on one rank, "
-            "which shared-out parameters do not allow. Set learner.backend = 'torch', or learner.lora.rank = 0."
-        )
 
 
 def _check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:

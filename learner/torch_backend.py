@@ -92,8 +92,8 @@ class TorchBackend(RankBackend):
         """See `Backend.tensors`."""
         if self._lora is not None and self._lora.publish == "adapter":
             return {name: raw(tensor) for name, tensor in lora.factors(self._model)}
-        named = self._model.named_parameters() if self._lora is None else lora.merged(self._model)
-        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named}
+        named = dict(self._model.named_parameters()) if self._lora is None else lora.merged(self._model)
+        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named.items()}
 
     @torch.no_grad()
     def canary(self) -> Canary:
@@ -105,7 +105,7 @@ class TorchBackend(RankBackend):
         critic = self._policy.critic
         parts = {
             "model": self._model.state_dict() if self._lora is None else lora.merged_state(self._model),
-            "adapter": {} if self._lora is None else lora.adapters(self._model),
+            "adapter": {} if self._lora is None else {n: p.detach() for n, p in lora.adapters(self._model).items()},
             "optimizer": optimizer_state(self._optimizer, self._named()),
             "critic": {} if critic is None else critic.state_dict(),
         }
@@ -127,7 +127,9 @@ class TorchBackend(RankBackend):
     def load(self, directory: Path) -> None:
         """See `Backend.load`."""
         if self._lora is not None:
-            lora.read_adapter(directory / "adapter", self._model)
+            own = lora.adapters(self._model)
+            for name, value in lora.read_adapter(directory / "adapter", own).items():
+                own[name].data.copy_(value)
         else:
             load_weights(directory, self._model)
         state = load_file(directory / "optimizer.safetensors", device=str(self._device))

@@ -25,10 +25,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "DeepSpeed's file without it": ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
     "no such file": ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
     "an adapter of rank 0": ({"lora": {"publish": "adapter"}}, "there is no adapter. Set learner.lora.rank = 8"),
-    "adapters shared out": (
-        {"backend": "deepspeed", "lora": {"rank": 4}},
-        "Set learner.backend = 'torch', or learner.lora.rank = 0",
-    ),
 }
 
 

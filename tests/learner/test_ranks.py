@@ -27,6 +27,7 @@ from learner.share import count, dealt, shares
 from tests.conftest import REPOSITORY, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
+LORA = {"lora": {"rank": 2, "alpha": 4.0}}
 # Sums in another order: far below what one step of AdamW moves a weight by (1e-3).
 WEIGHTS, MOMENTS = 1e-6, 1e-6
 
@@ -63,6 +64,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two": {"steps": 2},
         "three": {"steps": 3},
         "updates": {"steps": 2, "updates": 2, "reference": True},
+        "lora": {"steps": 2, "settings": LORA},
+        "lora-three": {"steps": 3, "settings": LORA},
     }.items():
         lead(make(job | own, None), job | own, directory / name)
     return directory
@@ -88,9 +91,18 @@ def together(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"name": f"{name}-poisoned", "model": model, "steps": 3, "poison": 1, "settings": settings}
             for name, settings in list(ZERO.items())[1:]
         ),
+        *({"name": f"lora-{name}", "model": model, "steps": 2, "settings": ZERO[name] | LORA} for name in ZERO),
+        {
+            "name": "lora-on",
+            "model": model,
+            "steps": 3,
+            "first": 2,
+            "settings": ZERO["zero-3"] | {"lora": LORA["lora"] | {"publish": "adapter"}},
+            "load": str(alone / "lora"),
+        },
     ]
     with processes(directory, plan) as started:
-        codes = [process.wait(timeout=200) for process in started]
+        codes = [process.wait(timeout=600) for process in started]
     assert codes == [0, 0], (directory / "0.log").read_text()
     return directory
 
@@ -112,6 +124,14 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert moments.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(moments[name].reshape(value.shape), value, rtol=1e-4, atol=MOMENTS)
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Every safetensors file in the directories."""
+    for file in other.glob("*.safetensors"):
+        ours, theirs = load_file(one / file.name), load_file(file)
+        assert ours.keys() == theirs.keys()
+        assert all(float((ours[name] - theirs[name]).abs().max()) < WEIGHTS for name in theirs)
 
 
 @pytest.mark.parametrize("name", ["torch", *ZERO])
@@ -151,6 +171,23 @@ def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_and_leaves_nothing
 ) -> None:
     assert report(together / f"{name}-poisoned")["applied"] == [True, False, True]
     assert_same_state(together / f"{name}-poisoned", alone / "two")
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_two_ranks_learn_the_adapters_of_one(alone: Path, together: Path, name: str) -> None:
+    assert_same_state(together / f"lora-{name}", alone / "lora")
+    assert_same_tensors(together / f"lora-{name}" / "model", alone / "lora" / "model")
+
+
+def test_adapters_go_on_from_a_checkpoint_of_another_backend_and_leave_alone(alone: Path, together: Path) -> None:
+    assert_same_tensors(together / "lora-on" / "adapter", alone / "lora-three" / "adapter")
+    published, base = report(together / "lora-on")["weights"], load_file(alone / "model" / "model.safetensors")
+    assert published and all(name.endswith((".lora_A", ".lora_B")) for name in published)
+    whole = load_file(alone / "lora-three" / "model" / "model.safetensors")
+    for name in {name.rpartition(".lora_")[0] for name in published}:
+        a, b = (np.frombuffer(bytes.fromhex(published[f"{name}.lora_{half}"]), np.float32) for half in "AB")
+        merged = base[name].numpy() + b.reshape(len(base[name]), 2) @ a.reshape(2, -1)
+        assert np.abs(merged - whole[name].numpy()).max() < WEIGHTS
 
 
 def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path) -> None:
