@@ -1,6 +1,6 @@
 """The hub's process: the real exchange, journal and weight store over a disk that fails; rounds, ticks, deaths, restarts.
 
-A full disk ends it and it is started again until there is room; a fuse ends it in the middle of a disk operation.
+A full disk may end it (rarely) and keep it from starting until there is room; a fuse ends it in the middle of a disk operation.
 """
 
 from __future__ import annotations
