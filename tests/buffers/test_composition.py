@@ -91,3 +91,12 @@ def test_before_two_different_values_nothing_is_normalised() -> None:
 def test_a_rule_that_cannot_be_meant_is_refused(rule: Composition, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rule.check(["exact", "judge"])
+
+
+def test_a_group_is_constant_when_no_member_is_better_and_none_failed() -> None:
+    weighed = Composition(weights={"a": 1.0, "watched": 0.0}, clip={"a": (0.0, 1.0)})
+    assert weighed.is_constant([{"a": Score(1.0), "watched": Score(3.0)}, {"a": Score(7.0), "watched": Score(5.0)}])
+    assert not weighed.is_constant([{"a": Score(1.0)}, {"a": Score(0.5)}])
+    assert Composition().is_constant([{"a": Score(1.0)}, {"a": Score()}])  # only one of them counts
+    assert Composition().is_constant([{"a": Score(0.1 + 0.2)}, {"a": Score(0.3)}])
+    assert not Composition().is_constant([{"a": Score(1.0)}, {"a": Score(1.0)}, {"a": Score(failure="raised")}])
