@@ -197,6 +197,9 @@ class LearnerConfig(Section):
     """So many refused steps in a row end the run."""
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes that share the gradient of a batch."""
+    sequence_parallel: int = Field(default=1, ge=1, le=64)
+    """`deepspeed`: ranks that share the positions of every row (Ulysses), for rows too long for one rank; 1, or all
+    `learner.ranks`, which then work on the same micro-batch."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds a rank may keep the others waiting before the learner ends and begins again at its last checkpoint."""
     backend: Literal["torch", "deepspeed"] = "torch"

@@ -27,8 +27,10 @@ def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) 
 
 
 def _check_ranks(config: LearnerConfig, groups_per_batch: int) -> None:
+    if config.sequence_parallel > 1:
+        _check_sequence_parallel(config)
     groups = groups_per_batch // config.updates_per_step
-    if groups < config.ranks:
+    if groups < config.ranks // config.sequence_parallel:
         raise ConfigError(
             f"learner.ranks = {config.ranks} cannot share an update of {groups} groups: a group stays on one rank. "
             f"Highest: learner.ranks = {max(1, groups)}, or make learner.batch_size larger."
@@ -37,6 +39,22 @@ def _check_ranks(config: LearnerConfig, groups_per_batch: int) -> None:
         raise ConfigError(
             f"learner.device = {config.device!r} is one device for {config.ranks} ranks; "
             f"{config.device.partition(':')[0]!r} gives every rank its own."
+        )
+
+
+def _check_sequence_parallel(config: LearnerConfig) -> None:
+    asked = f"learner.sequence_parallel = {config.sequence_parallel}"
+    if config.sequence_parallel != config.ranks:
+        raise ConfigError(
+            f"{asked} of learner.ranks = {config.ranks}: all ranks share a row, or none; set it to {config.ranks} or 1"
+        )
+    if config.backend != "deepspeed":
+        raise ConfigError(
+            f"{asked} with learner.backend = 'torch'; set learner.backend = 'deepspeed', or learner.sequence_parallel = 1"
+        )
+    if config.critic.kind != "none":
+        raise ConfigError(
+            f"{asked} with a critic, whose values are not shared out; set it to 1, or learner.critic.kind = 'none'"
         )
 
 

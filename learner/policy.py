@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +20,7 @@ from learner.batch import MicroBatch, attention_mask
 from learner.config import LearnerConfig
 from learner.critic import make_critic
 from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from learner.sequence_parallel import Share, share_attention
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding.
 _SAME_LOGITS = 1e-3
@@ -48,6 +50,9 @@ class Policy(nn.Module):
         if config.gradient_checkpointing:
             _checkpoint_gradients(model)
         self._chunked = self._output_layer_is_last()
+        self._sequence_ranks = config.sequence_parallel
+        if self._sequence_ranks > 1:
+            share_attention(model, self._sequence_ranks)
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +76,13 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
+        share = None
+        segments_RL = batch.segments_RL
+        if self._sequence_ranks > 1:
+            share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
+            batch, segments_RL = share.own, share.segments_RL
         with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            mask = attention_mask(batch.segments_RL)
+            mask = attention_mask(segments_RL)
             bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
             inputs = {
                 "input_ids": batch.ids_RL,
@@ -95,6 +105,8 @@ class Policy(nn.Module):
                 logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.supports)
                 entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.supports)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
+        if share is not None:
+            logp_N, entropy_N = share.joined(logp_N), share.joined(entropy_N)
         return logp_N, entropy_N, value_N
 
     def probe(self, ids: Tensor) -> Tensor:

@@ -66,8 +66,9 @@ class RankBackend(ABC):
         if kind.takes_ratios and not self._loss_config.allow_uncorrected:
             for rows in updates:
                 check_supports(rows)
-        tokens = self._config.micro_batch_tokens
-        return shares(updates, ranks, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
+        tokens, holders = self._config.micro_batch_tokens, ranks // self._config.sequence_parallel
+        parts = shares(updates, holders, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
+        return [part for part in parts for _ in range(self._config.sequence_parallel)]
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """See `Backend.step`."""
@@ -91,7 +92,9 @@ class RankBackend(ABC):
         return self._step().observe(batches)
 
     def _step(self) -> Step:
-        return Step(self, self._config, self._loss_config, self._ranks, self._value_clip)
+        # ranks that share rows compute the whole loss each: there is nothing to add up
+        ranks = self._ranks if self._config.sequence_parallel == 1 else Ranks()
+        return Step(self, self._config, self._loss_config, ranks, self._value_clip)
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """See `Machine.reference`."""

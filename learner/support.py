@@ -35,6 +35,11 @@ class Supports(NamedTuple):
         ids = torch.split(self.ids_K, [int(each.sum()) for each in sizes])
         return [Supports(*pair) for pair in zip(sizes, ids, strict=True)]
 
+    def of(self, index_M: Tensor) -> Supports:
+        """Those of some tokens, by ascending index."""
+        chosen_N = torch.zeros_like(self.sizes_N, dtype=torch.bool).index_fill(0, index_M, True)
+        return Supports(self.sizes_N[index_M], self.ids_K[torch.repeat_interleave(chosen_N, self.sizes_N)])
+
     def restrict_(self, logits_NV: Tensor) -> Tensor:
         """The same logits, -inf outside each support; in place, and differentiable. IndexError for an unknown id."""
         index = torch.repeat_interleave(self.sizes_N), self.ids_K

@@ -24,6 +24,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a fall upwards": ({"learning_rate": 1e-4, "final_learning_rate": 1e-3}, "highest: 0.0001"),
     "DeepSpeed's file without it": ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
     "no such file": ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
+    "half of the ranks share a row": (
+        {"sequence_parallel": 2, "ranks": 4, "backend": "deepspeed"},
+        "all ranks share a row, or none; set it to 4 or 1",
+    ),
+    "rows shared without DeepSpeed": ({"sequence_parallel": 2, "ranks": 2}, "set learner.backend = 'deepspeed'"),
+    "rows shared with a critic": (
+        {"sequence_parallel": 2, "ranks": 2, "backend": "deepspeed", "critic": {"kind": "head"}},
+        "whose values are not shared out",
+    ),
     "an adapter of rank 0": ({"lora": {"publish": "adapter"}}, "there is no adapter. Set learner.lora.rank = 8"),
 }
 

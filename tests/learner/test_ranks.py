@@ -92,6 +92,15 @@ def together(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for name, settings in list(ZERO.items())[1:]
         ),
         *({"name": f"lora-{name}", "model": model, "steps": 2, "settings": ZERO[name] | LORA} for name in ZERO),
+        *(
+            {
+                "name": f"sequence-{name}",
+                "model": model,
+                "steps": 2,
+                "settings": ZERO[name] | {"sequence_parallel": 2, "ranks": 2},
+            }
+            for name in ("zero-2", "zero-3")
+        ),
         {
             "name": "lora-on",
             "model": model,
@@ -148,6 +157,16 @@ def test_two_ranks_make_the_steps_of_one(alone: Path, together: Path, name: str)
     assert ours["observed"].keys() == theirs["observed"].keys()
     for member, logps in theirs["observed"].items():
         assert ours["observed"][member] == pytest.approx(logps, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_two_ranks_that_share_the_positions_of_every_row_make_the_steps_of_one(alone: Path, together: Path, name: str) -> None:
+    assert_same_state(together / f"sequence-{name}", alone / "two")
+    ours, theirs = report(together / f"sequence-{name}"), report(alone / "two")
+    for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
+        for metric in ("loss", "grad_norm", "entropy", "is/ess", "kl/behaviour"):
+            assert mine[metric] == pytest.approx(other[metric], rel=1e-4, abs=1e-6)
+    assert ours["observed"].keys() == theirs["observed"].keys()
 
 
 def test_two_ranks_make_the_updates_of_one_with_a_reference(alone: Path, together: Path) -> None:

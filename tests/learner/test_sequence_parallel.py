@@ -1,0 +1,38 @@
+"""The share of each rank in a row; that two ranks make the step of one is in `test_ranks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from making import make_group, make_model
+
+from buffers.errors import ConfigError
+from learner.batch import make_micro_batches, make_rows
+from learner.sequence_parallel import Share, share_attention
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size: int) -> None:
+    rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
+    (plain,) = make_micro_batches(rows, 512)
+    sizes = torch.arange(plain.num_tokens) % 3
+    batch = replace(plain, support_sizes_N=sizes, support_ids_K=torch.arange(int(sizes.sum())))
+    assert batch.supports is not None
+    supports = batch.supports.chunks(1)
+    shares = [Share.of(batch, rank, size) for rank in range(size)]
+    assert torch.cat([share.index_M for share in shares]).sort().values.tolist() == list(range(batch.num_tokens))
+    for share in shares:
+        assert share.own.ids_RL.shape[1] * size == share.segments_RL.shape[1]
+        assert share.own.target_N.equal(batch.target_N[share.index_M])
+        read = share.own.ids_RL.flatten()[share.own.source_N]
+        assert read.equal(batch.ids_RL.flatten()[batch.source_N[share.index_M]])
+        assert share.own.supports is not None
+        wanted = [supports[token].ids_K for token in share.index_M.tolist()]
+        assert share.own.supports.ids_K.equal(torch.cat([*wanted, torch.empty(0, dtype=torch.int64)]))
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
+    with pytest.raises(ConfigError, match=r"does not divide the model's 4 attention heads and 2 key heads; choose 1, 2"):
+        share_attention(make_model("llama"), 4)
