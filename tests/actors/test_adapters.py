@@ -76,7 +76,7 @@ def test_the_sum_is_rounded_once_to_the_type_that_is_served(tmp_path: Path) -> N
 A, B = adapter(1)
 FLAWS: dict[str, tuple[dict[str, RawTensor], str]] = {
     "half": ({f"{NAME}.lora_A": raw(A)}, f"parameter {NAME}: got the adapter None x"),
-    "of nothing": (a_set(A, B, "model.nowhere.weight"), "model.nowhere.weight.lora_A, which adapts no parameter"),
+    "of nothing": (a_set(A, B, "model.nowhere.weight"), "holds model.nowhere.weight, which adapts no parameter"),
     "mixed with whole weights": ({**a_set(A, B), NAME: raw(A)}, f"holds {NAME}, which adapts no parameter"),
     "of another rank in each half": (a_set(A, B[:, :1]), "got the adapter .*, 1.* x "),
     "of another model": (a_set(A[:, 1:], B), "publish adapters of the model the engine was started with"),

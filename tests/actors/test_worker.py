@@ -50,7 +50,7 @@ class ScriptedHub:
         """The set that comes with this poll."""
         return self._weights.pop(self._polls, None)
 
-    def put(self, group: Group) -> None:
+    def put(self, group: Group, *, constant: bool) -> None:
         self.groups.append(group)
 
     def beat(self, state: ActorState, telemetry: Mapping[str, float]) -> None:
