@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,12 +146,17 @@ def reader(completions, stream_ids):
 def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READER)
     pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), RewardsConfig())
+    # The judge's process has started before anything is written that it could read along.
+    pool.submit(RolloutKey(99, 0, 0), {"completion": "x", "prompt": "ab", "finish_reason": "stop"})
+    deadline = time.monotonic() + 60
+    while not pool.poll():
+        assert time.monotonic() < deadline, "the judge did not start within 60 s"
     # The second attempt drops what was begun: what was read of that is let go.
     hub = ScriptedHub(
         [[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6
     )
     engine = load_engine(str(MODEL), EngineConfig(slots=4), version=0)
-    with worker(hub, engine, length=40, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
+    with worker(hub, engine, length=200, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
         actor.run()
     rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
     assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)
