@@ -6,7 +6,7 @@ unfinished message, but whoever writes the protocol himself can.
 
 What is known of a connection is its descriptor (from the monitor, and with every message) and the bytes that the kernel
 has received on it. Once all whole messages have been handed up, what came since the last of them is unfinished. Its end
-is shut down, and ZeroMQ frees what it had kept. Linux only, and TCP only: the kernel counts nothing for a unix socket,
+is shut down: ZeroMQ reads no more of it, and frees what it had kept when it notices. Linux only, and TCP only: the kernel counts nothing for a unix socket,
 which belongs to this machine.
 """
 

@@ -37,6 +37,7 @@ from buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5
+_LOOK_S = 0.1  # between two looks at messages that do not end
 _ROUND, _ROUND_BYTES = 256, 8 << 20  # taken in before the exchange settles
 _UNREAD_BYTES = 256 << 20
 # HWM counts messages, not bytes: a peer too slow to read so many loses the rest and its lease ends.
@@ -99,17 +100,17 @@ class Hub:
         poller = zmq.Poller()
         for waited_for in (self._socket, *self._gate.sockets):
             poller.register(waited_for, zmq.POLLIN)
-        next_tick = self._clock()
+        next_tick = next_look = self._clock()
         try:
             while not self._exchange.stopped:
-                wait = max(0.0, next_tick - self._clock())
+                wait = max(0.0, min(next_tick, next_look) - self._clock())
                 if poller.poll(int(wait * 1000) + 1):
                     self._gate.attend()
-                has_all = self._take_in()
+                if self._take_in() and self._clock() >= next_look:
+                    next_look = self._clock() + _LOOK_S
+                    self._gate.cut_endless(self._max_unfinished)
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
-                    if has_all:
-                        self._gate.cut_endless(self._max_unfinished)
                     self._exchange.tick()
                     self._gate.report()
                     self._write_ledger()
