@@ -6,8 +6,8 @@ unfinished message, but whoever writes the protocol himself can.
 
 What is known of a connection is its descriptor (from the monitor, and with every message) and the bytes that the kernel
 has received on it. Once all whole messages have been handed up, what came since the last of them is unfinished. Its end
-is shut down: ZeroMQ reads no more of it, and frees what it had kept when it notices. Linux only, and TCP only: the kernel counts nothing for a unix socket,
-which belongs to this machine.
+is shut down: ZeroMQ reads no more of it, and frees what it had kept when it notices. Linux only, and TCP only: the
+kernel counts nothing for a unix socket, which belongs to this machine.
 """
 
 from __future__ import annotations
