@@ -8,7 +8,7 @@ import xxhash
 
 from tests.simulation import schedule
 
-_BLOCK = 200
+_BLOCK = 100
 
 
 def run_block(seeds: tuple[int, int]) -> tuple[int, int, str, int | None]:
