@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from buffers.errors import EngineError
-from buffers.record import FinishReason, Float32Array, Int32Array, Span, Support
+from buffers.record import FinishReason, Float32Array, Int32Array, Span, Support, is_truncated
 from buffers.tensors import RawTensor
 
 OnUpdate = Literal["keep", "interrupt", "finish"]
@@ -62,7 +62,7 @@ class Request:
     @property
     def is_truncated(self) -> bool:
         """Whether some tokens cannot be sampled."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return is_truncated(self.top_k, self.top_p, self.min_p)
 
 
 def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:

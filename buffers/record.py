@@ -164,6 +164,16 @@ class Group:
         """Completion tokens of all members (the loss-bearing ones)."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens could not be sampled."""
+        return is_truncated(self.top_k, self.top_p, self.min_p)
+
+
+def is_truncated(top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether sampling with these settings leaves some tokens without any probability."""
+    return top_k > 0 or top_p < 1 or min_p > 0
+
 
 def staleness(version: int, step: int) -> int:
     """Staleness of a token: the learner's step count when it takes the token, minus the version that sampled it.

@@ -131,17 +131,16 @@ def make_rows(
         members: list[Member] = []
         length = len(group.prompt_ids)
         named = group.number, group.prompt_ids, group.temperature
-        truncated = group.top_k > 0 or group.top_p < 1 or group.min_p > 0
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
                 if members and length + rollout.num_tokens - 1 > row_tokens:
-                    rows.append(Row(*named, tuple(members), truncated))
+                    rows.append(Row(*named, tuple(members), group.is_truncated))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
                 length += rollout.num_tokens - 1
             index += 1
         if members:
-            rows.append(Row(*named, tuple(members), truncated))
+            rows.append(Row(*named, tuple(members), group.is_truncated))
     return rows
 
 

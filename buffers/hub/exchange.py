@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +49,14 @@ class _Held:
     numbers: Sequence[int] = ()
 
 
+@dataclass
+class _Kept:
+    """What one actor put since the last time it settled; request: its newest Put, which the one Ack answers."""
+
+    groups: list[tuple[int, int]] = field(default_factory=list)
+    request: int = 0
+
+
 class Exchange:
     """Owns the queue's state, the journal and the weight store; begins where the journal ends.
 
@@ -75,8 +83,7 @@ class Exchange:
         self._peers = Peers()
         self._refusals = Refusals()
         self._held: list[_Held] = []
-        self._kept: dict[bytes, list[tuple[int, int]]] = {}  # who put what since the last time it settled
-        self._put_last: dict[bytes, int] = {}  # the request of its newest Put
+        self._kept: dict[bytes, _Kept] = {}
         self._must_be_durable = False  # a batch or a state was appended
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._registration: tuple[bytes, int, wire.Registered] | None = None
@@ -106,9 +113,8 @@ class Exchange:
             _log.warning("there is room on the disk again")
         self._full, self._must_be_durable = "", False
         for identity, kept in self._kept.items():
-            self._send(identity, wire.Ack(groups=kept), request=self._put_last[identity])
+            self._send(identity, wire.Ack(groups=kept.groups), request=kept.request)
         self._kept.clear()
-        self._put_last.clear()
         for held in self._held:
             groups = [frame for number in held.numbers for frame in packing.from_bytes(self._journal.read(number))]
             self._send(held.identity, held.message, groups, held.request)
@@ -219,8 +225,9 @@ class Exchange:
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         if entered:
             self._journal.put(group.number, entry, *packing.to_parts(frames))
-        self._put_last[identity] = request
-        self._kept.setdefault(identity, []).append((group.number, group.attempt))
+        kept = self._kept.setdefault(identity, _Kept())
+        kept.groups.append((group.number, group.attempt))
+        kept.request = request
         return None
 
     def _put_later(self, group: wire.GroupHeader, reason: str) -> wire.Message:

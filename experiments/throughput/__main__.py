@@ -33,6 +33,7 @@ class Part(StrEnum):
     PIPELINE = "pipeline"
     FUSION = "fusion"
     WEIGHTS = "weights"
+    ADAPTERS = "adapters"
 
 
 # Seconds after which a part is ended: several times what it takes on a machine that does nothing else.
@@ -47,7 +48,8 @@ def main(
 ) -> None:
     """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL.
 
-    Parts: engine, updates, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion, weights.
+    Parts: engine, updates, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion, weights,
+    adapters.
     """
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:

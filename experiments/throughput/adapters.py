@@ -1,33 +1,39 @@
 """Bytes of one published weight set: whole, with the adapters merged, and the adapters alone.
 
-python -m experiments.throughput.adapters [--model DIR] [--rank 8]
+python -m experiments.throughput.adapters [--model DIR] [--rank 8] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from experiments.throughput.sides import MODEL
 from learner.config import LearnerConfig, LoraConfig, LossConfig
 from learner.torch_backend import TorchBackend
 
-SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
-
 
 def published_bytes(model: Path, lora: LoraConfig) -> int:
+    """Bytes of the tensors that one publication carries."""
     backend = TorchBackend(model, LearnerConfig(lora=lora), LossConfig())
     return sum(len(tensor.data) for tensor in backend.tensors().values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=SHIPPED)
-    parser.add_argument("--rank", type=int, default=8)
-    asked = parser.parse_args()
-    merged, alone = (published_bytes(asked.model, LoraConfig(rank=asked.rank, publish=how)) for how in ("merged", "adapter"))
-    text = f"{asked.model.name}, rank {asked.rank}: merged {merged:,} bytes, adapter {alone:,} bytes: 1/{merged / alone:.1f}"
-    print(text)  # noqa: T201
+def main(
+    model: Annotated[Path, typer.Option(help="Model directory.")] = MODEL,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line instead of a sentence.")] = False,
+) -> None:
+    """Count the bytes of one publication of a LoRA run, merged and as adapters alone."""
+    merged, alone = (published_bytes(model, LoraConfig(rank=rank, publish=how)) for how in ("merged", "adapter"))
+    if as_json:
+        typer.echo(json.dumps({"model": model.name, "rank": rank, "merged_bytes": merged, "adapter_bytes": alone}))
+    else:
+        typer.echo(f"{model.name}, rank {rank}: merged {merged:,} bytes, adapter {alone:,} bytes: 1/{merged / alone:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -29,8 +29,6 @@ import torch
 import typer
 
 from experiments.throughput.learner_sides import (
-    ROOT,
-    TINY,
     WIDE,
     Seconds,
     Side,
@@ -43,6 +41,7 @@ from experiments.throughput.learner_sides import (
     ours,
     share_of_diagnostics,
 )
+from experiments.throughput.sides import MODEL, ROOT
 from experiments.throughput.trl_environment import SkippedError, trl_python
 
 GOALS = {"bare": 0.9, "trl": 1.3}
@@ -110,7 +109,7 @@ def measure(model: Model, load: str, python: Path | None, turns: int, threads: i
     """All sides in turns, so that a slow moment of the machine falls on all; the first turn warms up."""
     lengths = long_tailed(_PROMPTS[model], _COMPLETIONS)
     lengths = lengths.reshape(-1, 1) if load == "alone" else lengths
-    path = TINY if model is Model.TINY else make_wide(directory / "model")
+    path = MODEL if model is Model.TINY else make_wide(directory / "model")
     groups = make_groups(lengths, 99 if model is Model.TINY else WIDE["vocab_size"])
     with ExitStack() as stack:
         sides: dict[str, Side] = {

@@ -11,7 +11,6 @@ TRL:   `GRPOTrainer` on samples that it is handed ready (see `trl_training`).
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import subprocess
 import time
@@ -29,13 +28,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from buffers.composition import Composition
 from buffers.record import Group, Rollout, Score, Span
+from experiments.throughput.sides import MODEL, ROOT, trl_process_environment
 from learner.advantages import group_relative
 from learner.batch import make_rows
 from learner.config import LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "configs" / "models" / "tiny-speller"
 # Random weights: 39 million parameters, a third of the arithmetic in the output layer.
 WIDE = {
     "vocab_size": 32_768,
@@ -223,7 +221,7 @@ class Trl:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         spec: dict[str, Any] = {
             "model": str(model),
-            "tokenizer": str(TINY),
+            "tokenizer": str(MODEL),
             "output_dir": str(directory),
             "prompt_ids": [group.prompt_ids.tolist() for group in groups for _ in group.rollouts],
             "completion_ids": [rollout.completion_ids.tolist() for rollout in rollouts],
@@ -238,7 +236,7 @@ class Trl:
             self._process = subprocess.Popen(
                 [str(python), "-m", "experiments.throughput.trl_training", str(directory / "spec.json")],
                 cwd=ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)},
+                env=trl_process_environment(threads),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

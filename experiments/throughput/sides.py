@@ -138,6 +138,11 @@ def run_ours(load: Load, model: Path, prompts: Path, directory: Path) -> Recorde
     return Recorded(ends, tokens, {})
 
 
+def trl_process_environment(threads: int) -> dict[str, str]:
+    """Variables of a process of TRL's: no network, and as many threads as ours has."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
+
+
 def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
     """One run of TRL's in a process of its own. Raises RuntimeError with the end of what it wrote when it fails."""
     spec, result, log = (directory / name for name in ("spec.json", "result.json", "trl.log"))
@@ -155,12 +160,11 @@ def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Pat
     }
     spec.write_text(json.dumps(asked))
     command = [str(python), "-m", "experiments.throughput.trl_side", str(spec), str(result)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(THREADS)}
     with log.open("wb") as file:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment,
+            env=trl_process_environment(THREADS),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

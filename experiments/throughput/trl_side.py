@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from experiments.throughput.judges import similarity, slow_similarity
+from experiments.throughput.trl_config import spare_config
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's
@@ -62,26 +63,14 @@ def train(spec: dict[str, Any]) -> Recorder:
         reward_funcs=make_reward(spec["slow_reward"], recorder),
         train_dataset=Dataset.from_list(rows),
         callbacks=[recorder],
-        args=GRPOConfig(
-            output_dir=spec["output_dir"],
+        args=spare_config(
+            spec["output_dir"],
+            spec["learning_rate"],
             max_steps=spec["steps"],
             per_device_train_batch_size=spec["batch_size"],
             num_generations=spec["group_size"],
             max_completion_length=spec["max_completion_length"],
             temperature=1.0,
-            beta=0.0,  # no reference model
-            learning_rate=spec["learning_rate"],
-            lr_scheduler_type="constant",
-            model_init_kwargs={"dtype": "float32"},
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,  # on by default; it computes the forward pass twice
-            dataloader_pin_memory=False,
-            report_to=[],
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
         ),
     )
     trainer.train()

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+
+from experiments.throughput.trl_config import spare_config
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's
@@ -62,26 +64,14 @@ def main(spec_path: str) -> None:
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * batch_size),
         callbacks=[Turns()],
-        args=GRPOConfig(
-            output_dir=spec["output_dir"],
+        args=spare_config(
+            spec["output_dir"],
+            spec["learning_rate"],
             max_steps=1_000_000,
             per_device_train_batch_size=spec["micro_batch"],
             gradient_accumulation_steps=batch_size // spec["micro_batch"],
             num_generations=2,  # of no consequence: nothing is generated
-            beta=0.0,  # no reference model
-            learning_rate=spec["learning_rate"],
             adam_beta2=0.95,
-            lr_scheduler_type="constant",
-            model_init_kwargs={"dtype": "float32"},
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,  # on by default; it computes the forward pass twice
-            dataloader_pin_memory=False,
-            report_to=[],
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
         ),
     )
     prompt_ids, prompt_mask = padded(spec["prompt_ids"], left=True)

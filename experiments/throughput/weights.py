@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Annotated, Any
 
@@ -36,10 +35,9 @@ from buffers.weights import delta
 from buffers.weights.assembly import Assembly
 from buffers.weights.shared import SealedMemory, attach
 from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from experiments.throughput.sides import MODEL, ROOT
 from experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "configs" / "models" / "tiny-speller"
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 

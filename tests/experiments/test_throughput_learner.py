@@ -13,7 +13,6 @@ from experiments.throughput import __main__ as all_parts
 from experiments.throughput.__main__ import Part
 from experiments.throughput.learner import judged, show
 from experiments.throughput.learner_sides import (
-    TINY,
     Seconds,
     bare,
     bare_batches,
@@ -23,6 +22,7 @@ from experiments.throughput.learner_sides import (
     ours,
     share_of_diagnostics,
 )
+from experiments.throughput.sides import MODEL
 
 
 def test_lengths_are_long_tailed_and_always_the_same() -> None:
@@ -54,9 +54,9 @@ def test_a_ratio_is_the_median_over_turns_and_above_one_where_we_are_faster() ->
 
 def test_every_side_of_this_process_makes_steps_and_diagnostics_are_a_part_of_ours() -> None:
     groups = make_groups(np.array([[3, 5], [2, 4]]), vocabulary=99)
-    for side in (ours(TINY, groups, 1), off(TINY, groups, 1), bare(TINY, groups)):
+    for side in (ours(MODEL, groups, 1), off(MODEL, groups, 1), bare(MODEL, groups)):
         assert side().wall > 0
-    assert 0 < share_of_diagnostics(TINY, groups, 1) < 1
+    assert 0 < share_of_diagnostics(MODEL, groups, 1) < 1
 
 
 def test_every_part_is_a_module_and_named_in_the_help() -> None:

@@ -161,7 +161,7 @@ class HubRole:
         assert exchange is not None and journal is not None
         admission = exchange._admission
         entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
-        kept = [each for kept in exchange._kept.values() for each in kept]
+        kept = [each for kept in exchange._kept.values() for each in kept.groups]
         acks = [(number, attempt, entries[number].oldest_version) for number, attempt in kept if number in entries]
         filtered = {number for number, _ in kept} - entries.keys()
         exchange.settle()
