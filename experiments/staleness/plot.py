@@ -1,11 +1,14 @@
 """The picture of a sweep: learning, outcome, and the staleness that was really there. The only file that draws.
 
+Where two keys are swept, learning has a panel for each value of the first and a colour for each value of the second.
+
 Needs matplotlib (the extra `experiments`). Called by `sweep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +22,90 @@ Groups = dict[str, list[CellResult]]
 # More columns than this leave no room for a number in each cell of the third panel.
 _MOST_WRITTEN_AGES = 12
 _FINEST_SCALE = 0.1
+_BAND = "line: mean of the seeds, band: lowest to highest"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where the runs of one setting stand on the axis of settings, how far they reach to either side, and their colour."""
+
+    cells: list[CellResult]
+    place: float
+    reach: float
+    colour: Any
 
 
 def draw(results: Sequence[CellResult], title: str, path: Path) -> None:
-    """Write a PNG with three panels, one colour a setting in the order of the sweep."""
+    """Write `picture` as a PNG."""
+    picture(results, title).savefig(path)
+
+
+def picture(results: Sequence[CellResult], title: str) -> Figure:
+    """Learning, outcome and ages; settings keep the order of the sweep."""
     groups = by_setting(results)
-    figure = Figure(figsize=(14, 4.9), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12))
-    curves, outcome, ages = figure.subplots(1, 3, width_ratios=[1.5, 1, 1.15])
-    # The yellow end of the scale is not readable on white.
-    scale = matplotlib.colormaps["viridis"].resampled(256)
-    colours = [scale(0.88 * i / max(1, len(groups) - 1)) for i in range(len(groups))]
-    _draw_curves(curves, groups, colours)
-    _draw_outcome(outcome, groups, colours)
-    _draw_ages(ages, groups)
-    seeds = len({result.seed for result in results})
-    for axes in (curves, outcome, ages):
+    keys = [key for key, _ in results[0].setting]
+    figure = _two_keys(groups, keys) if len(keys) == 2 else _one_row(groups)
+    for axes in figure.axes:
         axes.title.set_fontsize("medium")
+    seeds = len({result.seed for result in results})
     figure.suptitle(
         f"{title}: {seeds} seed{'s' if seeds > 1 else ''}, {results[0].trained_samples:,} samples trained on per run"
     )
-    figure.savefig(path)
+    return figure
+
+
+def _one_row(groups: Groups) -> Figure:
+    """Three panels, a colour a setting."""
+    figure = Figure(figsize=(14, 4.9), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12))
+    curves, outcome, ages = figure.subplots(1, 3, width_ratios=[1.5, 1, 1.15])
+    colours = _colours(range(len(groups)))
+    _draw_curves(curves, groups, colours)
+    curves.set_title(f"Training reward\n{_BAND}")
+    _draw_outcome(outcome, [_Placed(cells, i, 0.32, colours[i]) for i, cells in enumerate(groups.values())])
+    _name_settings(outcome.set_xticks, groups, outcome.set_xlabel)
+    _draw_ages(ages, groups)
+    _name_settings(ages.set_yticks, groups, ages.set_ylabel)
+    return figure
+
+
+def _two_keys(groups: Groups, keys: Sequence[str]) -> Figure:
+    """Above, learning: a panel for each value of the first key. Below, outcome and ages of all settings."""
+    by_value: dict[str, Groups] = {}
+    for cells in groups.values():
+        (_, first), (_, second) = cells[0].setting
+        by_value.setdefault(str(first), {})[str(second)] = cells
+    values = {second: cells[0].setting[1][1] for inside in by_value.values() for second, cells in inside.items()}
+    inner, colour = list(values), dict(zip(values, _colours(list(values.values())), strict=True))
+    figure = Figure(figsize=(max(14, 4.6 * len(by_value)), 9.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    halves: Any = figure.subfigures(2, 1)
+    above, below = halves
+    panels = above.subplots(1, len(by_value), sharey=True, squeeze=False)[0]
+    for axes, (value, inside) in zip(panels, by_value.items(), strict=True):
+        _draw_curves(axes, inside, [colour[second] for second in inside])
+        axes.set_title(f"Training reward, {keys[0]} {value}\n{_BAND}")
+    outcome, ages = below.subplots(1, 2, width_ratios=[1.6, 1])
+    share = 0.84 / len(inner)
+    placed = [
+        _Placed(cells, x + share * (inner.index(second) - (len(inner) - 1) / 2), 0.42 * share, colour[second])
+        for x, inside in enumerate(by_value.values())
+        for second, cells in inside.items()
+    ]
+    _draw_outcome(outcome, placed)
+    outcome.set_xticks(range(len(by_value)), list(by_value))
+    outcome.set_xlabel(f"{keys[0]}, beside one another {keys[1]} in the colours above")
+    _draw_ages(ages, groups)
+    names = [", ".join(str(value) for _, value in cells[0].setting) for cells in groups.values()]
+    ages.set_yticks(range(len(groups)), names, fontsize="small")
+    return figure
+
+
+def _colours(values: Sequence[Any]) -> list[Any]:
+    """Words have colours that are told apart, numbers a scale."""
+    if any(isinstance(value, str) for value in values) and len(values) <= 10:
+        return [matplotlib.colormaps["tab10"](i) for i in range(len(values))]
+    # The yellow end of the scale is not readable on white.
+    scale = matplotlib.colormaps["viridis"].resampled(256)
+    return [scale(0.88 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
 def _draw_curves(axes: Any, groups: Groups, colours: Sequence[Any]) -> None:
@@ -56,33 +123,29 @@ def _draw_curves(axes: Any, groups: Groups, colours: Sequence[Any]) -> None:
         axes.fill_between(
             steps, [min(r) for _, r in points], [max(r) for _, r in points], color=colour, alpha=0.18, linewidth=0
         )
-    axes.set(
-        title="Training reward\nline: mean of the seeds, band: lowest to highest",
-        xlabel="learner step",
-        ylabel="mean reward of the batch",
-    )
-    axes.legend(loc="lower right", frameon=False, fontsize="small")
+    axes.set(xlabel="learner step", ylabel="mean reward of the batch")
+    axes.legend(loc="best", frameon=False, fontsize="small")
     _tidy(axes)
 
 
-def _draw_outcome(axes: Any, groups: Groups, colours: Sequence[Any]) -> None:
+def _draw_outcome(axes: Any, settings: Sequence[_Placed]) -> None:
     """Held-out reward at the end: a point a seed, a line at the mean, its interval where there is one."""
-    for place, (cells, colour) in enumerate(zip(groups.values(), colours, strict=True)):
-        ends = [cell.held_out_end.reward for cell in cells if cell.held_out_end.reward is not None]
+    for setting in settings:
+        ends = [cell.held_out_end.reward for cell in setting.cells if cell.held_out_end.reward is not None]
         if (found := estimate(ends)) is None:
             continue
+        place, reach, colour = setting.place, setting.reach, setting.colour
         # Points with equal values stay visible side by side.
-        places = [place + 0.09 * (i - (len(ends) - 1) / 2) for i in range(len(ends))]
+        places = [place + 0.28 * reach * (i - (len(ends) - 1) / 2) for i in range(len(ends))]
         axes.plot(places, ends, "o", color=colour, markersize=6, alpha=0.85)
         axes.errorbar(place, found.mean, yerr=found.half_width, color=colour, capsize=6, elinewidth=1.2)
-        axes.hlines(found.mean, place - 0.32, place + 0.32, color=colour, linewidth=2)
-    before = estimate(cell.held_out_start.reward for cells in groups.values() for cell in cells)
+        axes.hlines(found.mean, place - reach, place + reach, color=colour, linewidth=2)
+    before = estimate(cell.held_out_start.reward for setting in settings for cell in setting.cells)
     axes.set(
-        title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{_marks(groups)}",
+        title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{_marks(settings)}",
         ylabel="mean reward, greedy",
     )
-    _name_settings(axes.set_xticks, groups, axes.set_xlabel)
-    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_xlim(settings[0].place - settings[0].reach - 0.28, settings[-1].place + settings[-1].reach + 0.28)
     low, high = axes.get_ylim()
     # A scale no finer than chance among a few hundred held-out prompts.
     margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
@@ -90,8 +153,8 @@ def _draw_outcome(axes: Any, groups: Groups, colours: Sequence[Any]) -> None:
     _tidy(axes)
 
 
-def _marks(groups: Groups) -> str:
-    fewest = min(len(cells) for cells in groups.values())
+def _marks(settings: Sequence[_Placed]) -> str:
+    fewest = min(len(setting.cells) for setting in settings)
     return f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else ''}"
 
 
@@ -108,7 +171,6 @@ def _draw_ages(axes: Any, groups: Groups) -> None:
     axes.set(title="Realised staleness\nshare of trained tokens by age", xlabel="age of the token [learner steps]")
     if oldest < _MOST_WRITTEN_AGES:
         axes.set_xticks(range(oldest + 1))
-    _name_settings(axes.set_yticks, groups, axes.set_ylabel)
 
 
 def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:

@@ -219,3 +219,20 @@ def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measu
     first, second = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
     assert first["queue.max_staleness"] == "2" and first["staleness_mean"] == "1.15"
     assert (first["held_out_reward_end"], second["held_out_reward_end"]) == ("0.9", "")
+
+
+def test_two_swept_keys_are_drawn_with_a_panel_for_each_value_of_the_first(result: CellResult) -> None:
+    pytest.importorskip("matplotlib")
+    from experiments.staleness.plot import picture
+
+    runs = [
+        replace(result, setting=(("queue.max_staleness", age), ("loss.kind", kind)), seed=seed)
+        for age in (0, 4)
+        for kind in ("ppo_clip", "cispo", "online_dpo")
+        for seed in (0, 1)
+    ]
+    young, old, outcome, ages = picture(runs, "losses").axes
+    assert "queue.max_staleness 0" in young.get_title() and "queue.max_staleness 4" in old.get_title()
+    assert [line.get_label().split()[0] for line in old.lines] == ["ppo_clip", "cispo", "online_dpo"]
+    assert [each.get_text() for each in outcome.get_xticklabels()] == ["0", "4"]
+    assert len(ages.get_yticklabels()) == 6
