@@ -16,16 +16,17 @@ was held back: acknowledgements, batches, credits. So a crash at any moment forg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import DiskFullError, RefusedError, WeightsError, WireError
 from buffers.hub import status
+from buffers.hub.outbox import Outbox
 from buffers.hub.peers import Peers
 from buffers.hub.refusals import Refusals
+from buffers.hub.tenure import Tenure
 from buffers.protocol import packing, wire
 from buffers.queue.admission import Actor, Admission
 from buffers.queue.bound import Bound
@@ -39,29 +40,10 @@ _log = logging.getLogger(__name__)
 _LATER_S = 0.5  # an actor puts a group again after this long when there was no room for it
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A message that must not be said before the journal is durable; the groups `numbers` are sent with it."""
-
-    identity: bytes
-    message: wire.Message
-    request: int = 0
-    numbers: Sequence[int] = ()
-
-
-@dataclass
-class _Kept:
-    """What one actor put since the last time it settled; request: its newest Put, which the one Ack answers."""
-
-    groups: list[tuple[int, int]] = field(default_factory=list)
-    request: int = 0
-
-
 class Exchange:
     """Owns the queue's state, the journal and the weight store; begins where the journal ends.
 
-    outbox: messages to send, each [identity, header, arrays...], in order. stopped: whether a Halt came. counters: what else
-    the status shows.
+    outbox: what there is to send. stopped: whether a Halt came. counters: what else the status shows.
     """
 
     def __init__(
@@ -82,17 +64,13 @@ class Exchange:
         self._quarantine, self._counters = quarantine, counters
         self._peers = Peers()
         self._refusals = Refusals()
-        self._held: list[_Held] = []
-        self._kept: dict[bytes, _Kept] = {}
-        self._must_be_durable = False  # a batch or a state was appended
-        self._parked: tuple[bytes, int, wire.Take] | None = None
-        self._registration: tuple[bytes, int, wire.Registered] | None = None
+        self.outbox = Outbox()
+        self._tenure = Tenure(self._admission, journal, self._publication, self._peers, self.outbox, incarnation)
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
         self._retry = False
         self._later = 0
         self._stop_reason = ""
-        self.outbox: list[wire.Frames] = []
         self.stopped = False
 
     def settle(self) -> None:
@@ -105,20 +83,14 @@ class Exchange:
                 self._publication.store_again(self._admission)
             else:
                 self._pump()
-            self._journal.sync(durable=self._must_be_durable)
+            self._journal.sync()
         except DiskFullError as error:
             self._note_full(error)
             return
         if self._full:
             _log.warning("there is room on the disk again")
-        self._full, self._must_be_durable = "", False
-        for identity, kept in self._kept.items():
-            self._send(identity, wire.Ack(groups=kept.groups), request=kept.request)
-        self._kept.clear()
-        for held in self._held:
-            groups = [frame for number in held.numbers for frame in packing.from_bytes(self._journal.read(number))]
-            self._send(held.identity, held.message, groups, held.request)
-        self._held.clear()
+        self._full = ""
+        self.outbox.release(self._journal.read)
 
     def _note_full(self, error: DiskFullError) -> wire.Message:
         if not self._full:
@@ -142,7 +114,7 @@ class Exchange:
             request = request or getattr(error, "request", 0)
             answer = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
         if answer is not None:
-            self._send(identity, answer, request=request)
+            self.outbox.say(identity, answer, request=request)
 
     def _handle(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> wire.Message | None:
         """The answer to one message, or None when it needs none or is answered later. `frames` are as they came."""
@@ -154,7 +126,7 @@ class Exchange:
             case wire.Beat() | wire.Release() | wire.Bye():
                 return self._hear(identity, message)
             case wire.Fetch() | wire.FetchChunk():
-                self._send(identity, *self._publication.serve(message), request)
+                self.outbox.say(identity, *self._publication.serve(message), request)
                 return None
             case wire.GetStatus():
                 return wire.Status(status=self.status())
@@ -165,7 +137,7 @@ class Exchange:
             case wire.Halt():
                 self.stopped = True
             case _:
-                return self._hear_learner(identity, request, message, frames[1:])
+                return self._tenure.hear(identity, request, message, frames[1:], self._full)
         return wire.Done()
 
     # -- actors ------------------------------------------------------------------------------------------------------
@@ -225,78 +197,12 @@ class Exchange:
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         if entered:
             self._journal.put(group.number, entry, *packing.to_parts(frames))
-        kept = self._kept.setdefault(identity, _Kept())
-        kept.groups.append((group.number, group.attempt))
-        kept.request = request
+        self.outbox.acknowledge(identity, (group.number, group.attempt), request)
         return None
 
     def _put_later(self, group: wire.GroupHeader, reason: str) -> wire.Message:
         self._later += 1
         return wire.Later(number=group.number, attempt=group.attempt, wait_s=_LATER_S, reason=reason)
-
-    # -- learner -----------------------------------------------------------------------------------------------------
-
-    def _hear_learner(self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames) -> wire.Message | None:
-        admission = self._admission
-        if isinstance(message, wire.Register):
-            return self._register(identity, request, message)
-        self._check_fence(message)
-        # Who goes on from here has trained on the batch before, also when the message that said so was lost.
-        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
-            admission.trained(admission.step)
-        match message:
-            case wire.Take():
-                admission.aim = message.aim
-                self._parked = (identity, request, message)
-                return None
-            case wire.Trained():
-                if message.step >= admission.step:  # a repeated message changes nothing
-                    admission.trained(message.step)
-            case wire.Commit() if self._full:
-                return wire.Waiting(step=message.step, detail=self._full)
-            case wire.Commit():
-                self._remember(admission.commit(message.step))
-                self._held.append(_Held(identity, wire.Done(), request))
-                return None
-            case wire.Publish() | wire.Chunk() | wire.Check():
-                return self._publication.hear(message, arrays, admission)
-            case _:
-                raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
-        return wire.Done()
-
-    def _check_fence(self, message: wire.Message) -> None:
-        """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;
-        `unregistered` when the hub forgot the present one."""
-        claimed = getattr(message, "fence", None)
-        if not isinstance(claimed, int):
-            raise WireError(f"{message.type!r} is not for the hub", "unknown-type")
-        if 0 < claimed < self._admission.fence:
-            raise _fenced(claimed, self._admission.fence)
-        if self._registration is None or claimed != self._admission.fence:
-            raise RefusedError("unregistered", f"fence {claimed} is not the present learner's; register")
-
-    def _register(self, identity: bytes, request: int, register: wire.Register) -> wire.Message | None:
-        if self._full:
-            return wire.Waiting(step=register.step, detail=self._full)
-        if self._registration is not None and self._registration[:2] == (identity, request):
-            self._held.append(_Held(identity, self._registration[2], request))
-            return None  # asked again while the hub was away: one registration, one fence
-        admission = self._admission
-        # Somebody has taken this learner's place since it was given its fence: two that live must not take it in turns.
-        if register.fence > 0 and register.learner != admission.owner:
-            raise _fenced(register.fence, admission.fence)
-        fence = admission.fence + 1
-        self._remember(admission.register(fence, register.step, register.committed, register.learner))
-        answer = wire.Registered(fence=fence, incarnation=self._incarnation)
-        self._registration, self._parked = (identity, request, answer), None
-        self._publication.forget()
-        self._held.append(_Held(identity, answer, request))
-        _log.info("learner registered at step %d under fence %d", register.step, fence)
-        return None
-
-    def _remember(self, deletable: Sequence[int] = ()) -> None:
-        self._journal.state(self._admission.remember(), deletable)
-        self._must_be_durable = True
 
     # -- what follows from a change ----------------------------------------------------------------------------------
 
@@ -308,39 +214,18 @@ class Exchange:
             # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
             self._write_quarantine()
             self._num_dead = num_dead
-            self._remember()
+            self._journal.state(self._admission.remember())
         for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
-            self._send(identity, adopt)
+            self.outbox.say(identity, adopt)
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
-            self._held.append(_Held(self._peers[name].identity, wire.Credits(credits=items)))
+            self.outbox.hold(self._peers[name].identity, wire.Credits(credits=items))
         if admission.published is not None:
             self._publication.store.drop_below(admission.lowest_needed_version())
-        if self._parked is not None:
-            self._answer_take(*self._parked)
-
-    def _answer_take(self, identity: bytes, request: int, take: wire.Take) -> None:
-        admission = self._admission
-        fresh = take.step == admission.step and not admission.has_batch(take.step)
-        try:
-            numbers = admission.take(take.step)
-        except RefusedError as error:
-            self._parked = None
-            self._send(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
-            return
-        if numbers is not None:
-            if fresh:
-                self._journal.take(take.step, numbers)
-                self._must_be_durable = True
-            self._parked = None
-            batch = wire.Batch(step=take.step, telemetry=status.fleet(admission, self._peers))
-            self._held.append(_Held(identity, batch, request, numbers))
-        elif admission.at_end:
-            self._parked = None
-            self._stop_reason = "drained" if admission.num_left else "end of data"
-            self._held.append(_Held(identity, wire.Ended(reason=self._stop_reason), request))
-            for actor_identity in self._peers.identities:
-                self._held.append(_Held(actor_identity, wire.Stop(reason=self._stop_reason)))
+        if reason := self._tenure.answer():
+            self._stop_reason = reason
+            for identity in self._peers.identities:
+                self.outbox.hold(identity, wire.Stop(reason=reason))
 
     def _write_quarantine(self) -> None:
         if self._quarantine is not None:
@@ -357,13 +242,7 @@ class Exchange:
             _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
         self._refusals.report()
         self._retry = True
-        if self._parked is not None:
-            identity, request, take = self._parked
-            self._send(
-                identity,
-                wire.Waiting(step=take.step, detail=self._full or status.waiting_for(self._admission)),
-                request=request,
-            )
+        self._tenure.remind(self._full)
 
     def status(self) -> dict[str, Any]:
         """Everything an operator asks: plain values, ready for JSON."""
@@ -371,7 +250,7 @@ class Exchange:
         return {
             "incarnation": self._incarnation,
             "state": self._stop_reason or ("disk full" if self._full else doing),
-            "waiting_for": self._full or (status.waiting_for(self._admission) if self._parked else ""),
+            "waiting_for": self._full or (status.waiting_for(self._admission) if self._tenure.waits else ""),
             "refused": dict(self._refusals.counts),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,
@@ -380,17 +259,6 @@ class Exchange:
             **status.describe(self._admission, self._peers, self._clock()),
             **self._counters,
         }
-
-    def _send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
-        self.outbox.append([identity, *wire.encode(message, arrays, request)])
-
-
-def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
-    return message.version if isinstance(message, wire.Publish) else message.step
-
-
-def _fenced(claimed: int, fence: int) -> RefusedError:
-    return RefusedError("fenced", f"fence {claimed} is over: another learner holds {fence}. This one must end")
 
 
 def _restored(config: QueueConfig, bound: Bound, journal: Journal) -> Admission:

@@ -151,6 +151,6 @@ class Hub:
 
     def _send_out(self) -> None:
         """Never blocks: a peer that is gone, or too slow to read a thousand messages, loses them and its lease ends."""
-        for message in self._exchange.outbox:
+        for message in self._exchange.outbox.messages:
             frames.send(self._socket, message)
-        self._exchange.outbox.clear()
+        self._exchange.outbox.messages.clear()

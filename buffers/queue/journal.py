@@ -93,6 +93,7 @@ class Journal:
         self._named = False  # the present segment's name is durable
         self._unsynced = False  # something was written that no fsync followed
         self._torn = False  # a write broke off in the middle
+        self._promised = False  # a batch or a state was appended, which no interval delays
         self._synced_at = clock()
         try:
             with self.disk():
@@ -118,13 +119,15 @@ class Journal:
         self._remember(number, _Place(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
 
     def take(self, step: int, numbers: Iterable[int]) -> None:
-        """Append the make-up of batch `step`; on disk after `sync(durable=True)`."""
+        """Append the make-up of batch `step`; on disk after `sync`."""
+        self._promised = True
         self._append(segment.TAKE, segment.take_payload(step, list(numbers)))
         self._takes[step] = self._segment
         self._live[self._segment] += 1
 
     def state(self, state: Restored, deletable: Iterable[int] = ()) -> None:
-        """Append the queue's state, on disk after `sync(durable=True)`, which deletes segments that hold nothing live."""
+        """Append the queue's state, on disk after `sync`, which then deletes segments that hold nothing live."""
+        self._promised = True
         for number in deletable:
             self._forget(number)
         for step in [step for step in self._takes if step < state.committed_step]:
@@ -132,9 +135,9 @@ class Journal:
         self._state = segment.state_payload(state)
         self._append(segment.STATE, self._state)
 
-    def sync(self, *, durable: bool = False) -> None:
-        """Keep the promise of the module docstring for everything appended so far; `durable`: that of batches and states."""
-        due = durable or self._fsync == "group" or self._clock() - self._synced_at >= self._interval_s
+    def sync(self) -> None:
+        """Keep the promise of the module docstring for everything appended so far."""
+        due = self._promised or self._fsync == "group" or self._clock() - self._synced_at >= self._interval_s
         wanted = self._fsync != "off" and due
         if not self._pending and not (wanted and self._unsynced):
             return
@@ -154,7 +157,8 @@ class Journal:
         self._unsynced = not wanted
         self._torn, self._good = False, self._end
         self._pending.clear()
-        if durable:
+        if self._promised:
+            self._promised = False
             self._tidy()
 
     def read(self, number: int) -> memoryview:
@@ -179,8 +183,9 @@ class Journal:
             return self._good + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
 
     def close(self) -> None:
+        self._promised = True
         try:
-            self.sync(durable=True)
+            self.sync()
         finally:
             with self.disk():
                 for reader in self._readers.values():

@@ -161,7 +161,7 @@ class HubRole:
         assert exchange is not None and journal is not None
         admission = exchange._admission
         entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
-        kept = [each for kept in exchange._kept.values() for each in kept.groups]
+        kept = exchange.outbox.acknowledging
         acks = [(number, attempt, entries[number].oldest_version) for number, attempt in kept if number in entries]
         filtered = {number for number, _ in kept} - entries.keys()
         exchange.settle()
@@ -171,7 +171,7 @@ class HubRole:
             self._room_at = self.world.now
             self.observer.acknowledged(acks, self.world.now)
             self.observer.filtered |= filtered
-        for message in exchange.outbox:
+        for message in exchange.outbox.messages:
             self.network.deliver(message)
-        exchange.outbox.clear()
+        exchange.outbox.messages.clear()
         self.observer.hub_changed(exchange, journal)

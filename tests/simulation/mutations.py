@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from buffers.errors import RefusedError
-from buffers.hub.exchange import Exchange
+from buffers.hub.tenure import Tenure
 from buffers.protocol import wire
 from buffers.queue.admission import Admission, Credit
 from buffers.queue.ledger import Entry, Restored
@@ -110,14 +110,14 @@ def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
 
 def ignore_the_fence() -> AbstractContextManager[Any]:
     """Whoever speaks as the learner is believed."""
-    honest = Exchange._hear_learner
+    honest = Tenure.hear
 
-    def hear(self: Exchange, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames) -> Any:
+    def hear(self: Tenure, identity: bytes, request: int, message: wire.Message, *more: Any) -> Any:
         if hasattr(message, "fence"):
             message = message.model_copy(update={"fence": self._admission.fence})
-        return honest(self, identity, request, message, arrays)
+        return honest(self, identity, request, message, *more)
 
-    return patch.object(Exchange, "_hear_learner", hear)
+    return patch.object(Tenure, "hear", hear)
 
 
 def serve_another_set_under_the_name() -> AbstractContextManager[Any]:

@@ -99,11 +99,11 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
                 status = exchange.status()
                 json.dumps(status, allow_nan=False)
                 assert status["ledger"]["closes"]
-                for identity, *frames in exchange.outbox:
+                for identity, *frames in exchange.outbox.messages:
                     _, message, _ = wire.decode(frames, max_frame_bytes=1 << 20)
                     if isinstance(message, wire.Credits) and identity == b"a":
                         credited += message.credits
-                exchange.outbox.clear()
+                exchange.outbox.messages.clear()
         finally:
             journal.close()
         again = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")

@@ -51,9 +51,9 @@ def test_what_could_not_be_written_is_written_once_there_is_room(fsync: Fsync, s
         if disk.full:
             for _ in range(2):
                 with pytest.raises(DiskFullError, match="Nothing acknowledged is lost"):
-                    journal.sync(durable=True)
+                    journal.sync()
             disk.full = False
-        journal.sync(durable=rng.random() < 0.5)
+        journal.sync()
         assert journal.read(number) == b"%03d" % number * 10
     journal.close()
     replay = journal_on(disk, fsync).replay
@@ -74,7 +74,7 @@ def test_each_fsync_keeps_its_promise_when_the_power_fails(seed: int) -> None:
             journal.put(number, ENTRY, b"x" * 50)
             if number == 4:
                 journal.take(0, [0, 1])
-            journal.sync(durable=number == 4)
+            journal.sync()
             if fsync == "group" or number == 4 or (fsync == "interval" and clock.now - journal._synced_at == 0):
                 promised = number + 1
         disk.crash()

@@ -102,7 +102,7 @@ def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]
                 step = memory.state.committed_step if committed is None else committed
                 state = Restored(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(0,))
                 journal.state(state, memory.commit(state))
-                journal.sync(durable=True)
+                journal.sync()
             elif kind == "reopen":
                 journal.close()
                 journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
@@ -189,7 +189,7 @@ def test_a_flipped_byte_with_a_whole_record_behind_it_is_named_and_not_cut_off(t
 def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         journal.state(Restored())
-        journal.sync(durable=True)
+        journal.sync()
         start = segments(tmp_path)[-1].stat().st_size
         journal.put(0, entry(0), payload(0))
         journal.sync()
@@ -216,16 +216,16 @@ def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
         for number in range(8):
             journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
             journal.state(Restored(head=0))  # every group in a segment of its own
-            journal.sync(durable=True)
+            journal.sync()
         assert len(segments(tmp_path)) == 8
         journal.take(0, [1, 2])
         journal.take(1, [0, 3])
         journal.state(Restored(committed_step=1), deletable=[1, 2])
-        journal.sync(durable=True)
+        journal.sync()
         assert journal.read(0) == payload(0, SEGMENT_BYTES)
         assert len(segments(tmp_path)) == 9, "group 0, in the oldest segment, may still be asked for"
         journal.state(Restored(committed_step=2), deletable=[0, 3])
-        journal.sync(durable=True)
+        journal.sync()
         assert [path.stem for path in segments(tmp_path)] == ["000005", "000006", "000007", "000008", "000009"]
         assert [journal.read(number) for number in range(4, 8)] == [payload(n, SEGMENT_BYTES) for n in range(4, 8)]
         for gone in range(4):
@@ -243,7 +243,7 @@ def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> Non
             journal.put(step, entry(step), payload(step))
             journal.take(step, [step])
             journal.state(Restored(committed_step=step + 1), deletable=[step])
-            journal.sync(durable=True)
+            journal.sync()
             assert journal.num_bytes < 4 * SEGMENT_BYTES
 
 
@@ -252,7 +252,7 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
         for number in range(3):
             journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
             journal.state(Restored())
-            journal.sync(durable=True)
+            journal.sync()
     missing = segments(tmp_path)[1]
     missing.unlink()
     with pytest.raises(JournalError, match=rf"{missing} is missing"):

@@ -1,0 +1,148 @@
+"""The learner's side of the hub: who the present learner is, and what it asks for. One at a time, by its fence.
+
+Knows no socket and no clock, like `exchange`, which passes on what a learner says and asks for the answer to a Take whenever
+something has changed. What rests on a decision is held back in the outbox until the journal is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from buffers.errors import RefusedError, WireError
+from buffers.hub import status
+from buffers.hub.outbox import Outbox
+from buffers.hub.peers import Peers
+from buffers.protocol import wire
+from buffers.queue.admission import Admission
+from buffers.queue.journal import Journal
+from buffers.weights.publication import Publication
+
+_log = logging.getLogger(__name__)
+
+
+class Tenure:
+    """Owns the present registration and the Take that waits for its batch. `incarnation` is the hub's."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        journal: Journal,
+        publication: Publication,
+        peers: Peers,
+        outbox: Outbox,
+        incarnation: str,
+    ) -> None:
+        self._admission, self._journal, self._publication = admission, journal, publication
+        self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
+        self._registration: tuple[bytes, int, wire.Registered] | None = None
+        self._parked: tuple[bytes, int, wire.Take] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a learner waits for its batch."""
+        return self._parked is not None
+
+    def hear(self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames, full: str) -> wire.Message | None:
+        """The answer, or None when it comes later. full: why nothing can be written now.
+
+        Raises RefusedError and WireError for what is not the present learner's to say, WeightsError for weights.
+        """
+        if isinstance(message, wire.Register):
+            return self._register(identity, request, message, full)
+        admission = self._admission
+        self._check_fence(message)
+        # Who goes on from here has trained on the batch before, also when the message that said so was lost.
+        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
+            admission.trained(admission.step)
+        match message:
+            case wire.Take():
+                admission.aim = message.aim
+                self._parked = (identity, request, message)
+                return None
+            case wire.Trained():
+                if message.step >= admission.step:  # a repeated message changes nothing
+                    admission.trained(message.step)
+            case wire.Commit() if full:
+                return wire.Waiting(step=message.step, detail=full)
+            case wire.Commit():
+                deletable = admission.commit(message.step)
+                self._journal.state(admission.remember(), deletable)
+                self._outbox.hold(identity, wire.Done(), request)
+                return None
+            case wire.Publish() | wire.Chunk() | wire.Check():
+                return self._publication.hear(message, arrays, admission)
+            case _:
+                raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
+        return wire.Done()
+
+    def answer(self) -> str:
+        """Answer a Take that can be answered now. Why there will be no batch any more, or nothing."""
+        if self._parked is None:
+            return ""
+        identity, request, take = self._parked
+        admission = self._admission
+        fresh = take.step == admission.step and not admission.has_batch(take.step)
+        try:
+            numbers = admission.take(take.step)
+        except RefusedError as error:
+            self._parked = None
+            self._outbox.say(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
+            return ""
+        if numbers is not None:
+            if fresh:
+                self._journal.take(take.step, numbers)
+            self._parked = None
+            batch = wire.Batch(step=take.step, telemetry=status.fleet(admission, self._peers))
+            self._outbox.hold(identity, batch, request, numbers)
+        elif admission.at_end:
+            self._parked = None
+            reason = "drained" if admission.num_left else "end of data"
+            self._outbox.hold(identity, wire.Ended(reason=reason), request)
+            return reason
+        return ""
+
+    def remind(self, full: str) -> None:
+        """Tell a learner that waits for its batch what it waits for. full: why nothing can be written now."""
+        if self._parked is not None:
+            identity, request, take = self._parked
+            detail = full or status.waiting_for(self._admission)
+            self._outbox.say(identity, wire.Waiting(step=take.step, detail=detail), request=request)
+
+    def _check_fence(self, message: wire.Message) -> None:
+        """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;
+        `unregistered` when the hub forgot the present one."""
+        claimed = getattr(message, "fence", None)
+        if not isinstance(claimed, int):
+            raise WireError(f"{message.type!r} is not for the hub", "unknown-type")
+        if 0 < claimed < self._admission.fence:
+            raise _fenced(claimed, self._admission.fence)
+        if self._registration is None or claimed != self._admission.fence:
+            raise RefusedError("unregistered", f"fence {claimed} is not the present learner's; register")
+
+    def _register(self, identity: bytes, request: int, register: wire.Register, full: str) -> wire.Message | None:
+        if full:
+            return wire.Waiting(step=register.step, detail=full)
+        if self._registration is not None and self._registration[:2] == (identity, request):
+            self._outbox.hold(identity, self._registration[2], request)
+            return None  # asked again while the hub was away: one registration, one fence
+        admission = self._admission
+        # Somebody has taken this learner's place since it was given its fence: two that live must not take it in turns.
+        if register.fence > 0 and register.learner != admission.owner:
+            raise _fenced(register.fence, admission.fence)
+        fence = admission.fence + 1
+        deletable = admission.register(fence, register.step, register.committed, register.learner)
+        self._journal.state(admission.remember(), deletable)
+        answer = wire.Registered(fence=fence, incarnation=self._incarnation)
+        self._registration, self._parked = (identity, request, answer), None
+        self._publication.forget()
+        self._outbox.hold(identity, answer, request)
+        _log.info("learner registered at step %d under fence %d", register.step, fence)
+        return None
+
+
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
+    return message.version if isinstance(message, wire.Publish) else message.step
+
+
+def _fenced(claimed: int, fence: int) -> RefusedError:
+    return RefusedError("fenced", f"fence {claimed} is over: another learner holds {fence}. This one must end")
