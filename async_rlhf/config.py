@@ -6,6 +6,7 @@ that file; on the command line and in Python they are relative to the working di
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from buffers.queue.bound import Bound
 from learner.check import Circumstances
 from learner.check import check as check_learning
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from learner.machine_check import check_machine
+from learner.machine_check import check_division, check_machine
 
 # Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
 _ENDLESS = 1 << 62
@@ -271,6 +272,12 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
     if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
         raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
+    try:
+        model = json.loads((directory / "config.json").read_text())
+        sizes = model.get("text_config", model).get
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
+    check_division(config.learner, sizes)
 
 
 def _anchor(values: dict[str, Any], base: Path) -> None:

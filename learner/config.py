@@ -200,6 +200,9 @@ class LearnerConfig(Section):
     sequence_parallel: int = Field(default=1, ge=1, le=64)
     """`deepspeed`: ranks that share the positions of every row (Ulysses), for rows too long for one rank; 1, or all
     `learner.ranks`, which then work on the same micro-batch."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """`deepspeed`: ranks that share every layer (AutoTP), for models too wide for one rank; 1, or all `learner.ranks`, which
+    then work on the same micro-batch."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds a rank may keep the others waiting before the learner ends and begins again at its last checkpoint."""
     backend: Literal["torch", "deepspeed"] = "torch"
@@ -210,6 +213,11 @@ class LearnerConfig(Section):
     """`deepspeed`: a JSON file laid over the configuration made from these settings."""
     lora: LoraConfig = LoraConfig()
     critic: CriticConfig = CriticConfig()
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.sequence_parallel * self.tensor_parallel
 
 
 class CheckpointConfig(Section):

@@ -7,12 +7,11 @@ checkpoint is the one that plain torch writes: it can be resumed by either, in a
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,44 +22,30 @@ from torch._C._distributed_c10d import HashStore
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 from deepspeed.utils import (
+    groups,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
 
-from buffers.errors import ConfigError
 from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
 from learner import lora
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
+from learner.deepspeed_config import deepspeed_settings
+from learner.machine_check import check_division
 from learner.model_files import saved_weights, write_model
 from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
 from learner.policy import Policy, load_model
 from learner.rank_backend import RankBackend, probe, raw
 from learner.ranks import Ranks
+from learner.tensor_parallel import autotp_settings, joined, own_part, split_dimension
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20
-# Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
-_REDUCE_ELEMENTS = 50_000_000
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# What the rest of the configuration decides.
-_OURS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "torch_autocast",
-    # every rank gets other rows here, which ranks that share a layer or a sequence must not
-    "tensor_parallel",
-    "sequence_parallel_size",
-)
 
 
 class DeepSpeedBackend(RankBackend):
@@ -82,6 +67,10 @@ class DeepSpeedBackend(RankBackend):
         settings = deepspeed_settings(config)
         _join(self._ranks)
         model = load_model(model_dir, torch.device("cpu"))
+        text = cast(Any, model).config.get_text_config()
+        check_division(config, lambda name: getattr(text, name, None))
+        if config.tensor_parallel > 1:
+            settings["tensor_parallel"] = autotp_settings(model, config.tensor_parallel)
         self._aliases = _aliases(model)
         self._lora = config.lora if config.lora.rank else None
         if self._lora is not None:
@@ -90,15 +79,20 @@ class DeepSpeedBackend(RankBackend):
         self._load_reference()
         learned = model.state_dict() if self._lora is None else lora.adapters(model)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
+        whole = {name: p.shape for name, p in self._policy.named_parameters()}
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
-        groups = parameter_groups(dict(self._policy.model.named_parameters()), critic)
+        learning = parameter_groups(dict(self._policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
         deepspeed.zero.register_external_parameter(self._policy, self._policy.output_layer.weight)
-        optimizer = make_adamw(groups, config, self._device)
+        optimizer = make_adamw(learning, config, self._device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self._policy, optimizer=optimizer, config=settings, dist_init_required=False
         )
+        if config.tensor_parallel > 1:
+            self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
         self._stage = int(self._engine.zero_optimization_stage())
+        own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
+        self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
@@ -112,8 +106,9 @@ class DeepSpeedBackend(RankBackend):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
+        replicas = self._ranks.size // self._config.tensor_parallel
         with self._ranks.named("a backward pass"):
-            self._engine.backward(loss * self._ranks.size)  # DeepSpeed takes the mean over ranks, the loss is a part of a sum
+            self._engine.backward(loss * replicas)  # DeepSpeed takes the mean over them, the loss is a part of a sum
 
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self._config, step)
@@ -140,10 +135,10 @@ class DeepSpeedBackend(RankBackend):
             if self._lora is not None and self._lora.publish == "adapter":
                 leaving = lora.factors(self._policy.model) if self._ranks.rank == 0 else []
                 return {name: raw(tensor.cpu().clone()) for name, tensor in leaving}
-            for bucket in buckets(large, _BUCKET_BYTES):
+            for bucket in buckets(large, _BUCKET_BYTES // self._config.tensor_parallel):
                 with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
+                    named = {name: self._joined(f"model.{name}", p.detach()) for name, p in (*bucket, *small.items())}
                     if self._ranks.rank == 0:
-                        named = {name: p.detach() for name, p in (*bucket, *small.items())}
                         whole = lora.merged(self._policy.model, named).items()
                         found |= {name: raw(p.to(self._publish_dtype).cpu().clone()) for name, p in whole}
         return found
@@ -164,9 +159,10 @@ class DeepSpeedBackend(RankBackend):
                 parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
                 if p.requires_grad:
                     parts |= {key: safe_get_full_optimizer_state(p, key) for key in _MOMENTS}
+                whole = {key: self._joined(name, value) for key, value in parts.items() if value is not None}
                 if self._ranks.rank == 0:
-                    weights[name] = parts.pop("").cpu().clone()
-                    moments |= {f"{name}.{key}": value.cpu().clone() for key, value in parts.items() if value is not None}
+                    weights[name] = whole.pop("").cpu().clone()
+                    moments |= {f"{name}.{key}": value.cpu().clone() for key, value in whole.items()}
         moments |= {f"{name}.step": self._count().cpu().clone() for name, p in self._named() if p.requires_grad}
 
         def write(directory: Path) -> None:
@@ -199,15 +195,15 @@ class DeepSpeedBackend(RankBackend):
             for name, p in self._named():
                 if name not in weights:
                     continue  # what adapters are added to stays as it was loaded
-                value = weights[name].to(self._device)
+                value = own_part(weights[name], self._dimensions[name]).to(self._device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)
                 if not p.requires_grad:
                     continue
                 safe_set_full_fp32_param(p, value.float())
                 for key in _MOMENTS:
-                    moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(value, device="cpu"))
-                    safe_set_full_optimizer_state(p, moment.to(self._device), key)
+                    moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
+                    safe_set_full_optimizer_state(p, own_part(moment, self._dimensions[name]).to(self._device), key)
                 count = saved.get(f"{name.removeprefix('model.')}.step", count)
         for state in self._optimizer.optimizer.state.values():
             state["step"] = count.clone().to(state["step"].device)
@@ -241,49 +237,13 @@ class DeepSpeedBackend(RankBackend):
             list(parameters), modifier_rank=0 if writes else None, enabled=self._stage == 3
         )
 
+    def _joined(self, name: str, part: Tensor) -> Tensor:
+        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`."""
+        return joined(part, self._dimensions[name])
+
     def _whole(self, p: nn.Parameter) -> Tensor:
         with self._gathered([p]):
             return p.detach().float().cpu().clone()
-
-
-def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration: ours, with the user's file laid over it. Raises ConfigError."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # sizes are decided in tokens, where rows are cut
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-        "zero_optimization": {
-            "stage": config.zero_stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": _REDUCE_ELEMENTS,
-        },
-    }
-    if config.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    return settings if config.deepspeed_config is None else _laid_over(settings, config.deepspeed_config)
-
-
-def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
-    try:
-        own = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
-    if not isinstance(own, dict):
-        raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")
-    if taken := [key for key in _OURS if key in own]:
-        raise ConfigError(
-            f"learner.deepspeed_config = {path!r} sets {', '.join(taken)}, which this run's own settings decide; leave it out"
-        )
-    stage = own.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
-    if stage != settings["zero_optimization"]["stage"]:
-        raise ConfigError(f"learner.deepspeed_config = {path!r} asks for ZeRO stage {stage}; set learner.zero_stage = {stage}")
-    merged = {**settings, **own}
-    merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
-    return merged
 
 
 def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -307,6 +267,7 @@ def _join(ranks: Ranks) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    groups._release_process_group_references()  # what it keeps of an earlier engine may divide the ranks in another way
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 

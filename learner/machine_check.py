@@ -6,6 +6,8 @@ Each refusal says what was asked, the limit, and the nearest choice that works.
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from buffers.errors import ConfigError
@@ -26,11 +28,28 @@ def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) 
         _check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
 
 
+def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
+    """What ranks share must divide by them. `size_of`: a number in the model's configuration, None where it has no such.
+
+    Raises ConfigError.
+    """
+    heads = ("num_attention_heads", "num_key_value_heads")
+    shared = {"sequence_parallel": heads, "tensor_parallel": (*heads, "intermediate_size")}
+    for setting, names in shared.items():
+        ranks = int(getattr(config, setting))
+        sizes = {name: size for name in names if (size := size_of(name)) is not None}
+        if ranks > 1 and math.gcd(*sizes.values()) % ranks:
+            most = math.gcd(*sizes.values())
+            model = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            choice = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise ConfigError(f"learner.{setting} = {ranks} does not divide all of the model's {model}; choose {choice}")
+
+
 def _check_ranks(config: LearnerConfig, groups_per_batch: int) -> None:
-    if config.sequence_parallel > 1:
-        _check_sequence_parallel(config)
+    if config.ranks_per_row > 1:
+        _check_shared_rows(config)
     groups = groups_per_batch // config.updates_per_step
-    if groups < config.ranks // config.sequence_parallel:
+    if groups < config.ranks // config.ranks_per_row:
         raise ConfigError(
             f"learner.ranks = {config.ranks} cannot share an update of {groups} groups: a group stays on one rank. "
             f"Highest: learner.ranks = {max(1, groups)}, or make learner.batch_size larger."
@@ -42,20 +61,26 @@ def _check_ranks(config: LearnerConfig, groups_per_batch: int) -> None:
         )
 
 
-def _check_sequence_parallel(config: LearnerConfig) -> None:
-    asked = f"learner.sequence_parallel = {config.sequence_parallel}"
-    if config.sequence_parallel != config.ranks:
+def _check_shared_rows(config: LearnerConfig) -> None:
+    settings = ("sequence_parallel", "tensor_parallel")
+    (setting, size), *more = ((name, int(getattr(config, name))) for name in settings if getattr(config, name) > 1)
+    asked = f"learner.{setting} = {size}"
+    if more:
+        raise ConfigError(
+            f"{asked} with learner.{more[0][0]} = {more[0][1]}: ranks share positions or layers; set one of them to 1"
+        )
+    if size != config.ranks:
         raise ConfigError(
             f"{asked} of learner.ranks = {config.ranks}: all ranks share a row, or none; set it to {config.ranks} or 1"
         )
     if config.backend != "deepspeed":
         raise ConfigError(
-            f"{asked} with learner.backend = 'torch'; set learner.backend = 'deepspeed', or learner.sequence_parallel = 1"
+            f"{asked} with learner.backend = 'torch'; set learner.backend = 'deepspeed', or learner.{setting} = 1"
         )
     if config.critic.kind != "none":
-        raise ConfigError(
-            f"{asked} with a critic, whose values are not shared out; set it to 1, or learner.critic.kind = 'none'"
-        )
+        raise ConfigError(f"{asked} with a critic, which ranks do not share; set it to 1, or learner.critic.kind = 'none'")
+    if config.tensor_parallel > 1 and config.lora.rank:
+        raise ConfigError(f"{asked} with adapters, whose layers are not split; set it to 1, or learner.lora.rank = 0")
 
 
 def _check_schedule(config: LearnerConfig, max_steps: int) -> None:

@@ -52,7 +52,7 @@ class Policy(nn.Module):
         self._chunked = self._output_layer_is_last()
         self._sequence_ranks = config.sequence_parallel
         if self._sequence_ranks > 1:
-            share_attention(model, self._sequence_ranks)
+            share_attention(model)
 
     @property
     def device(self) -> torch.device:

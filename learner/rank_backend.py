@@ -66,9 +66,9 @@ class RankBackend(ABC):
         if kind.takes_ratios and not self._loss_config.allow_uncorrected:
             for rows in updates:
                 check_supports(rows)
-        tokens, holders = self._config.micro_batch_tokens, ranks // self._config.sequence_parallel
-        parts = shares(updates, holders, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
-        return [part for part in parts for _ in range(self._config.sequence_parallel)]
+        tokens, together = self._config.micro_batch_tokens, self._config.ranks_per_row
+        parts = shares(updates, ranks // together, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
+        return [part for part in parts for _ in range(together)]
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """See `Backend.step`."""
@@ -93,7 +93,7 @@ class RankBackend(ABC):
 
     def _step(self) -> Step:
         # ranks that share rows compute the whole loss each: there is nothing to add up
-        ranks = self._ranks if self._config.sequence_parallel == 1 else Ranks()
+        ranks = self._ranks if self._config.ranks_per_row == 1 else Ranks()
         return Step(self, self._config, self._loss_config, ranks, self._value_clip)
 
     def reference(self, batch: MicroBatch) -> Tensor | None:

@@ -21,7 +21,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from buffers.errors import ConfigError
 from learner.batch import MicroBatch
 
 _NAME = "ulysses"
@@ -65,17 +64,9 @@ class Share:
         return _Joined.apply(value_N.index_put((self.index_M,), value_M))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def share_attention(model: nn.Module, size: int) -> None:
-    """Let the model's attention exchange positions for heads, in place. Raises ConfigError when heads do not divide."""
+def share_attention(model: nn.Module) -> None:
+    """Let the model's attention exchange positions for heads, in place."""
     owner: Any = model
-    text = owner.config.get_text_config()
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or keys % size:
-        raise ConfigError(
-            f"learner.sequence_parallel = {size} does not divide the model's {heads} attention heads and {keys} key heads; "
-            f"choose {', '.join(str(n) for n in range(1, keys + 1) if keys % n == 0 and heads % n == 0)}"
-        )
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     owner.set_attn_implementation(_NAME)

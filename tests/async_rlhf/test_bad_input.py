@@ -44,6 +44,10 @@ CASES = {
         {"engine.kind": "vllm", "generation.top_p": 0.9},
         "generation.top_p = 0.9 cuts off.*vLLM does not say what is left unless top_k is set too",
     ),
+    "heads that ranks cannot share": (
+        {"learner.backend": "deepspeed", "learner.ranks": 3, "learner.tensor_parallel": 3},
+        "learner.tensor_parallel = 3 does not divide all of the model's num_attention_heads = 4.*; choose 1, 2, 4",
+    ),
     "name with a slash": ({"name": "a/b"}, "name = 'a/b'"),
 }
 

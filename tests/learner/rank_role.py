@@ -28,7 +28,7 @@ SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 4
 
 
 def make(job: dict[str, Any], ranks: Ranks | None) -> RankBackend:
-    config = LearnerConfig(**SETTINGS, **job.get("settings", {}))
+    config = LearnerConfig(**SETTINGS | job.get("settings", {}))
     if config.backend == "deepspeed":
         from learner.deepspeed_backend import DeepSpeedBackend as kind
     else:
@@ -52,14 +52,15 @@ def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
             sys.stdout.write(f"step {step}\n")
             sys.stdout.flush()
     backend.save(out)
-    weights = {name: bytes(tensor.data).hex() for name, tensor in backend.tensors().items()}
+    tensors = backend.tensors()
     report = {
         "metrics": [dict(report.metrics) for report in reports],
         "members": [{str(m): w for m, w in report.weight_of_member.items()} for report in reports],
         "applied": [report.applied for report in reports],
         "observed": {str(member): each.logp_proximal.tolist() for member, each in seen.items()},
         "canary": list(backend.canary().logprobs),
-        "weights": weights,
+        "weights": {name: bytes(tensor.data).hex() for name, tensor in tensors.items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }
     (out / "report.json").write_text(json.dumps(report))
 

@@ -10,7 +10,8 @@ import pytest
 
 from buffers.errors import ConfigError
 from learner.config import LearnerConfig
-from learner.machine_check import check_machine
+from learner.deepspeed_config import deepspeed_settings
+from learner.machine_check import check_division, check_machine
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "more ranks than groups": (
@@ -31,7 +32,24 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "rows shared without DeepSpeed": ({"sequence_parallel": 2, "ranks": 2}, "set learner.backend = 'deepspeed'"),
     "rows shared with a critic": (
         {"sequence_parallel": 2, "ranks": 2, "backend": "deepspeed", "critic": {"kind": "head"}},
-        "whose values are not shared out",
+        "with a critic, which ranks do not share; set it to 1, or learner.critic.kind = 'none'",
+    ),
+    "half of the ranks share the layers": (
+        {"tensor_parallel": 2, "ranks": 4, "backend": "deepspeed"},
+        "learner.tensor_parallel = 2 of learner.ranks = 4: .*set it to 4 or 1",
+    ),
+    "layers shared without DeepSpeed": ({"tensor_parallel": 2, "ranks": 2}, "or learner.tensor_parallel = 1"),
+    "layers shared with a critic": (
+        {"tensor_parallel": 2, "ranks": 2, "backend": "deepspeed", "critic": {"kind": "model"}},
+        "set it to 1, or learner.critic.kind = 'none'",
+    ),
+    "layers shared with adapters": (
+        {"tensor_parallel": 2, "ranks": 2, "backend": "deepspeed", "lora": {"rank": 4}},
+        "with adapters, whose layers are not split; set it to 1, or learner.lora.rank = 0",
+    ),
+    "rows and layers shared": (
+        {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 2, "backend": "deepspeed"},
+        "ranks share positions or layers; set one of them to 1",
     ),
     "an adapter of rank 0": ({"lora": {"publish": "adapter"}}, "there is no adapter. Set learner.lora.rank = 8"),
 }
@@ -43,6 +61,22 @@ def test_what_cannot_work_is_refused_with_what_can(case: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_machine(LearnerConfig(**settings), groups_per_batch=4, max_steps=100)
     assert re.search(message, str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize(
+    ("setting", "choice"),
+    [
+        ("sequence_parallel", "num_attention_heads = 12, num_key_value_heads = 6; choose 1, 2, 3, 6"),
+        ("tensor_parallel", "num_attention_heads = 12, num_key_value_heads = 6, intermediate_size = 32; choose 1, 2"),
+    ],
+)
+def test_ranks_that_do_not_divide_what_they_share_are_refused_with_what_does(setting: str, choice: str) -> None:
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 32}
+    config = LearnerConfig(backend="deepspeed", ranks=4, **{setting: 4})
+    with pytest.raises(ConfigError, match=f"learner.{setting} = 4 does not divide all of the model's {choice}"):
+        check_division(config, sizes.get)
+    check_division(LearnerConfig(backend="deepspeed", ranks=2, **{setting: 2}), sizes.get)
+    check_division(LearnerConfig(ranks=4), sizes.get)
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "peft"])
@@ -64,8 +98,6 @@ DEEPSPEED_FILES = {
 
 @pytest.mark.parametrize("case", DEEPSPEED_FILES)
 def test_a_deepspeed_file_that_contradicts_the_run_is_refused(case: str, tmp_path: Path) -> None:
-    from learner.deepspeed_backend import deepspeed_settings
-
     text, message = DEEPSPEED_FILES[case]
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -73,8 +105,6 @@ def test_a_deepspeed_file_that_contradicts_the_run_is_refused(case: str, tmp_pat
 
 
 def test_a_deepspeed_file_is_laid_over_ours(tmp_path: Path) -> None:
-    from learner.deepspeed_backend import deepspeed_settings
-
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": true}')
     config = LearnerConfig(backend="deepspeed", zero_stage=3, dtype="bfloat16", deepspeed_config=str(tmp_path / "ds.json"))
     settings = deepspeed_settings(config)

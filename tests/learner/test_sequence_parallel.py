@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from making import make_group, make_model
+from making import make_group
 
-from buffers.errors import ConfigError
 from learner.batch import make_micro_batches, make_rows
-from learner.sequence_parallel import Share, share_attention
+from learner.sequence_parallel import Share
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -31,8 +30,3 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
         assert share.own.supports is not None
         wanted = [supports[token].ids_K for token in share.index_M.tolist()]
         assert share.own.supports.ids_K.equal(torch.cat([*wanted, torch.empty(0, dtype=torch.int64)]))
-
-
-def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
-    with pytest.raises(ConfigError, match=r"does not divide the model's 4 attention heads and 2 key heads; choose 1, 2"):
-        share_attention(make_model("llama"), 4)

@@ -1,0 +1,49 @@
+"""How DeepSpeed is told to split a model; that two ranks make the step of one is in `test_ranks`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from making import make_model
+from torch import nn
+
+from buffers.errors import ConfigError
+from learner.tensor_parallel import autotp_settings, split_dimension
+
+SPLIT = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
+SPLIT |= {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+def test_all_products_of_a_layer_are_split_and_nothing_else(name: str) -> None:
+    model = nn.ModuleDict({"model": make_model(name)})
+    layers = autotp_settings(model["model"], 2)["partition_config"]["layer_specs"]
+    split = {}
+    for parameter, _ in model.named_parameters():
+        kinds = [spec["partition_type"] for spec in layers if any(re.match(each, parameter) for each in spec["patterns"])]
+        if kinds not in ([], ["skip"]):
+            (split[parameter],) = kinds
+    assert {place.split(".")[-2] for place in split} == set(SPLIT)
+    assert all(kind == SPLIT[parameter.split(".")[-2]] for parameter, kind in split.items())
+    assert len(split) == 2 * len(SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "message"),
+    [
+        ("gpt2", None, "GPT2LMHeadModel has no plan how to be split; set learner.tensor_parallel = 1"),
+        ("llama", {"layers.*.mlp.experts": "moe_experts"}, "LlamaForCausalLM splits layers as moe_experts, which is not"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(name: str, plan: dict[str, str] | None, message: str) -> None:
+    model = make_model(name)
+    model.config.base_model_tp_plan = plan
+    with pytest.raises(ConfigError, match=message):
+        autotp_settings(model, 2)
+
+
+def test_a_parameter_is_split_where_its_part_is_smaller() -> None:
+    whole = torch.Size([6, 4])
+    assert [split_dimension(torch.Size(own), whole) for own in ([3, 4], [6, 2], [6, 4])] == [0, 1, None]
