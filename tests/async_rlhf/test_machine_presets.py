@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from safetensors.torch import load_file
 
 from async_rlhf.run_dir import RunDir
@@ -28,6 +29,22 @@ def test_adapters_learn_and_actors_adopt_them(
     moved = {name for name in start if not start[name].equal(trained[name])}
     assert moved and all("proj" in name for name in moved)
     assert (run.latest / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("form", ["sequence_parallel", "tensor_parallel"])
+def test_ranks_that_share_rows_or_layers_train_and_actors_adopt_what_they_publish(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path, form: str
+) -> None:
+    _, _, *overrides = small_arguments(**{"max_steps": 3, "checkpoint.save_every": 2, f"learner.{form}": 2})
+    code, output = command("train", str(CONFIGS / "zero3.toml"), *overrides).finish()
+    assert code == 0, output
+    run = RunDir(tmp_path / "runs" / "zero3")
+    metrics = run.read_metrics()
+    assert [record["applied"] for record in metrics] == [True] * 3 and metrics[-1]["canary/drift"] < 1e-3
+    assert run.read_ledger()["ledger"]["closes"]
+    start, trained = (load_file(path / "model.safetensors") for path in (CONFIGS / "models/tiny-speller", run.latest / "model"))
+    assert {name: tensor.shape for name, tensor in trained.items()} == {name: tensor.shape for name, tensor in start.items()}
+    assert not any(start[name].equal(trained[name]) for name in start)
 
 
 def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
