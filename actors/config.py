@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,10 @@ from pydantic import AliasChoices, Field, field_validator
 from actors.rewards import RewardSpec, resolve
 from buffers.composition import Composition
 from buffers.config import Section
-from buffers.errors import ConfigError, RewardError
+from buffers.errors import ConfigError, RewardError, did_you_mean
+
+REFERENCE = "reference"
+"""The stage of the reference model."""
 
 
 class DataConfig(Section):
@@ -109,8 +113,65 @@ class EngineConfig(Section):
         return self.canary_limit or (1e-3 if self.dtype == "float32" else 0.5)
 
 
-class RewardSettings(Section):
-    """What overrides a reward's own `@reward(...)`; see `actors/rewards/settings.py` for the meaning of each."""
+class RewardsConfig(Section):
+    """Who judges completions, how their scores become a reward, and what happens when a judge fails."""
+
+    functions: tuple[str, ...] = ("reasoning_gym",)
+    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); `own_name=...` before any of them,
+    and `FORM:` (trl, verl, openrlhf, gym, verifiers) before one that was written for another system and does not show it."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
+    stop_when: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """By reward name: texts after which a completion ends, because this reward needs no more of it; `[]` takes back what it
+    says itself."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward by name; where not given, what `@reward(weight=...)` says, else 1.0."""
+    combine: Literal["sum", "product"] = "sum"
+    """What is made of the weighted scores."""
+    gates: tuple[str, ...] = ()
+    """Rewards that only open or close: where one of them is not above 0, the whole is 0."""
+    clip: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """By reward name: lowest and highest value that counts; `reward` clips the whole."""
+    normalise: tuple[str, ...] = ()
+    """Rewards that are measured in running standard deviations from their running mean (a reward model's, for example)."""
+    max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
+    """The run stops when more than this share of the last scores failed."""
+
+    def specs(
+        self, base_dir: Path, stages: Mapping[str, StageConfig], columns: AbstractSet[str] | None = None
+    ) -> tuple[RewardSpec, ...]:
+        """The rewards, proven to be loadable (`actors.rewards.resolve`); raises ConfigError for one that is not.
+
+        stages: those of `ScoringConfig`, which override what a reward says of itself.
+        """
+        settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
+        try:
+            specs = resolve(self.functions, base_dir, columns, self.options, settings, self.stop_when)
+        except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
+            raise ConfigError(str(error)) from error
+        names = [spec.name for spec in specs]
+        if unknown := set(stages) - {*names, REFERENCE}:
+            name = min(unknown)
+            hint = did_you_mean(name, [*names, REFERENCE])
+            raise ConfigError(f"scoring.stages.{name}: there is no stage of this name; {hint}")
+        if REFERENCE in names:
+            raise ConfigError(
+                f'a reward is called {REFERENCE!r}, as the stage of the reference model is; rename it ("other_name=...")'
+            )
+        return specs
+
+    @property
+    def composition(self) -> Composition:
+        """How the scores of a rollout become its reward."""
+        return Composition(self.weights, self.combine, self.gates, self.clip, self.normalise)
+
+
+class StageConfig(Section):
+    """How one stage of scoring runs. Of a reward it overrides its own `@reward(...)`: see `actors/rewards/settings.py`."""
+
+    placement: Literal["learner", "actor"] | None = None
+    """Of `reference` only: its log-probabilities are computed by the `learner`, when it takes a batch, or by a stage of the
+    `actor`, when a completion ends."""
 
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds one call may take."""
@@ -130,56 +191,43 @@ class RewardSettings(Section):
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)
     """Each time a completion has grown by so many tokens, a reward that can (`reward_model`) reads along; 0: at its end."""
-    stop_when: tuple[str, ...] | None = None
-    """Texts after which a completion ends, because this reward needs no more of it; `[]` takes back what it says itself."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that were set."""
-        return {name: value for name, value in self.model_dump().items() if value is not None}
+        """Those that were set, as `@reward` calls them."""
+        return {name: value for name, value in self.model_dump(exclude={"placement"}).items() if value is not None}
 
 
-class RewardsConfig(Section):
-    """Who judges completions, how their scores become a reward, and what happens when a judge fails."""
+class ReferenceConfig(Section):
+    """The frozen initial model, where an actor's stage asks it; the learner's own is as the learner is."""
 
-    functions: tuple[str, ...] = ("reasoning_gym",)
-    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); `own_name=...` before any of them,
-    and `FORM:` (trl, verl, openrlhf, gym, verifiers) before one that was written for another system and does not show it."""
-    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
-    settings: dict[str, RewardSettings] = Field(default_factory=dict)
-    """By reward name: what overrides its `@reward(...)` (`judge = { requests_per_minute = 60 }`)."""
-    weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each reward by name; where not given, what `@reward(weight=...)` says, else 1.0."""
-    combine: Literal["sum", "product"] = "sum"
-    """What is made of the weighted scores."""
-    gates: tuple[str, ...] = ()
-    """Rewards that only open or close: where one of them is not above 0, the whole is 0."""
-    clip: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    """By reward name: lowest and highest value that counts; `reward` clips the whole."""
-    normalise: tuple[str, ...] = ()
-    """Rewards that are measured in running standard deviations from their running mean (a reward model's, for example)."""
+    device: str = "cpu"
+    """Torch device."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights and activations; log-probabilities are float32 always."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each of its processes."""
+    cache_bytes: int = Field(default=1 << 30, ge=1)
+    """Most bytes of keys and values of completions that it reads along."""
+
+
+class ScoringConfig(Section):
+    """How what is asked about completions runs, stage by stage."""
+
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)
     """Worker processes of each actor for synchronous rewards."""
     max_concurrency: int = Field(default=256, ge=1)
     """Calls of asynchronous rewards in flight per actor."""
-    max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
-    """The run stops when more than this share of the last scores failed."""
-
-    def specs(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
-        """The rewards, proven to be loadable (`actors.rewards.resolve`); raises ConfigError for one that is not."""
-        settings = {name: each.given for name, each in self.settings.items()}
-        try:
-            return resolve(self.functions, base_dir, columns, self.options, settings)
-        except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
-            raise ConfigError(str(error)) from error
+    stages: dict[str, StageConfig] = Field(default_factory=dict)
+    """By name of a reward, or `reference`."""
+    reference: ReferenceConfig = ReferenceConfig()
 
     @property
-    def composition(self) -> Composition:
-        """How the scores of a rollout become its reward."""
-        return Composition(self.weights, self.combine, self.gates, self.clip, self.normalise)
+    def reference_is_stage(self) -> bool:
+        """Whether actors compute the reference's log-probabilities."""
+        return REFERENCE in self.stages and self.stages[REFERENCE].placement not in (None, "learner")
 
 
 class ActorsConfig(Section):

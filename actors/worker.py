@@ -253,6 +253,7 @@ class Worker:
             text=text,
             timings=pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s),
             support=completion.support,
+            reference=scored.reference,
         )
         if len(group.rollouts) == self._work.group_size:
             del self._open[number]

@@ -17,6 +17,7 @@ from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.run_dir import RunDir
+from async_rlhf.scoring import reward_specs, stage_specs
 from buffers.errors import ConfigError
 
 
@@ -84,8 +85,8 @@ def preflight(config: Config) -> int:
     rows, _ = load_rows(config.data)
     if not rows:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
-    specs = config.rewards.specs(Path.cwd(), set(rows[0].columns))
-    config.rewards.composition.check(spec.name for spec in specs)
+    stage_specs(config, set(rows[0].columns))
+    config.rewards.composition.check(spec.name for spec in reward_specs(config))
     check_stop_strings(as_rewards_want(config).generation.stop, Path(config.model))
     config.bound(len(rows)).check()
     return len(rows)
@@ -93,7 +94,7 @@ def preflight(config: Config) -> int:
 
 def as_rewards_want(config: Config) -> Config:
     """The configuration with what rewards say of themselves (weights, stop strings) written out: a run's record is whole."""
-    specs = config.rewards.specs(Path.cwd())
+    specs = reward_specs(config)
     weights = {spec.name: spec.weight for spec in specs if spec.weight != 1.0} | config.rewards.weights
     stop = dict.fromkeys((*config.generation.stop, *(text for spec in specs for text in spec.stop_when)))
     rewards = config.rewards.model_copy(update={"weights": weights})

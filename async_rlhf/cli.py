@@ -82,9 +82,9 @@ def check(
         )
         if graph:
             from actors.scoring.graph import drawing, stages
+            from async_rlhf.scoring import stage_specs
 
-            specs = loaded.rewards.specs(Path.cwd())
-            for line in drawing(stages(specs, loaded.rewards, loaded.generation, loaded.engine)):
+            for line in drawing(stages(stage_specs(loaded), loaded.scoring, loaded.generation, loaded.engine)):
                 typer.echo(line)
 
 
@@ -253,7 +253,10 @@ def rewards_try(
     rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME", help="Rewards, as in rewards.functions.")],
     data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section rewards, for example timeout_s=2.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring, for example scoring.timeout_s=2."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
     as_json: AsJson = False,
@@ -264,7 +267,8 @@ def rewards_try(
         from async_rlhf.exit_codes import REWARDS_FAILED
         from async_rlhf.reward_trial import lines, try_rewards
 
-        trial = try_rewards(rewards, data, limit=limit, **parse_settings("rewards", overrides or []))
+        given = parse_settings(("rewards", "scoring"), overrides or [])
+        trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
         typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
         if trial.num_failed:
             raise typer.Exit(REWARDS_FAILED)
@@ -291,20 +295,22 @@ def serve_reward(
     address: Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")],
     keys: Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section rewards, for example workers=4.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring, for example scoring.workers=4."),
     ] = None,
 ) -> None:
     """Serve a reward to actors on this and other machines, who ask it as the reward `remote`. Ctrl-C ends it."""
     with _errors():
         import signal
 
-        from actors.config import RewardsConfig
+        from actors.config import RewardsConfig, ScoringConfig
         from actors.reward_server.server import RewardServer
         from async_rlhf.config import parse_settings
 
-        config = RewardsConfig.model_validate({**parse_settings("rewards", overrides or []), "functions": [reward]})
-        (spec,) = config.specs(Path.cwd())
-        server = RewardServer(spec, config, address, keys)
+        given = parse_settings(("rewards", "scoring"), overrides or [])
+        scoring = ScoringConfig.model_validate(given["scoring"])
+        (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
+        server = RewardServer(spec, scoring, address, keys)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
         typer.echo(f"{spec.name} is served at {server.address}")

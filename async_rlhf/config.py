@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
-from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig
+from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from actors.rewards import absolute
 from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
@@ -64,6 +64,7 @@ class Config(Section):
     generation: GenerationConfig = GenerationConfig()
     engine: EngineConfig = EngineConfig()
     rewards: RewardsConfig = RewardsConfig()
+    scoring: ScoringConfig = ScoringConfig()
     actors: ActorsConfig = ActorsConfig()
     queue: QueueConfig = QueueConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -158,19 +159,25 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def parse_settings(section: str, texts: Iterable[str]) -> dict[str, Any]:
-    """Overrides of one section (`options.judge.url=...`) as the values of that section, checked; raises ConfigError."""
-    values: dict[str, Any] = {}
+def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Overrides of some sections (`options.judge.url=...` is of the first) as the values of each, checked.
+
+    Raises ConfigError.
+    """
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections}
     for text in texts:
         key, value = parse_override(text)
-        _set(values, key.removeprefix(f"{section}."), value)
-    _anchor({section: values}, Path.cwd())
-    try:
-        Config.model_fields[section].annotation.model_validate(values)  # type: ignore[union-attr]
-    except ValidationError as error:
-        raise ConfigError(
-            "; ".join(_explain({**problem, "loc": (section, *problem["loc"])}) for problem in error.errors())
-        ) from error
+        named = key.partition(".")[0]
+        section = named if named in sections else sections[0]
+        _set(values[section], key.removeprefix(f"{section}."), value)
+    _anchor(values, Path.cwd())
+    for section, given in values.items():
+        try:
+            Config.model_fields[section].annotation.model_validate(given)  # type: ignore[union-attr]
+        except ValidationError as error:
+            raise ConfigError(
+                "; ".join(_explain({**problem, "loc": (section, *problem["loc"])}) for problem in error.errors())
+            ) from error
     return values
 
 

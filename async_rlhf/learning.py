@@ -104,4 +104,5 @@ def _rank_backend(config: Config, ranks: Ranks | None) -> RankBackend:
         publish_dtype=config.engine.dtype,
         ranks=ranks,
         value_clip=config.advantage.value_clip,
+        reference_recorded=config.scoring.reference_is_stage,
     )

@@ -22,7 +22,7 @@ def run_relay(
     for asked, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
         if directory is None and not is_local(asked):
             raise ConfigError(f"{asked!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
-    config = WeightsConfig.model_validate(parse_settings("weights", overrides))
+    config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
     access = None if own_keys is None else load_hub(own_keys)
     relay = Relay(hub, address, config, connector(keys), access)
     for number in (signal.SIGINT, signal.SIGTERM):

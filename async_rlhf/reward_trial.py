@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.config import RewardsConfig
+from actors.config import RewardsConfig, ScoringConfig
 from actors.rewards import spec_of
 from actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from buffers.errors import ConfigError, DeadlineError
@@ -73,19 +73,21 @@ def try_rewards(
     *,
     limit: int | None = None,
     patience_s: float = _PATIENCE_S,
+    scoring: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Trial:
     """Score completions with rewards given as functions or by name.
 
-    data: a JSONL file, a run directory, or the objects themselves. limit: completions to score. settings: keys of the
-    section `rewards` (`options`, `settings`, `timeout_s`, `workers`, ...). Raises ConfigError and RewardError as a run would
-    before its start, DeadlineError when for `patience_s` nothing is answered.
+    data: a JSONL file, a run directory, or the objects themselves. limit: completions to score. scoring: keys of that
+    section (`timeout_s`, `stages`, ...); settings: keys of the section `rewards` (`options`, ...). Raises ConfigError and
+    RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
     """
     names = [reward if isinstance(reward, str) else spec_of(reward) for reward in rewards]
     config = RewardsConfig.model_validate({**settings, "functions": names})
+    running = ScoringConfig.model_validate(scoring or {})
     groups = _groups(_objects(data), limit)
     columns = set.intersection(*(set(member) for group in groups for member in group))
-    specs = config.specs(Path.cwd(), columns)
+    specs = config.specs(Path.cwd(), running.stages, columns)
     for spec in specs:
         for missing in set(spec.fields or ()) & set(_TOKENS) - columns:
             raise ConfigError(
@@ -93,7 +95,7 @@ def try_rewards(
                 "numbers in every object, or use a run directory as data"
             )
     began = time.monotonic()
-    scored = _score(ScoringPool[int](specs, config, wake=(bell := threading.Event()).set), groups, bell, patience_s)
+    scored = _score(ScoringPool[int](specs, running, wake=(bell := threading.Event()).set), groups, bell, patience_s)
     wall_s = time.monotonic() - began
     found = [
         _trial(spec.name, [each.scores[spec.name] for each in scored], [each.stages[spec.name] for each in scored])

@@ -15,13 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_rlhf.config import Config
 from async_rlhf.exit_codes import exit_code
 from async_rlhf.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run_dir import RunDir
+from async_rlhf.scoring import reward_specs, stage_specs
 from buffers.errors import AsyncRLHFError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     client = ActorClient(
         address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights
     )
-    specs = config.rewards.specs(Path.cwd())
-    scoring = ScoringPool[RolloutKey](specs, config.rewards, client.wake)
+    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, client.wake)
     spans = SpanFile(run.spans(name))
     try:
         reason = Worker(
@@ -140,8 +139,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
 
     _, rows = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    specs = config.rewards.specs(Path.cwd())
-    scoring = ScoringPool[RolloutKey](specs, config.rewards)
+    scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
     engine = load_engine(model, config.engine, version=0)
     try:
         result = evaluate(

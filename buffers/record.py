@@ -60,6 +60,8 @@ class Rollout:
     completion_ids: int32 [T], the sampled tokens, the end token included when it was sampled.
     logprobs: float32 [T], log-probability of each token under the distribution it was really sampled from.
     spans: versions of the tokens in order; their lengths sum to T.
+    reference: float32 [T], log-probability of each token under the frozen reference, at the same temperature and over the
+        same support; None where no actor computed it.
     """
 
     completion_ids: Int32Array
@@ -70,19 +72,17 @@ class Rollout:
     text: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
     support: Support | None = None
+    reference: Float32Array | None = None
 
     def __post_init__(self) -> None:
-        ids, logprobs = self.completion_ids, self.logprobs
+        ids = self.completion_ids
         if ids.dtype != np.int32 or ids.ndim != 1 or len(ids) == 0:
             raise RecordError(f"completion_ids must be int32 [T] with T > 0, got {ids.dtype} {ids.shape}")
         if int(ids.min()) < 0:
             raise RecordError(f"completion_ids must be at least 0, got {ids.min()}")
-        if logprobs.dtype != np.float32 or logprobs.shape != ids.shape:
-            raise RecordError(f"logprobs must be float32 {ids.shape}, got {logprobs.dtype} {logprobs.shape}")
-        good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
-        if not bool(good.all()):
-            where = int(np.flatnonzero(~good)[0])
-            raise RecordError(f"logprobs must be finite and at most 0, got {logprobs[where]} at token {where}")
+        _check_logprobs("logprobs", self.logprobs, ids)
+        if self.reference is not None:
+            _check_logprobs("reference", self.reference, ids)
         if any(span.num_tokens <= 0 for span in self.spans):
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
@@ -98,6 +98,15 @@ class Rollout:
     def versions(self) -> Int32Array:
         """int32 [T]: the version that sampled each token."""
         return np.repeat(np.array([span.version for span in self.spans], np.int32), [span.num_tokens for span in self.spans])
+
+
+def _check_logprobs(name: str, logprobs: Float32Array, ids: Int32Array) -> None:
+    if logprobs.dtype != np.float32 or logprobs.shape != ids.shape:
+        raise RecordError(f"{name} must be float32 {ids.shape}, got {logprobs.dtype} {logprobs.shape}")
+    good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
+    if not bool(good.all()):
+        where = int(np.flatnonzero(~good)[0])
+        raise RecordError(f"{name} must be finite and at most 0, got {logprobs[where]} at token {where}")
 
 
 def _check_support(support: Support, ids: Int32Array) -> None:

@@ -161,13 +161,29 @@ def check_supports(rows: Sequence[Row]) -> None:
             )
 
 
+def check_references(rows: Sequence[Row]) -> None:
+    """Raises RecordError when log-probabilities under the reference should have been recorded and were not."""
+    for row in rows:
+        if any(member.rollout.reference is None for member in row.members):
+            raise RecordError(
+                f"group {row.group} carries no log-probabilities under the reference. Its actor had no such stage: set "
+                'scoring.stages.reference.placement = "learner", which computes them here'
+            )
+
+
 def make_micro_batches(
-    rows: Sequence[Row], micro_batch_tokens: int, *, whole_groups: bool = False, with_supports: bool = True
+    rows: Sequence[Row],
+    micro_batch_tokens: int,
+    *,
+    whole_groups: bool = False,
+    with_supports: bool = True,
+    with_references: bool = False,
 ) -> list[MicroBatch]:
     """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least).
 
     With `whole_groups` the rows of a group stay together, however many they are. Without `with_supports` the whole
-    vocabulary counts, also for what was sampled from part of it.
+    vocabulary counts, also for what was sampled from part of it. With `with_references` the recorded log-probabilities under
+    the reference are used; all rollouts must have them.
     """
     units = [list(same) for _, same in groupby(rows, key=lambda row: row.group)] if whole_groups else [[row] for row in rows]
     width = {id(unit): max(row.length for row in unit) for unit in units}
@@ -178,7 +194,7 @@ def make_micro_batches(
             batches.append([])
             widest = width[id(unit)]
         batches[-1] += unit
-    return [_tensors(batch, with_supports=with_supports) for batch in batches]
+    return [_tensors(batch, with_supports=with_supports, with_references=with_references) for batch in batches]
 
 
 def attention_mask(segments_RL: Tensor) -> Tensor:
@@ -189,7 +205,7 @@ def attention_mask(segments_RL: Tensor) -> Tensor:
     return causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
 
 
-def _tensors(rows: Sequence[Row], *, with_supports: bool) -> MicroBatch:
+def _tensors(rows: Sequence[Row], *, with_supports: bool, with_references: bool) -> MicroBatch:
     width = max(row.length for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
@@ -231,7 +247,9 @@ def _tensors(rows: Sequence[Row], *, with_supports: bool) -> MicroBatch:
         group_S=torch.tensor(groups),
         mask_N=_optional(members, lambda targets: targets.mask),
         logp_proximal_N=_optional(members, lambda targets: targets.observed.logp_proximal),
-        logp_reference_N=_optional(members, lambda targets: targets.observed.logp_reference),
+        logp_reference_N=_recorded(members)
+        if with_references
+        else _optional(members, lambda targets: targets.observed.logp_reference),
         value_N=_optional(members, lambda targets: targets.observed.value),
         return_N=_optional(members, lambda targets: targets.returns),
         support_sizes_N=None if supports is None else supports.sizes_N,
@@ -254,6 +272,11 @@ def _advantage(member: Member) -> Float32Array:
     if member.targets is not None and member.targets.advantage is not None:
         return member.targets.advantage.astype(np.float32)
     return np.full(member.rollout.num_tokens, member.advantage, np.float32)
+
+
+def _recorded(members: Sequence[Member]) -> Tensor:
+    """float32 [N]: log-probabilities under the reference, as an actor's stage computed them."""
+    return torch.from_numpy(np.concatenate([m.rollout.reference for m in members if m.rollout.reference is not None]))
 
 
 def _optional(members: Sequence[Member], of: Callable[[TokenTargets], Float32Array | None]) -> Tensor | None:

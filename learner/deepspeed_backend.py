@@ -61,8 +61,9 @@ class DeepSpeedBackend(RankBackend):
         publish_dtype: str = "float32",
         ranks: Ranks | None = None,
         value_clip: float | None = None,
+        reference_recorded: bool = False,
     ) -> None:
-        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip)
+        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip, reference_recorded)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         settings = deepspeed_settings(config)
         _join(self._ranks)

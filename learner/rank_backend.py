@@ -14,7 +14,7 @@ from buffers.errors import ConfigError
 from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
 from learner.backend import StepReport
-from learner.batch import MicroBatch, Row, check_supports
+from learner.batch import MicroBatch, Row, check_references, check_supports
 from learner.config import LearnerConfig, LossConfig
 from learner.kinds import KINDS
 from learner.policy import Policy, load_model
@@ -44,30 +44,44 @@ class RankBackend(ABC):
         publish_dtype: str = "float32",
         ranks: Ranks | None = None,
         value_clip: float | None = None,
+        reference_recorded: bool = False,
     ) -> None:
+        """reference_recorded: rollouts carry their log-probabilities under the reference, so it is not loaded here."""
         torch.set_num_threads(config.threads)
         self._model_dir, self._config, self._loss_config, self._ranks = model_dir, config, loss, ranks or Ranks()
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
         self._device = find_device(config.device, self._ranks.rank)
         self._value_clip = value_clip
+        self._reference_recorded = loss.needs_reference and reference_recorded
         self._reference: Policy | None = None
 
     def _load_reference(self) -> None:
-        """The frozen model that divergences are measured from, where the loss wants one."""
-        if self._loss_config.needs_reference:
+        """The frozen model that divergences are measured from, where the loss wants one and no actor has asked it."""
+        if self._loss_config.needs_reference and not self._reference_recorded:
             self._reference = Policy(load_model(self._model_dir, self._device).requires_grad_(False), self._config)
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update.
 
-        Raises RecordError when the loss takes ratios to a truncated distribution that was not recorded.
+        Raises RecordError when the loss takes ratios to a truncated distribution that was not recorded, or a rollout lacks
+        what the reference says of it and no reference is loaded here.
         """
         kind = KINDS[self._loss_config.kind]
         if kind.takes_ratios and not self._loss_config.allow_uncorrected:
             for rows in updates:
                 check_supports(rows)
+        if self._reference_recorded:
+            for rows in updates:
+                check_references(rows)
         tokens, together = self._config.micro_batch_tokens, self._config.ranks_per_row
-        parts = shares(updates, ranks // together, tokens, whole_groups=kind.level == "pair", with_supports=kind.takes_ratios)
+        parts = shares(
+            updates,
+            ranks // together,
+            tokens,
+            whole_groups=kind.level == "pair",
+            with_supports=kind.takes_ratios,
+            with_references=self._reference_recorded,
+        )
         return [part for part in parts for _ in range(together)]
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:

@@ -33,9 +33,10 @@ def shares(
     *,
     whole_groups: bool = False,
     with_supports: bool = True,
+    with_references: bool = False,
 ) -> list[list[Update]]:
     """For every rank its part of every update; the rest as `make_micro_batches` takes it."""
-    cutting = {"whole_groups": whole_groups, "with_supports": with_supports}
+    cutting = {"whole_groups": whole_groups, "with_supports": with_supports, "with_references": with_references}
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:

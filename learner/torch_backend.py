@@ -42,8 +42,9 @@ class TorchBackend(RankBackend):
         publish_dtype: str = "float32",
         ranks: Ranks | None = None,
         value_clip: float | None = None,
+        reference_recorded: bool = False,
     ) -> None:
-        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip)
+        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip, reference_recorded)
         self._lora = config.lora if config.lora.rank else None
         self._model = load_model(model_dir, self._device)
         if self._lora is not None:

@@ -34,7 +34,8 @@ class Machine(Protocol):
         ...
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
-        """[N]: log-probabilities under the frozen initial model, or None when nobody asked for it."""
+        """[N]: log-probabilities under the frozen initial model, or None when nobody asked for it. Not asked where the
+        batch carries them."""
         ...
 
     def begin(self) -> None:
@@ -67,7 +68,7 @@ class Step:
         with torch.no_grad():
             for batch in batches:
                 proximal_N, _, value_N = self.machine.predict(batch)
-                named = {"logp_proximal": proximal_N, "logp_reference": self.machine.reference(batch), "value": value_N}
+                named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
                 arrays = {name: each.float().numpy(force=True) for name, each in named.items() if each is not None}
                 owner_N = batch.member_N.numpy(force=True)
                 for member in np.unique(owner_N).tolist():

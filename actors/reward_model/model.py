@@ -57,11 +57,6 @@ class RewardModel:
         """The scores of what the model made of the tokens where the head reads."""
         return self._of_label(self._model.score(hidden_BC))
 
-    @torch.inference_mode()
-    def score_tokens(self, ids: Sequence[int]) -> float:
-        """The score of one text by its token ids."""
-        return self._of_label(self._model(input_ids=torch.tensor([ids], device=self.device)).logits)[0]
-
     @property
     def body(self) -> Any:
         """The model below the head. Raises AttributeError for one that is not built of these two."""

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.reading.check import check_reads_along
 from actors.rewards.settings import Stream, reward
 from buffers.errors import ConfigError
 from buffers.score import Score
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-# Model types whose tokens see only what is before them, and which keep nothing but keys and values.
-_DECODERS = (
-    "gemma", "gemma2", "glm", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo", "olmo2", "phi", "phi3", "qwen2",
-    "qwen3", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
 _CACHE_BYTES = 1 << 30
 
 
@@ -51,18 +47,7 @@ def check(path: str = "", label: int = 0, **others: Any) -> None:
 
 def check_stream(path: str = "", max_length: int = 2048, cache_bytes: int = _CACHE_BYTES, **others: Any) -> None:
     """Raises ConfigError for a model that cannot read a completion while it is being written."""
-    config = json.loads((Path(path) / "config.json").read_text())
-    kind, window = config.get("model_type"), config.get("sliding_window")
-    if kind not in _DECODERS:
-        raise ConfigError(
-            f"reward_model: path = {path!r} is of type {kind!r}, which is not known to read from left to right, so it cannot "
-            f"read along; set stream_tokens = 0, or use one of {', '.join(_DECODERS)}"
-        )
-    if window and config.get("use_sliding_window", True) and window < max_length:
-        raise ConfigError(
-            f"reward_model: path = {path!r} forgets what is {window} tokens back and cannot read along further; "
-            f"set stream_tokens = 0, or max_length = {window}"
-        )
+    check_reads_along(path, max_length, "reward_model: path", "max_length =")
     if cache_bytes < 1:
         raise ConfigError(f"reward_model: cache_bytes = {cache_bytes}; lowest: 1. To read nothing along set stream_tokens = 0")
 

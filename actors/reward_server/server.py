@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import zmq
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
 from actors.rewards import RewardSpec
 from actors.scoring.pool import Scored, ScoringPool
@@ -46,7 +46,7 @@ class _From(NamedTuple):
 class RewardServer:
     """See the module docstring. `run` serves until `stop`. Raises ConfigError for an address it may not or cannot have."""
 
-    def __init__(self, spec: RewardSpec, config: RewardsConfig, address: str, key_dir: Path | None = None) -> None:
+    def __init__(self, spec: RewardSpec, config: ScoringConfig, address: str, key_dir: Path | None = None) -> None:
         local = address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:"))
         if key_dir is None and not local:
             raise ConfigError(

@@ -7,18 +7,29 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffers.score import Score
+
+if TYPE_CHECKING:
+    from buffers.record import Float32Array
 
 # A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
 MAX_FAILURE_CHARS = 500
 _MAX_METRICS = 32
 
 
+class Logprobs(NamedTuple):
+    """What the reference says of a completion: float32 [T], one log-probability for each token; metrics as of a `Score`."""
+
+    values: Float32Array
+    metrics: Mapping[str, float] = {}
+
+
 class Answer(NamedTuple):
     """A value, None for not applicable, or why it failed.
 
+    logprobs: float32 [T], of a stage that judges tokens and has no value.
     traceback: of an exception, in full. began, ended: when the call ran, in seconds since the epoch; 0 where nobody knows.
     retry_after_s: the cause may pass, and the call may be made again after so many seconds; None: it would fail again.
     """
@@ -30,6 +41,7 @@ class Answer(NamedTuple):
     began: float = 0.0
     ended: float = 0.0
     retry_after_s: float | None = None
+    logprobs: Float32Array | None = None
 
     @property
     def seconds(self) -> float:
@@ -56,6 +68,8 @@ def read(result: Any) -> Answer:
     """One returned score: a finite number (bool counts), None, a `Score`, or a failure that says what it was."""
     if isinstance(result, Score):
         return _read_score(result)
+    if isinstance(result, Logprobs):
+        return _read_logprobs(result)
     # Scalars of numpy and torch are zero-dimensional arrays; their `item()` is the plain number.
     if getattr(result, "shape", None) == () and hasattr(result, "item"):
         result = result.item()
@@ -94,6 +108,12 @@ def _read_score(score: Score) -> Answer:
         return Answer(None, str(score.failure)[:MAX_FAILURE_CHARS], metrics=_plain(score.metrics))
     answer = read(score.value)
     return answer._replace(metrics=_plain(score.metrics))
+
+
+def _read_logprobs(told: Logprobs) -> Answer:
+    if not math.isfinite(float(told.values.sum())):
+        return Answer(None, "the reference's log-probabilities are not finite")
+    return Answer(None, logprobs=told.values, metrics=_plain(told.metrics))
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -82,20 +82,24 @@ def resolve(
     columns: AbstractSet[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    stop_when: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[RewardSpec, ...]:
     """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
 
     targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
     from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
-    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`.
+    parameters that are no columns. settings, stop_when: by reward name, what overrides its `@reward(...)`.
     Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that can get no value, for two
     rewards of one name and for none at all.
     """
-    options, settings = options or {}, settings or {}
+    options, settings, stop_when = options or {}, settings or {}, stop_when or {}
+    overrides = {name: dict(chosen) for name, chosen in settings.items()}
+    for name, texts in stop_when.items():
+        overrides.setdefault(name, {})["stop_when"] = texts
     specs: dict[str, RewardSpec] = {}
     for given in targets:
         own_name, _, target = absolute(given, base_dir).rpartition("=")
-        spec = _spec(own_name, target, columns, options, settings)
+        spec = _spec(own_name, target, columns, options, overrides)
         if spec.name in specs:
             raise ConfigError(
                 f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
@@ -104,10 +108,10 @@ def resolve(
         specs[spec.name] = spec
     if not specs:
         raise ConfigError("no reward is configured, so there is nothing to learn; name one in rewards.functions")
-    for section, named in (("options", options), ("settings", settings)):
+    for section, named in {"rewards.options": options, "rewards.stop_when": stop_when}.items():
         if unknown := set(named) - set(specs):
             name = min(unknown)
-            raise ConfigError(f"rewards.{section}.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
+            raise ConfigError(f"{section}.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
     return tuple(specs.values())
 
 

@@ -120,14 +120,14 @@ def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     scope: "completion", or "group" for a function that judges all completions of a prompt together: `completions`,
         `completion_ids` and `finish_reasons` are then lists, everything else is the prompt's, and a list is returned.
     weight: its weight in the sum, where `rewards.weights` gives none.
-    timeout_s: seconds one call may take; `rewards.timeout_s` by default. Waiting for a turn does not count.
+    timeout_s: seconds one call may take; `scoring.timeout_s` by default. Waiting for a turn does not count.
     retries: times a call is made again after one of the errors in `retry_on` (a time-out among them by default), or
         `TransientError`; after 0.5, 1, 2, ... seconds, or what the error asks for.
     max_concurrency, requests_per_minute, tokens_per_minute: calls at once and in any 60 seconds, of one actor. Tokens are
         the prompt's and the completion's, or what the call reports as metric `tokens`.
     batch_size, batch_wait_s: a function that takes lists (`prompts`, `completions`, columns) is given up to so many
         completions at once, gathered for at most so long.
-    workers: processes of its own for a synchronous reward; 0 shares those of `rewards.workers`.
+    workers: processes of its own for a synchronous reward; 0 shares those of `scoring.workers`.
     stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
     check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
     prepare: called with the reward's options in each process that will call it, before the first call; models load here.

@@ -86,5 +86,5 @@ def ready(spec: RewardSpec) -> Ready | Answer:
 def timed_out(timeout_s: float) -> Answer:
     """The cause may pass, so it may be asked again."""
     now = time.time()
-    reason = f"timed out after {timeout_s:g} s (rewards.timeout_s)"
+    reason = f"timed out after {timeout_s:g} s (scoring.timeout_s)"
     return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import RewardSpec
 from actors.scoring.ahead import Ahead, Peek
 from actors.scoring.async_calls import AsyncCalls
@@ -38,7 +38,7 @@ class Dispatcher:
     reward's name, the streams it was shown, and when that ran or why it failed.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], config: RewardsConfig, answered: Answered, shown: Shown) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], config: ScoringConfig, answered: Answered, shown: Shown) -> None:
         self._config, self._answered, self._shown = config, answered, shown
         self._specs = {spec.name: spec for spec in specs}
         self._lanes = {spec.name: Lane(spec) for spec in specs}

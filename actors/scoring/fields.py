@@ -8,6 +8,9 @@ from typing import Any
 from actors.engine import Completion, Partial
 from actors.prompts import Row
 
+OURS = frozenset({"support"})
+"""What only a stage of ours is told: a reward that takes every column is not."""
+
 
 def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str) -> dict[str, Any]:
     """The row's columns, and over them the fields every reward may ask for (`actors.rewards.FIELDS`); plain data.
@@ -21,4 +24,6 @@ def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Part
         "prompt_ids": list(prompt_ids),
         "completion_ids": completion.token_ids.tolist(),
     }
-    return known if isinstance(completion, Partial) else {**known, "finish_reason": completion.finish_reason}
+    if isinstance(completion, Partial):
+        return known
+    return {**known, "finish_reason": completion.finish_reason, "support": completion.support}

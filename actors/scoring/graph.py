@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.config import EngineConfig, GenerationConfig, RewardsConfig
+from actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from actors.rewards import RewardSpec
 from buffers.stages import GENERATION
 
@@ -35,11 +35,11 @@ class Stage:
 
 
 def stages(
-    specs: Sequence[RewardSpec], rewards: RewardsConfig, generation: GenerationConfig, engine: EngineConfig
+    specs: Sequence[RewardSpec], scoring: ScoringConfig, generation: GenerationConfig, engine: EngineConfig
 ) -> tuple[Stage, ...]:
     """Generation, every reward, and the put that waits for all of them; in an order in which none comes before its own."""
     first = Stage(GENERATION, (), "completion", f"engine {engine.kind} on {engine.device}", engine.slots)
-    judges = [_reward(spec, rewards, generation.group_size) for spec in specs]
+    judges = [_reward(spec, scoring, generation.group_size) for spec in specs]
     last = Stage(PUT, tuple(judge.name for judge in judges), f"group of {generation.group_size}", "actor", None)
     return (first, *judges, last)
 
@@ -58,12 +58,12 @@ def drawing(graph: Sequence[Stage]) -> list[str]:
     return lines
 
 
-def _reward(spec: RewardSpec, rewards: RewardsConfig, group_size: int) -> Stage:
+def _reward(spec: RewardSpec, scoring: ScoringConfig, group_size: int) -> Stage:
     if spec.kind == "async":
-        where, concurrency = "event loop", spec.max_concurrency or rewards.max_concurrency
+        where, concurrency = "event loop", spec.max_concurrency or scoring.max_concurrency
     else:
         own = f"{spec.workers} own" if spec.workers else "shared"
-        workers = spec.workers or rewards.workers
+        workers = spec.workers or scoring.workers
         where, concurrency = f"{own} worker processes", min(workers, spec.max_concurrency or workers)
     limits = [
         f"{limit} {what}/min"
@@ -75,7 +75,7 @@ def _reward(spec: RewardSpec, rewards: RewardsConfig, group_size: int) -> Stage:
     unit = f"group of {group_size}" if spec.scope == "group" else "completion"
     if spec.batch_size > 1:
         unit = f"up to {spec.batch_size} completions within {spec.batch_wait_s:g} s"
-    timeout_s = spec.timeout_s or rewards.timeout_s
+    timeout_s = spec.timeout_s or scoring.timeout_s
     return Stage(spec.name, (GENERATION,), unit, where, concurrency, timeout_s, tuple(limits), spec.stream_tokens)
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import Answer, RewardSpec
 from actors.scoring.calls import Answers
 from actors.scoring.dispatcher import Dispatcher
+from actors.scoring.fields import OURS
 from actors.scoring.lanes import Task
 from buffers.errors import RewardError
-from buffers.record import Score
+from buffers.record import Float32Array, Score
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class Scored(Generic[Key]):
     """A completion that every reward has answered for.
 
     seconds: from `submit` to the last answer. stages: when each reward's call ran (the last one, where it was made again).
-    ahead_s: by reward that read along, the seconds it did, as this completion's share of each call.
+    ahead_s: by reward that read along, the seconds it did, as this completion's share of each call. reference: float32 [T],
+    where there is such a stage and it did not fail; its score is then not applicable.
     """
 
     key: Key
@@ -60,6 +62,7 @@ class Scored(Generic[Key]):
     seconds: float
     stages: Mapping[str, Interval] = field(default_factory=dict)
     ahead_s: Mapping[str, float] = field(default_factory=dict)
+    reference: Float32Array | None = None
 
 
 @dataclass
@@ -87,6 +90,7 @@ class _Pending(Generic[Key]):
     task_ids: set[int] = field(default_factory=set)
     scores: dict[str, Score] = field(default_factory=dict)
     stages: dict[str, Interval] = field(default_factory=dict)
+    reference: Float32Array | None = None
 
 
 class ScoringPool(Generic[Key]):
@@ -96,7 +100,7 @@ class ScoringPool(Generic[Key]):
     thread. On close: kills the processes. `counters` has one entry per reward.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], config: RewardsConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, specs: Sequence[RewardSpec], config: ScoringConfig, wake: Callable[[], None] = lambda: None) -> None:
         if not specs:
             raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
@@ -140,7 +144,8 @@ class ScoringPool(Generic[Key]):
         """Score one completion; a reward of groups is called when the last member of its group has come.
 
         fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
-        every column of the prompt's row; plain data. place: without it the completion is a group of its own.
+        every column of the prompt's row; plain data; `support` for a stage `reference`. place: without it the completion is
+        a group of its own.
         Raises RewardError for a key that is being scored already.
         """
         if key in self._pending:
@@ -239,13 +244,15 @@ class ScoringPool(Generic[Key]):
             self._count(name, answer)
             pending.scores[name] = answer.score()
             pending.stages[name] = Interval(answer.began, answer.ended)
+            if answer.logprobs is not None:
+                pending.reference = answer.logprobs
             pending.num_unanswered -= 1
             if not pending.num_unanswered and self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
                 seconds = time.monotonic() - pending.submitted_s
                 scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
                 ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
-                done.append(Scored(pending.key, scores, seconds, pending.stages, ahead_s))
+                done.append(Scored(pending.key, scores, seconds, pending.stages, ahead_s, pending.reference))
         return done
 
     def _awaited(self, asking: list[_Pending[Key]]) -> bool:
@@ -260,7 +267,7 @@ class ScoringPool(Generic[Key]):
                     "reward %r failed, later failures are only counted: %s\n%s", name, answer.failure, answer.traceback
                 )
             counters.failed += 1
-        elif answer.value is None:
+        elif answer.value is None and answer.logprobs is None:
             counters.not_applicable += 1
         else:
             counters.scored += 1
@@ -269,7 +276,7 @@ class ScoringPool(Generic[Key]):
 def _usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a reward can use of a completion's fields: only that travels."""
     if spec.fields is None:
-        return dict(fields)
+        return {name: value for name, value in fields.items() if name not in OURS}
     return {name: fields[name] for name in spec.fields if name in fields}
 
 

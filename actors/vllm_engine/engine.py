@@ -94,7 +94,7 @@ class VLLMEngine:
         if request.partial_every and not self._session.has.partials:
             raise EngineError(
                 f"{request.key} is to be read while it is written, and this vLLM tells nothing before the end (it lacks "
-                "SamplingParams.stream_interval); set stream_tokens = 0 in rewards.settings, or use the torch engine"
+                "SamplingParams.stream_interval); set stream_tokens = 0 in scoring.stages, or use the torch engine"
             )
         if request.stop and not self._has_tokenizer:
             raise EngineError(f"{request.key} has stop strings, but the model directory has no tokenizer to read text with")

@@ -35,6 +35,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         num_tokens=[rollout.num_tokens for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
         num_support=[None if rollout.support is None else len(rollout.support.ids) for rollout in rollouts],
+        has_reference=[rollout.reference is not None for rollout in rollouts],
         finish_reasons=[rollout.finish_reason for rollout in rollouts],
         scores={
             text: [score.value if score.failure is None else _text(score.failure) for score in column]
@@ -58,7 +59,8 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
     supports = [rollout.support for rollout in rollouts if rollout.support is not None]
     kept = [part for support in supports for part in (support.sizes, support.ids)]
     ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in rollouts), *kept])
-    logprobs = np.concatenate([rollout.logprobs for rollout in rollouts])
+    references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
+    logprobs = np.concatenate([*(rollout.logprobs for rollout in rollouts), *references])
     return header, [ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()]
 
 
@@ -119,6 +121,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     completions = ids[header.num_prompt_tokens :]
     try:
         supports = _supports(header, completions[starts[-1] :])
+        references = _references(header, logprobs[starts[-1] :])
         rollouts = tuple(
             Rollout(
                 completion_ids=completions[start : start + num_tokens],
@@ -129,6 +132,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 text=header.texts[member],
                 timings=header.timings[member],
                 support=supports[member],
+                reference=references[member],
             )
             for member, (start, num_tokens) in enumerate(zip(starts, header.num_tokens, strict=False))
         )
@@ -155,6 +159,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     columns: list[tuple[str, Sequence[Any]]] = [
         ("spans", header.spans),
         ("num_support", header.num_support),
+        ("has_reference", header.has_reference),
         ("finish_reasons", header.finish_reasons),
         ("texts", header.texts),
         ("timings", header.timings),
@@ -167,10 +172,11 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     if not header.metrics.keys() <= header.scores.keys():
         raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
     num_completion, kept = sum(header.num_tokens), 0
+    judged = sum(num_tokens for num_tokens, has in zip(header.num_tokens, header.has_reference, strict=True) if has)
     if header.num_support.count(None) < size:
         pairs = zip(header.num_tokens, header.num_support, strict=True)
         kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
-    wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * num_completion]
+    wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * (num_completion + judged)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")
     ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
@@ -195,6 +201,16 @@ def _supports(header: GroupHeader, ids: Int32Array) -> list[Support | None]:
         supports.append(Support(ids[start:middle], ids[middle:end]))
         start = end
     return supports
+
+
+def _references(header: GroupHeader, logprobs: Float32Array) -> list[Float32Array | None]:
+    """The members' log-probabilities under the reference out of what follows their own."""
+    references: list[Float32Array | None] = []
+    start = 0
+    for num_tokens, has_reference in zip(header.num_tokens, header.has_reference, strict=True):
+        references.append(logprobs[start : start + num_tokens] if has_reference else None)
+        start += num_tokens * has_reference
+    return references
 
 
 def _wrong(header: GroupHeader, reason: str, detail: str) -> WireError:

@@ -38,7 +38,7 @@ from buffers.protocol.weight_messages import TensorSpec as TensorSpec
 from buffers.protocol.weight_messages import Wanted as Wanted
 from buffers.record import FinishReason
 
-PROTOCOL = 5
+PROTOCOL = 6
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -73,7 +73,8 @@ class Beat(MessageBase):
 class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
-    int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs.
+    int32: prompt ids, the members' ids, then of each member with a support its sizes and its ids. float32: logprobs, then of
+    each member that has them the reference's.
     spans: (version, tokens, oldest version in the cache or None). scores: a number, the text of a failure, or None where
     the reward does not apply.
     """
@@ -84,6 +85,7 @@ class GroupHeader(MessageBase):
     num_tokens: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     spans: list[list[tuple[int, int, int | None]]]
     num_support: list[int | None]
+    has_reference: list[bool]
     finish_reasons: list[FinishReason]
     scores: dict[str, list[float | str | None]]
     metrics: dict[str, list[dict[str, float]]]

@@ -148,7 +148,7 @@ def compare(load: Load, rounds: int, python: Path, directory: Path, tell: Callab
         foreign=round(foreign, 3),
         settings={
             "queue.max_staleness": chosen.queue.max_staleness,
-            "rewards.max_concurrency": chosen.rewards.max_concurrency,
+            "scoring.max_concurrency": chosen.scoring.max_concurrency,
             "engine.slots": chosen.engine.slots,
             "ours measured steps": ours.measured,
             "trl measured steps": OF_TRL.measured,

@@ -23,7 +23,7 @@ import torch
 import typer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.engine import Request, RolloutKey
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
@@ -105,7 +105,7 @@ def measure(completions: int, rounds: int, width: int, layers: int) -> Along:
 def _pool(directory: Path, every: int) -> ScoringPool[RolloutKey]:
     options = {"reward_model": {"path": str(directory)}}
     settings = {"reward_model": {"stream_tokens": every, "batch_wait_s": 0.0}}
-    pool = ScoringPool[RolloutKey](resolve(["reward_model"], directory, {"answer"}, options, settings), RewardsConfig())
+    pool = ScoringPool[RolloutKey](resolve(["reward_model"], directory, {"answer"}, options, settings), ScoringConfig())
     for number in range(4):  # the worker is ready, its model is warm
         key = RolloutKey(-1 - number, 0, 0)
         pool.submit(key, {"prompt": PROMPT, "completion": "x" * LENGTH})

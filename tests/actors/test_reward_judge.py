@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
 from buffers.errors import ConfigError
@@ -97,7 +97,7 @@ def scores(server: Judge) -> Callable[..., list[Score]]:
         chosen = {"url": server.url, "model": "m", "template": "{completion}", **(options or {})}
         specs = resolve(["judge"], Path.cwd(), {"answer"}, {"judge": chosen}, {"judge": settings})
         answered = threading.Event()
-        pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(), wake=answered.set)
+        pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
         try:
             for key, completion in enumerate(completions):
                 pool.submit(key, {"completion": completion, "prompt": "p", "answer": "a"})

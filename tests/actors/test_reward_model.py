@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.reward_model.model import RewardModel
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
@@ -58,7 +58,7 @@ def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) ->
     settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
     specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge)}}, settings)
     answered = threading.Event()
-    pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(), wake=answered.set)
+    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
     found: dict[int, Any] = {}
     try:
         for key, text in enumerate(TEXTS):

@@ -73,10 +73,10 @@ def test_however_completions_are_cut_their_scores_are_those_of_the_whole(merging
         shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
         parts = [texts[i][: data.draw(st.integers(1, len(texts[i])))] for i in shown]
         streams.prefetch(shown, [prompts[i] for i in shown], parts, LONG)
-        assert streams.num_bytes <= streams._cache_bytes
+        assert streams.kept.num_bytes <= streams.kept._cache_bytes
     scores = streams.score(range(len(texts)), prompts, texts, LONG)
     assert [score.value for score in scores] == pytest.approx(merging.score(prompts, texts, LONG), abs=1e-4)
-    assert streams.num_bytes == 0 and not streams._kept and not streams._prompts
+    assert streams.kept.num_bytes == 0 and not streams.kept.streams
 
 
 @contextmanager
@@ -115,14 +115,14 @@ def test_the_members_of_a_group_share_what_was_read_of_their_prompt(speller: Rew
 def test_where_memory_runs_out_the_shortest_are_given_up_for_good_and_say_so(speller: RewardModel) -> None:
     streams = Streams(speller, PLENTY)
     streams.prefetch([0], [""], ["abcdefgh"], LONG)
-    a_token = streams.num_bytes // 8
+    a_token = streams.kept.num_bytes // 8
     streams = Streams(speller, 20 * a_token)
     texts = ["a" * 12, "b" * 6, "c" * 9]
     streams.prefetch([0, 1], ["", ""], texts[:2], LONG)
     streams.prefetch([2], [""], texts[2:], LONG)
-    assert streams.num_bytes == 18 * a_token, "who comes last finds no room"
+    assert streams.kept.num_bytes == 18 * a_token, "who comes last finds no room"
     streams.prefetch([0, 2], ["", ""], [texts[0] + "aaa", texts[2]], LONG)
-    assert streams.num_bytes == 15 * a_token, "the shorter one makes room, and the one given up did not come back"
+    assert streams.kept.num_bytes == 15 * a_token, "the shorter one makes room, and the one given up did not come back"
     scores = streams.score([0, 1, 2, None], [""] * 4, [texts[0] + "aaa", *texts[1:], "d"], LONG)
     assert [score.metrics["given_up"] for score in scores] == [0.0, 1.0, 1.0, 0.0]
     assert [score.metrics["prefetched"] > 0 for score in scores] == [True, False, False, False]
@@ -133,11 +133,11 @@ def test_where_memory_runs_out_the_shortest_are_given_up_for_good_and_say_so(spe
 def test_what_nobody_waits_for_is_let_go(speller: RewardModel) -> None:
     streams = Streams(speller, PLENTY)
     streams.prefetch([0, 1], ["ab", "ab"], ["abc", "abd"], LONG)
-    before = streams.num_bytes
+    before = streams.kept.num_bytes
     streams.forget([1, 99])
-    assert 0 < streams.num_bytes < before
+    assert 0 < streams.kept.num_bytes < before
     streams.forget([0])
-    assert streams.num_bytes == 0
+    assert streams.kept.num_bytes == 0
 
 
 def test_a_text_that_outgrows_the_limit_is_scored_by_its_end_as_if_nobody_had_read_along(speller: RewardModel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.reward_server.messages import Ask, Told, pack, unpack
 from actors.reward_server.server import RewardServer
 from actors.rewards import resolve
@@ -38,7 +38,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., RewardServer]]:
 
     def start(address: str = "tcp://127.0.0.1:*", key_dir: Path | None = None) -> RewardServer:
         (spec,) = resolve(["judges.py:double"], tmp_path)
-        server = RewardServer(spec, RewardsConfig(), address, key_dir)
+        server = RewardServer(spec, ScoringConfig(), address, key_dir)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
@@ -56,7 +56,7 @@ def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s:
     settings = {"timeout_s": timeout_s, "retries": retries}
     specs = resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})
     answered = threading.Event()
-    pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(), wake=answered.set)
+    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
     try:
         for key, completion in enumerate(completions):
             pool.submit(key, {"completion": completion, "prompt": "p", "answer": {1, 2}})

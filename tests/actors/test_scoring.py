@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.pool import Scored, ScoringPool
 from buffers.errors import RewardError
@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, folder: Path, rewards: str, settings: Mapping[str, Any]) -> None:
         specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder, {"answer", "level", "path"})
         self.answered = threading.Event()
-        self.pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(**settings), wake=self.answered.set)
+        self.pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(**settings), wake=self.answered.set)
 
     def score(self, *completions: str, pending: int = 0, **columns: Any) -> list[dict[str, Score]]:
         """The scores of each completion, in order, when all but `pending` others are done; fails after a minute."""
@@ -174,7 +174,7 @@ def test_what_a_reward_raises_is_a_failure_and_is_told_once(
 @pytest.mark.parametrize("act", ["spin", "regex", "swallow"])
 def test_a_call_that_never_ends_is_killed_and_the_next_one_is_scored(bench: Callable[..., Bench], act: str) -> None:
     stuck, after = bench("act", timeout_s=1.0).score(act, "2")
-    assert stuck["act"].failure == "timed out after 1 s (rewards.timeout_s)"
+    assert stuck["act"].failure == "timed out after 1 s (scoring.timeout_s)"
     assert after["act"] == Score(2.0)
 
 
@@ -228,7 +228,7 @@ def test_asynchronous_calls_in_flight_are_limited(bench: Callable[..., Bench]) -
 
 def test_an_asynchronous_call_past_its_time_is_cancelled_alone(bench: Callable[..., Bench]) -> None:
     slow, fast = bench("act_async", timeout_s=0.3).score("wait", "2")
-    assert slow["act_async"].failure == "timed out after 0.3 s (rewards.timeout_s)" and fast["act_async"] == Score(2.0)
+    assert slow["act_async"].failure == "timed out after 0.3 s (scoring.timeout_s)" and fast["act_async"] == Score(2.0)
 
 
 @pytest.mark.parametrize("act", ["spin", "regex", "swallow", "wait forever"])
@@ -292,4 +292,4 @@ def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
 
 def test_a_pool_needs_a_reward() -> None:
     with pytest.raises(RewardError, match="needs a reward, got none"):
-        ScoringPool((), RewardsConfig())
+        ScoringPool((), ScoringConfig())

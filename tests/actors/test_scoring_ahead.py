@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.ahead import CALL_S, Ahead
 from actors.scoring.pool import ScoringPool
@@ -90,7 +90,7 @@ class Reading:
         targets = [f"{directory / 'reader.py'}:{name}" for name in names]
         self._bell = threading.Event()
         chosen = {"reader": options} if options else {}
-        self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), RewardsConfig(), self._bell.set)
+        self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), ScoringConfig(), self._bell.set)
 
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + 60

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.pool import Place, Scored, ScoringPool
 from buffers.record import Score
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, folder: Path, rewards: str, settings: dict[str, Any]) -> None:
         specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder)
         self.answered = threading.Event()
-        self.pool: ScoringPool[int] = ScoringPool(specs, RewardsConfig(**settings), wake=self.answered.set)
+        self.pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(**settings), wake=self.answered.set)
 
     def submit(self, key: int, completion: str, place: Place | None = None) -> None:
         fields = {"prompt": "p", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", "answer": "a"}

@@ -16,7 +16,7 @@ import actors
 SCRIPT = """
 import re, sys, threading
 from pathlib import Path
-from actors.config import RewardsConfig
+from actors.config import ScoringConfig
 from actors.rewards import resolve, spec_of
 from actors.scoring.pool import ScoringPool
 
@@ -33,7 +33,7 @@ def main(act):
     answered = threading.Event()
     rewards = [mine] if act == "score" else [stuck, stuck_async]
     specs = resolve([spec_of(function) for function in rewards], Path("/"))
-    pool = ScoringPool(specs, RewardsConfig(timeout_s=600), wake=answered.set)
+    pool = ScoringPool(specs, ScoringConfig(timeout_s=600), wake=answered.set)
     pool.submit("key", {"completion": "3"})
     if act == "score":
         answered.wait(60)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.config import EngineConfig, RewardsConfig
+from actors.config import EngineConfig, ScoringConfig
 from actors.engine import Engine, RolloutKey
 from actors.prompts import Row
 from actors.rewards import resolve
@@ -79,7 +79,7 @@ def worker(
         temperature=temperature,
         **further,
     )
-    pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), RewardsConfig(functions=("exact",)))
+    pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
@@ -145,7 +145,7 @@ def reader(completions, stream_ids):
 
 def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READER)
-    pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), RewardsConfig())
+    pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), ScoringConfig())
     # The judge's process has started before anything is written that it could read along.
     pool.submit(RolloutKey(99, 0, 0), {"completion": "x", "prompt": "ab", "finish_reason": "stop"})
     deadline = time.monotonic() + 60

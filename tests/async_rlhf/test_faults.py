@@ -131,7 +131,7 @@ def test_a_second_signal_forces(command: Callable[..., Any], small_arguments: Ca
     """A reward that never ends keeps the drain waiting; the operator does not have to."""
     reward = tmp_path / "slow.py"
     reward.write_text("import time\ndef forever(completion):\n    time.sleep(1000)\n    return 1.0\n")
-    started = command(*small_arguments(**{"rewards.functions": [f"{reward}:forever"], "rewards.timeout_s": 900.0}))
+    started = command(*small_arguments(**{"rewards.functions": [f"{reward}:forever"], "scoring.timeout_s": 900.0}))
     run = tmp_path / "runs" / "quick"
     wait_for(lambda: RunDir(run).read_ledger().get("ledger", {}).get("leased"), "leased groups")
     family = started.family()

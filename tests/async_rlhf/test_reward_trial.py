@@ -62,8 +62,8 @@ def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) 
     ("arguments", "message"),
     [
         (["judges.py:qualty"], "did you mean 'quality'"),
-        (["judges.py:quality", "--set", "timeout=1"], "unknown key 'rewards.timeout': did you mean 'timeout_s'"),
-        (["judges.py:quality", "--set", "timeout_s=-1"], "rewards.timeout_s = -1"),
+        (["judges.py:quality", "--set", "scoring.timeout=1"], "unknown key 'scoring.timeout': did you mean 'timeout_s'"),
+        (["judges.py:quality", "--set", "scoring.timeout_s=-1"], "scoring.timeout_s = -1"),
         (["length", "--set", "options.length.target=1", "--set", "options.length.tolerance=1"], "asks for 'completion_ids'"),
         (["length", "--set", "options.length.tagret=1"], "asks for 'target'"),
         (["exact", "--set", "options.exakt.x=1"], "did you mean 'exact'"),
@@ -95,7 +95,7 @@ def test_the_same_from_python_with_functions_and_groups(folder: Path) -> None:
 def test_a_reward_that_never_answers_ends_the_trial_with_a_name(folder: Path) -> None:
     (folder / "slow.py").write_text("async def slow(completion):\n    import asyncio\n    await asyncio.sleep(100)\n")
     with pytest.raises(DeadlineError, match="waited 0 s for the scores of 1 completions"):
-        try_rewards(["slow.py:slow"], [{"completion": "x"}], patience_s=0.3, timeout_s=60)
+        try_rewards(["slow.py:slow"], [{"completion": "x"}], patience_s=0.3, scoring={"timeout_s": 60})
 
 
 def test_the_completions_of_a_run_are_data_too(small: Callable[..., Any], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_reward_that_loops_forever_is_timed_out_and_the_run_finishes(small: An
     file.write_text(
         "def hangs(completion):\n    while len(completion) % 4 == 3:\n        pass\n    return len(completion) / 10\n"
     )
-    overrides = {"rewards.functions": [f"{file}:hangs"], "rewards.timeout_s": 0.5, "rewards.max_failed_ratio": 1.0}
+    overrides = {"rewards.functions": [f"{file}:hangs"], "scoring.timeout_s": 0.5, "rewards.max_failed_ratio": 1.0}
     result = run(small(max_steps=1, **overrides), quiet=True)
     assert result.finished and 0 < result.metrics[0]["rewards/failed_ratio"] < 1
     assert result.metrics[0]["reward"] > 0  # failures are left out, not counted as 0
@@ -96,7 +96,7 @@ def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(sm
     overrides = {
         "rewards.functions": ["reward_model"],
         "rewards.options": {"reward_model": {"path": str(QUICK.parent / "models" / "tiny-judge")}},
-        "rewards.settings": {"reward_model": {"stream_tokens": 1, "batch_wait_s": 0.0}},
+        "scoring.stages": {"reward_model": {"stream_tokens": 1, "batch_wait_s": 0.0}},
     }
     (step,) = run(small(max_steps=1, **overrides), quiet=True).metrics
     assert step["rewards/failed_ratio"] == 0.0 and step["rewards/reward_model/given_up"] == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.config import EngineConfig, GenerationConfig, RewardsConfig
+from actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.graph import drawing, stages
 from async_rlhf.api import run
@@ -89,7 +89,7 @@ def test_a_run_that_left_nothing_has_no_trace(small: Callable[..., Any]) -> None
 def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(JUDGES)
     specs = resolve(["judges.py:slow", "judges.py:group", "judges.py:batch", "exact"], tmp_path)
-    graph = stages(specs, RewardsConfig(workers=3), GenerationConfig(group_size=8), EngineConfig(slots=64))
+    graph = stages(specs, ScoringConfig(workers=3), GenerationConfig(group_size=8), EngineConfig(slots=64))
     assert graph[-1].after == ("slow", "group", "batch", "exact")
     assert drawing(graph) == [
         "generation  [completion; engine torch on cpu, 64 at once]",
@@ -100,7 +100,7 @@ def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) ->
         "   -> put  [group of 8; actor]",
     ]
     (along,) = resolve(["reward_model"], tmp_path, None, None, {"reward_model": {"stream_tokens": 64}})
-    assert drawing(stages([along], RewardsConfig(), GenerationConfig(), EngineConfig()))[1] == (
+    assert drawing(stages([along], ScoringConfig(), GenerationConfig(), EngineConfig()))[1] == (
         "-> reward_model  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
         "reads generation along, every 64 tokens]"
     )

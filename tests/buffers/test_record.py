@@ -47,6 +47,8 @@ def group(**changed: Any) -> Group:
         ({"logprobs": np.zeros(2, np.float32)}, r"logprobs must be float32 \(3,\), got float32 \(2,\)"),
         ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "logprobs must be finite and at most 0, got nan at token 1"),
         ({"logprobs": np.array([0, 0, -np.inf], np.float32)}, "logprobs must be finite and at most 0, got -inf at token 2"),
+        ({"reference": np.zeros(2, np.float32)}, r"reference must be float32 \(3,\), got float32 \(2,\)"),
+        ({"reference": np.array([0, np.nan, 0], np.float32)}, "reference must be finite and at most 0, got nan at token 1"),
         ({"spans": ()}, "spans must cover all 3 tokens"),
         ({"spans": (Span(0, 2),)}, "spans must cover all 3 tokens"),
         ({"spans": (Span(0, 4),)}, "spans must cover all 3 tokens"),

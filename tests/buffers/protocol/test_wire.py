@@ -52,14 +52,17 @@ def supports(draw: st.DrawFn, ids: list[int]) -> Support:
     return Support(np.array([len(part) for part in kept], np.int32), np.array(flat, np.int32))
 
 
+def LOGPROBS(length: int) -> st.SearchStrategy[list[float]]:
+    number = st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False)
+    return st.lists(number, min_size=length, max_size=length)
+
+
 @st.composite
 def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     spans = draw(st.lists(SPANS, min_size=1, max_size=3))
     length = sum(span.num_tokens for span in spans)
     ids = draw(st.lists(st.integers(0, (1 << 31) - 1), min_size=length, max_size=length))
-    logprobs = draw(
-        st.lists(st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False), min_size=length, max_size=length)
-    )
+    logprobs, reference = draw(st.lists(LOGPROBS(length), min_size=2, max_size=2))
     return Rollout(
         completion_ids=np.array(ids, np.int32),
         logprobs=np.array(logprobs, np.float32),
@@ -69,6 +72,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         text=draw(TEXT),
         timings=draw(st.dictionaries(TEXT, FINITE, max_size=2)),
         support=draw(st.none() | supports(ids)),
+        reference=draw(st.none() | st.just(np.array(reference, np.float32))),
     )
 
 
@@ -97,6 +101,7 @@ def same(one: Group, other: Group) -> bool:
         flat["rollouts"] = [
             vars(r)
             | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
+            | {"reference": r.reference is not None and (r.reference.dtype, r.reference.tobytes())}
             | {"support": r.support and [(ids.dtype, ids.tolist()) for ids in vars(r.support).values()]}
             for r in group.rollouts
         ]
@@ -293,6 +298,15 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
         (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
         (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must be"),
+        (lambda header, arrays: (spoiled(header, has_reference=True), arrays), "its header says"),
+        (lambda header, arrays: (header | {"has_reference": [True]}, arrays), "'has_reference' has 1 items for 2 members"),
+        (
+            lambda header, arrays: (
+                spoiled(header, has_reference=True),
+                [arrays[0], arrays[1] + np.array([0, np.nan, 0], "<f4").tobytes()],
+            ),
+            "reference must be finite and",
+        ),
         (lambda header, arrays: (header | {"scores": {"r": [1.0]}}, arrays), "'r' has 1 items for 2 members"),
         (lambda header, arrays: (header | {"metrics": {"other": [{}, {}]}}, arrays), "metrics of"),
         (

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
 
-from actors.reward_model.model import RewardModel
 from actors.torch_engine.chunks import PaddedChunks
 from actors.torch_engine.scheduler import Chunk
 from buffers.errors import RewardError
@@ -23,6 +22,22 @@ from buffers.errors import RewardError
 # What two ways to compute one number may differ by, as a share of its size.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 _PROBE = 12
+
+
+class Reader(Protocol):
+    """A model that reads. body: it without its head."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def body(self) -> Any:
+        """Raises AttributeError for a model that is not built of body and head."""
+        ...
+
+    def some_tokens(self, count: int) -> list[int]:
+        """Different tokens, none of them padding."""
+        ...
 
 
 @dataclass(eq=False)
@@ -47,8 +62,8 @@ class Beginning:
 
 
 @torch.inference_mode()
-def extend(model: RewardModel, texts: Sequence[tuple[Beginning, list[int]]]) -> torch.Tensor:
-    """Make each beginning one of all these ids; returns [K, C], what the model made of the last token of each.
+def extend(model: Reader, texts: Sequence[tuple[Beginning, list[int]]]) -> list[torch.Tensor]:
+    """Make each beginning one of all these ids; returns of each [P, C], what the model made of the tokens it read now.
 
     What a beginning has in common with its ids is not computed again, but for the last token.
     """
@@ -65,26 +80,25 @@ def extend(model: RewardModel, texts: Sequence[tuple[Beginning, list[int]]]) -> 
     ).last_hidden_state
     for beginning, ids in texts:
         beginning.ids = list(ids)
-    last = torch.tensor([len(chunk.ids) - 1 for chunk in chunks], device=hidden.device)
-    return hidden[torch.arange(len(chunks), device=hidden.device), last]
+    return [row[: len(chunk.ids)] for row, chunk in zip(hidden, chunks, strict=True)]
 
 
-def probe(model: RewardModel) -> int:
-    """Bytes of keys and values of one token. Raises RewardError unless a probe read in two parts is scored as in one."""
+@torch.inference_mode()
+def probe(model: Reader) -> int:
+    """Bytes of keys and values of one token. Raises RewardError unless a probe comes to the same in two parts as in one."""
     ids, beginning = model.some_tokens(_PROBE), Beginning()
     try:
-        extend(model, [(beginning, ids[: _PROBE // 2])])
-        (read,) = model.judge(extend(model, [(beginning, ids)]))
-        whole = model.score_tokens(ids)
+        parts = [extend(model, [(beginning, part)])[0] for part in (ids[: _PROBE // 2], ids)]
+        read = torch.cat(parts).float()
+        whole = model.body(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0].float()
         size = sum(part.numel() * part.element_size() for side in (beginning.keys, beginning.values) for part in side)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise RewardError(f"the model cannot read along ({type(error).__name__}: {error}); set stream_tokens = 0") from error
+    difference = float((read - whole).abs().max())
+    if not difference <= _TOLERANCE[model.dtype] * (1 + float(whole.abs().max())) or not size:
         raise RewardError(
-            f"the reward model cannot read along ({type(error).__name__}: {error}); set stream_tokens = 0"
-        ) from error
-    if not abs(read - whole) <= _TOLERANCE[model.dtype] * (1 + abs(whole)) or not size:
-        raise RewardError(
-            f"the reward model cannot read along: a probe's score is {whole:.6g} in one part and {read:.6g} in two, as of a "
-            "model that looks ahead or keeps more than keys and values; set stream_tokens = 0"
+            f"the model cannot read along: what it makes of a probe differs by {difference:.3g} when it reads it in two parts, "
+            "as of a model that looks ahead or keeps more than keys and values; set stream_tokens = 0"
         )
     return size // len(ids)
 

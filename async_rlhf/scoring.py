@@ -1,0 +1,82 @@
+"""What a run asks about its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from actors.config import REFERENCE
+from actors.reading.check import check_reads_along
+from actors.rewards import RewardSpec, resolve
+from async_rlhf.config import Config
+from buffers.errors import ConfigError
+from buffers.record import is_truncated
+from learner.kinds import KINDS
+
+
+def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+    """The rewards, as `RewardsConfig.specs` proves them."""
+    return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
+
+
+def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+    """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
+    rewards = reward_specs(config, columns)
+    _check(config)
+    return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
+
+
+def _reference(config: Config) -> RewardSpec:
+    options = {
+        "path": config.model,
+        "temperature": config.generation.temperature,
+        "restricted": KINDS[config.loss.kind].takes_ratios,
+        **config.scoring.reference.model_dump(),
+    }
+    settings = config.scoring.stages[REFERENCE].given
+    (spec,) = resolve(
+        [f"{REFERENCE}=actors.reference.scoring:{REFERENCE}"],
+        Path.cwd(),
+        options={REFERENCE: options},
+        settings={REFERENCE: settings},
+    )
+    return spec
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError for a stage that is placed where it cannot be."""
+    for name, stage in config.scoring.stages.items():
+        if name != REFERENCE and stage.placement == "learner":
+            raise ConfigError(f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor"')
+    if REFERENCE not in config.scoring.stages:
+        return
+    stage = config.scoring.stages[REFERENCE]
+    where = f"scoring.stages.{REFERENCE}"
+    if not config.scoring.reference_is_stage:
+        if stage.given:
+            name = min(stage.given)
+            raise ConfigError(
+                f'{where}.{name} is about a stage, and the learner computes this; set {where}.placement = "actor"'
+            )
+        return
+    if not config.loss.needs_reference:
+        raise ConfigError(
+            f'{where}.placement = "{stage.placement}", and nothing asks for a reference; set loss.kl_coef above 0, or leave '
+            "the stage out"
+        )
+    if stage.stream_tokens:
+        _check_along(config, where, stage.stream_tokens)
+
+
+def _check_along(config: Config, where: str, stream_tokens: int) -> None:
+    generation = config.generation
+    truncated = is_truncated(generation.top_k, generation.top_p, generation.min_p)
+    if truncated and KINDS[config.loss.kind].takes_ratios:
+        raise ConfigError(
+            f"{where}.stream_tokens = {stream_tokens}: with top-k, top-p or min-p it is known only at a completion's end what "
+            "each token was chosen among; set stream_tokens = 0, or sample from all tokens"
+        )
+    if Path(config.model).is_dir():
+        longest = generation.max_prompt_length + generation.max_completion_length
+        shorten = "generation.max_prompt_length and max_completion_length to at most together"
+        check_reads_along(config.model, longest, where, shorten)

@@ -1,0 +1,161 @@
+"""The reference as a stage of the pool: its log-probabilities are the learner's own, whether it read along or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from actors.config import ScoringConfig
+from actors.reference.model import ReferenceModel
+from actors.reference.streams import ReferenceStreams
+from actors.rewards import RewardSpec, resolve
+from actors.scoring.pool import Scored, ScoringPool
+from buffers.errors import RewardError
+from buffers.record import Float32Array, Group, Rollout, Support
+from learner.batch import make_rows
+from learner.config import LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+from tests.learner.making import make_group, make_model
+
+PLENTY = 1 << 30
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> ReferenceModel:
+    return ReferenceModel(directory)
+
+
+def supported(rollout: Rollout) -> Rollout:
+    """As if each token had been chosen among three."""
+    ids = [[token, (token + 1) % 24, (token + 7) % 24] for token in rollout.completion_ids.tolist()]
+    support = Support(np.full(len(ids), 3, np.int32), np.array(ids, np.int32).ravel())
+    return Rollout(**{**vars(rollout), "support": support})
+
+
+def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
+    backend = TorchBackend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
+    seen = backend.observe(make_rows([group], [[1.0] * len(group.rollouts)], 512))
+    return [found for each in seen.values() if (found := each.logp_reference) is not None]
+
+
+def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[RewardSpec, ...]:
+    given = {"path": str(directory), "temperature": TEMPERATURE, **options}
+    running = {"stream_tokens": stream_tokens, "batch_size": 4, "batch_wait_s": 0.0}
+    targets = ["exact", "reference=actors.reference.scoring:reference"]
+    return resolve(targets, directory, None, {"reference": given}, {"reference": running})
+
+
+def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) -> list[Scored[int]]:
+    """The completions of a group through a real pool, shown before in parts that end at `cuts`."""
+    answered = threading.Event()
+    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
+    found: dict[int, Scored[int]] = {}
+    try:
+        for cut in cuts:
+            for key, rollout in enumerate(group.rollouts):
+                pool.show(key, _fields(group, rollout, cut))
+            until = time.monotonic() + 60
+            while time.monotonic() < until and pool.counters["reference"].shown < len(group.rollouts):
+                pool.poll()
+                answered.wait(0.01)
+        for key, rollout in enumerate(group.rollouts):
+            pool.submit(key, {**_fields(group, rollout, None), "support": rollout.support})
+        until = time.monotonic() + 60
+        while pool.num_pending and time.monotonic() < until:
+            answered.wait(0.1)
+            answered.clear()
+            found |= {done.key: done for done in pool.poll()}
+    finally:
+        pool.close()
+    return [found[key] for key in range(len(group.rollouts))]
+
+
+def _fields(group: Group, rollout: Rollout, cut: int | None) -> dict[str, Any]:
+    ids = rollout.completion_ids[:cut].tolist()
+    return {"prompt_ids": group.prompt_ids.tolist(), "completion_ids": ids, "completion": "x", "answer": "x"}
+
+
+def test_the_stage_says_what_the_learner_says_of_the_same_model(directory: Path) -> None:
+    group = make_group(0, [1, 6, 3, 12, 2, 5], temperature=TEMPERATURE)
+    rollouts = [*group.rollouts[:3], *map(supported, group.rollouts[3:])]
+    group = Group(**{**vars(group), "rollouts": tuple(rollouts)})
+    answers = scored(spec(directory), group)
+    for answer, wanted in zip(answers, by_the_learner(directory, group), strict=True):
+        assert answer.reference is not None and answer.reference.dtype == np.float32
+        assert answer.reference == pytest.approx(wanted, abs=1e-5)
+        assert answer.scores["reference"].state == "not_applicable" and answer.scores["exact"].value == 1.0
+        assert answer.stages["reference"].ended >= answer.stages["reference"].began > 0
+
+
+def test_read_along_it_says_the_same_and_has_little_left_at_the_end(directory: Path) -> None:
+    group = make_group(0, [16, 18, 20], prompt_length=9, temperature=TEMPERATURE)
+    answers = scored(spec(directory, stream_tokens=2), group, cuts=[3, 9, 15])
+    for answer, wanted in zip(answers, by_the_learner(directory, group), strict=True):
+        assert answer.reference == pytest.approx(wanted, abs=1e-5)
+        assert answer.scores["reference"].metrics["prefetched"] > 0 and answer.ahead_s["reference"] > 0
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_however_completions_are_cut_they_come_to_the_same(model: ReferenceModel, data: st.DataObject) -> None:
+    prompts = data.draw(st.lists(st.sampled_from([[3], [3, 4, 5], [3, 4, 6, 7]]), min_size=1, max_size=5))
+    texts = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)) for _ in prompts]
+    streams = ReferenceStreams(model, data.draw(st.sampled_from([1, 4_000, 12_000, PLENTY])), TEMPERATURE)
+    lengths = [0] * len(texts)
+    for _ in range(data.draw(st.integers(0, 6))):
+        shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
+        for i in shown:
+            lengths[i] = data.draw(st.integers(max(1, lengths[i]), len(texts[i])))
+        streams.prefetch(shown, [prompts[i] for i in shown], [texts[i][: lengths[i]] for i in shown])
+    found = streams.score(range(len(texts)), prompts, texts, [None] * len(texts))
+    whole = model.read(prompts, texts)
+    for told, hidden, text in zip(found, whole, texts, strict=True):
+        assert told.values == pytest.approx(model.logprobs(hidden, text, TEMPERATURE, None), abs=1e-4)
+    assert not streams.kept.streams and not streams._known
+
+
+def test_what_nobody_waits_for_is_let_go(model: ReferenceModel) -> None:
+    streams = ReferenceStreams(model, PLENTY, 1.0)
+    streams.prefetch([0, 1], [[1, 2], [1, 2]], [[3, 4], [5, 6]])
+    streams.forget([0, 1, 99])
+    assert streams.kept.num_bytes == 0 and not streams._known
+
+
+def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> None:
+    broken = make_model("llama")
+    broken.base_model.embed_tokens.weight.data[23] = float("nan")
+    broken.save_pretrained(tmp_path)
+    group = make_group(0, [3, 3])
+    texts = [np.array(ids, np.int32) for ids in ([4, 23, 5], [4, 6, 5])]
+    rollouts = tuple(Rollout(**{**vars(r), "completion_ids": ids}) for r, ids in zip(group.rollouts, texts, strict=True))
+    failed, good = scored(
+        spec(tmp_path), Group(**{**vars(group), "prompt_ids": np.array([1, 2], np.int32), "rollouts": rollouts})
+    )
+    assert failed.reference is None and good.reference is not None
+    assert failed.scores["reference"].failure == "the reference's log-probabilities are not finite"
+    assert good.scores["reference"].state == "not_applicable"
+
+
+def test_a_model_that_caps_its_logits_is_left_to_the_learner(tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    config = Gemma2Config(vocab_size=16, num_key_value_heads=1, final_logit_softcapping=0.1, **shape)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r'scales or caps.*placement = "learner"'):
+        ReferenceModel(tmp_path)
