@@ -25,7 +25,7 @@ from actors.prompts import Row, prompt_number, rollout_seed
 from actors.scoring.fields import fields_of
 from actors.scoring.pool import Place, Scored, ScoringPool
 from actors.selection import Selection
-from buffers.client import ActorClient, ActorState
+from buffers.clients.actor import ActorClient, ActorState
 from buffers.composition import Composition
 from buffers.errors import WeightsError
 from buffers.protocol.wire import CreditItem

@@ -352,7 +352,7 @@ def _load(config: Path, overrides: list[str] | None) -> Any:
 
 
 def _status(run: Any) -> dict[str, Any]:
-    from buffers.client import control
+    from buffers.clients.control import control
     from buffers.errors import DeadlineError
     from buffers.transport.link import connector
 

@@ -39,7 +39,7 @@ from async_rlhf.exit_codes import (
 )
 from async_rlhf.launch.program import Launcher, Node, Process, actor_node, evaluation_node, hub_node, learner_node
 from async_rlhf.run_dir import RunDir, Tail
-from buffers.client import control
+from buffers.clients.control import control
 from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, RewardError
 from buffers.transport.link import connector
 

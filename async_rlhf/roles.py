@@ -52,7 +52,7 @@ def run_hub(run: RunDir, config: Config, address: str) -> None:
 
 def run_learner(run: RunDir, config: Config, address: str) -> None:
     """The model that learns, from the newest checkpoint on."""
-    from buffers.client import LearnerClient
+    from buffers.clients.learner import LearnerClient
     from buffers.transport.link import connector
 
     connect = connector(config.security.directory)
@@ -71,7 +71,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     from actors.prompts import check_prompts, load_rows
     from actors.scoring.pool import ScoringPool
     from actors.worker import Worker
-    from buffers.client import ActorClient
+    from buffers.clients.actor import ActorClient
     from buffers.spans import SpanFile
     from buffers.transport.link import connector
 

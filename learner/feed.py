@@ -1,4 +1,4 @@
-"""Where the learner's batches come from: a hub (`buffers.client.LearnerClient`), or the archive of an earlier run."""
+"""Where the learner's batches come from: a hub (`buffers.clients.learner.LearnerClient`), or the archive of an earlier run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from buffers.client import TakenBatch
+from buffers.clients.learner import TakenBatch
 from buffers.errors import RefusedError
 from buffers.protocol.wire import Canary
 from buffers.queue.archive import ArchivedBatch, read_batches

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from buffers.client import HubRestartedError, TakenBatch
+from buffers.clients.connection import HubRestartedError
+from buffers.clients.learner import TakenBatch
 from buffers.composition import Composition, Statistics
 from buffers.errors import NonFiniteError, RewardError, StalenessError
 from buffers.record import Group

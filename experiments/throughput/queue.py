@@ -32,7 +32,7 @@ import psutil
 import typer
 import zmq
 
-from buffers.client import LearnerClient
+from buffers.clients.learner import LearnerClient
 from buffers.config import Fsync, QueueConfig
 from buffers.hub.hub import Hub
 from buffers.protocol import packing, wire
@@ -151,7 +151,7 @@ def memory_at(load: Load) -> tuple[float, float]:
 
 @contextmanager
 def _status(address: str) -> Iterator[Iterator[int]]:
-    from buffers.client import control
+    from buffers.clients.control import control
 
     def queued() -> Iterator[int]:
         while True:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import zmq
 
-from buffers.client import LearnerClient
+from buffers.clients.learner import LearnerClient
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub.hub import Hub
 from buffers.queue.bound import Bound

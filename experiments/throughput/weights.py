@@ -29,7 +29,8 @@ import typer
 import zmq
 from transformers import AutoModelForCausalLM
 
-from buffers.client import ActorClient, ActorState, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.control import control
 from buffers.tensors import RawTensor
 from buffers.weights import delta
 from buffers.weights.assembly import Assembly

@@ -14,7 +14,7 @@ from actors.torch_engine.engine import TorchEngine
 from actors.torch_engine.loading import load_engine
 from async_rlhf import roles
 from async_rlhf.run_dir import RunDir
-from buffers.client import control
+from buffers.clients.control import control
 from buffers.errors import WeightsError
 from learner.config import LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend

@@ -17,7 +17,7 @@ from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
 from actors.torch_engine.loading import load_engine
 from actors.worker import Work, Worker
-from buffers.client import ActorClient, ActorState
+from buffers.clients.actor import ActorClient, ActorState
 from buffers.protocol.wire import CreditItem
 from buffers.record import Group
 from buffers.weights.weight_set import WeightSet

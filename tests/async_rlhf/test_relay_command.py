@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli import app
-from buffers.client import control
+from buffers.clients.control import control
 from buffers.config import QueueConfig
 from buffers.hub.hub import Hub
 from buffers.queue.bound import Bound

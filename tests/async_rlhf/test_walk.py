@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf import roles
 from async_rlhf.run_dir import RunDir
-from buffers.client import LearnerClient, control
+from buffers.clients.control import control
+from buffers.clients.learner import LearnerClient
 from buffers.hub.exchange import Exchange
 from buffers.protocol import wire
 

@@ -16,7 +16,9 @@ import numpy as np
 import psutil
 import zmq
 
-from buffers.client import ActorClient, ActorState, LearnerClient, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.control import control
+from buffers.clients.learner import LearnerClient
 from buffers.config import QueueConfig
 from buffers.hub.hub import Hub
 from buffers.protocol import wire

@@ -14,7 +14,8 @@ import torch
 from making import make_group, make_model
 from safetensors.torch import load_file
 
-from buffers.client import HubRestartedError, LearnerClient, TakenBatch
+from buffers.clients.connection import HubRestartedError
+from buffers.clients.learner import LearnerClient, TakenBatch
 from buffers.composition import Composition
 from buffers.errors import NonFiniteError, RewardError, StalenessError
 from buffers.protocol.wire import Canary

@@ -13,7 +13,7 @@ from actors.engine import Completion, Partial, Request, RolloutKey, check_reques
 from actors.prompts import Row
 from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
-from buffers.client import ActorClient
+from buffers.clients.actor import ActorClient
 from buffers.composition import Composition
 from buffers.errors import AsyncRLHFError, DeadlineError
 from buffers.protocol import wire

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from buffers.client import HubRestartedError, LearnerClient
+from buffers.clients.connection import HubRestartedError
+from buffers.clients.learner import LearnerClient
 from buffers.errors import DeadlineError, RefusedError
 from buffers.protocol import wire
 from buffers.tensors import RawTensor

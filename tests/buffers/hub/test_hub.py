@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 import zmq
 
-from buffers.client import ActorClient, ActorState, Connection, HubRestartedError, LearnerClient, TakenBatch, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.connection import Connection, HubRestartedError
+from buffers.clients.control import control
+from buffers.clients.learner import LearnerClient, TakenBatch
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.errors import JournalError, RefusedError, WireError
 from buffers.hub.hub import Hub

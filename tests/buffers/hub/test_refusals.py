@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from buffers.client import LearnerClient
+from buffers.clients.learner import LearnerClient
 from buffers.errors import DeadlineError, RefusedError
 from buffers.protocol import packing, wire
 from buffers.queue.bound import Bound

@@ -9,7 +9,10 @@ from typing import get_args
 
 import pytest
 
-from buffers.client import ActorClient, ActorState, Connection, LearnerClient, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.connection import Connection
+from buffers.clients.control import control
+from buffers.clients.learner import LearnerClient
 from buffers.config import QueueConfig
 from buffers.errors import ConfigError, RefusedError
 from buffers.hub.hub import Hub

@@ -17,7 +17,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.client import ActorClient, ActorState, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.control import control
 from buffers.config import QueueConfig
 from buffers.errors import ConfigError, DeadlineError
 from buffers.hub.hub import Hub

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from buffers.client import ActorClient, ActorState, LearnerClient, control
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.control import control
+from buffers.clients.learner import LearnerClient
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub.hub import Hub
 from buffers.queue.bound import Bound

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.client import ActorState
+from buffers.clients.actor import ActorState
 from buffers.config import WeightsConfig
 from buffers.errors import ConfigError, RefusedError
 from buffers.protocol import wire
@@ -188,7 +188,7 @@ def test_an_unfinished_fetch_goes_on_where_it_was_after_the_connection_was_lost(
 
 LEARNER = """
 import os, sys
-from buffers.client import LearnerClient
+from buffers.clients.learner import LearnerClient
 from buffers.tensors import RawTensor
 client = LearnerClient(sys.argv[1], timeout_s=30)
 client.register(0, 0)

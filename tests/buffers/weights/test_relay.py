@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffers.client import ActorState, Connection, control
+from buffers.clients.actor import ActorState
+from buffers.clients.connection import Connection
+from buffers.clients.control import control
 from buffers.config import WeightsConfig
 from buffers.errors import RefusedError
 from buffers.protocol import wire

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffers.client import ActorClient, ActorState, Connection
+from buffers.clients.actor import ActorClient, ActorState
+from buffers.clients.connection import Connection
 from buffers.errors import DeadlineError, RefusedError, WeightsError
 from buffers.protocol import wire
 from buffers.record import Group, Rollout, Span

@@ -1,0 +1,112 @@
+"""Numbered messages over one link, and answers awaited with a deadline: what all ends of the hub share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from buffers.errors import DeadlineError, RefusedError
+from buffers.protocol import wire
+from buffers.transport.link import Link
+
+_RETRY_S = 2.0  # a request unanswered so long is sent again: the hub may have been restarted
+_UNREADABLE = 0  # the request number of an answer to what the hub could not read
+
+
+class HubRestartedError(RefusedError):
+    """The hub does not know this learner any more: register and publish again."""
+
+
+class Connection:
+    """Numbered messages over one link.
+
+    Raises WireError for a message larger than the hub takes, DeadlineError when so much waits to be sent that no more fits.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._last_request = 0
+        self.max_frame_bytes = wire.MAX_FRAME_BYTES  # until the hub says what it takes
+
+    def send(self, message: wire.Message, arrays: wire.Frames | None = None) -> int:
+        """Send without waiting for an answer; returns the request number that the answer will carry."""
+        self._last_request += 1
+        self._send(self._last_request, message, arrays)
+        return self._last_request
+
+    def receive(self, timeout_s: float) -> tuple[int, wire.Message, wire.Frames] | None:
+        """The next message, or None after `timeout_s` or a wake."""
+        frames = self.link.receive(timeout_s)
+        return None if frames is None else wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+
+    def ask(
+        self, message: wire.Message, arrays: wire.Frames | None = None, *, timeout_s: float
+    ) -> tuple[wire.Message, wire.Frames]:
+        """Send and wait for the answer, repeating the request while the hub is away.
+
+        A Waiting answer proves the hub alive and moves the deadline. Raises RefusedError, or DeadlineError naming what
+        was asked.
+        """
+        self._last_request += 1
+        heard = resend_at = self.link.clock()
+        detail = "the hub never answered"
+        while (now := self.link.clock()) - heard < timeout_s:
+            if now >= resend_at:
+                self._send(self._last_request, message, arrays)
+                resend_at = now + _RETRY_S
+            answer = self.receive(min(_RETRY_S, timeout_s))
+            if answer is None or not self._is_answer(answer[0], answer[1]):
+                continue
+            heard = self.link.clock()
+            resend_at = heard + _RETRY_S
+            if isinstance(answer[1], wire.Waiting):
+                detail = answer[1].detail
+            else:
+                _raise_refusal(answer[1])
+                return answer[1], answer[2]
+        raise DeadlineError(f"waited {timeout_s:.0f} s for the answer to {message.type!r}: {detail}")
+
+    def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None:
+        """Send many requests, up to `ahead` of them before the first is answered; returns when all are.
+
+        What the answers say is dropped but for a refusal. Raises as `ask` does.
+        """
+        coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
+        heard = resend_at = self.link.clock()
+        while True:
+            for message, arrays in itertools.islice(coming, ahead - len(open_requests)):
+                open_requests[self.send(message, arrays)] = message, arrays
+                resend_at = self.link.clock() + _RETRY_S
+            if not open_requests:
+                return
+            answer = self.receive(min(_RETRY_S, timeout_s))
+            now = self.link.clock()
+            if answer is not None and (answer[0] in open_requests or answer[0] == _UNREADABLE):
+                _raise_refusal(answer[1])
+                if open_requests.pop(answer[0], None) is not None:
+                    heard = now
+            if now - heard >= timeout_s:
+                raise DeadlineError(f"waited {timeout_s:.0f} s for the answers to {len(open_requests)} messages")
+            if now >= resend_at:
+                resend_at = now + _RETRY_S
+                for request, (message, arrays) in open_requests.items():
+                    self._send(request, message, arrays)
+
+    def _is_answer(self, request: int, message: wire.Message) -> bool:
+        """Whether this is about what was asked last; a request that the hub cannot read it refuses without its number."""
+        return request == self._last_request or (request == _UNREADABLE and isinstance(message, wire.Refused))
+
+    def _send(self, request: int, message: wire.Message, arrays: wire.Frames | None) -> None:
+        frames = wire.encode(message, arrays, request)
+        wire.check_size(frames, max_frame_bytes=self.max_frame_bytes)
+        if not self.link.send(frames):
+            raise DeadlineError(f"{message.type!r} cannot be sent: the hub has been away for too many messages")
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def _raise_refusal(answer: wire.Message) -> None:
+    if isinstance(answer, wire.Refused):
+        kind = HubRestartedError if answer.reason == "unregistered" else RefusedError
+        raise kind(answer.reason, answer.detail)

@@ -1,0 +1,45 @@
+"""The supervisor's and the operator's end of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from buffers.clients.connection import Connection
+from buffers.protocol import wire
+from buffers.transport.link import Connect, SocketLink
+
+
+@contextmanager
+def control(address: str, timeout_s: float = 5.0, connect: Connect = SocketLink) -> Iterator[Control]:
+    """A short-lived connection for an operator's questions."""
+    connection = Connection(connect(address, "control"))
+    try:
+        yield Control(connection, timeout_s)
+    finally:
+        connection.close()
+
+
+class Control:
+    """The supervisor's and the operator's end. Every method raises DeadlineError when no hub answers."""
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        self._connection, self._timeout_s = connection, timeout_s
+
+    def status(self) -> dict[str, Any]:
+        answer, _ = self._connection.ask(wire.GetStatus(), timeout_s=self._timeout_s)
+        assert isinstance(answer, wire.Status)
+        return answer.status
+
+    def drain(self) -> None:
+        """No new credits; the learner is told when no batch can be completed any more."""
+        self._connection.ask(wire.Drain(), timeout_s=self._timeout_s)
+
+    def gone(self, actor: str) -> None:
+        """This actor's process has ended."""
+        self._connection.ask(wire.Gone(actor=actor), timeout_s=self._timeout_s)
+
+    def halt(self) -> None:
+        """The hub writes its ledger and exits."""
+        self._connection.ask(wire.Halt(), timeout_s=self._timeout_s)

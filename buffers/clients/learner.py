@@ -1,0 +1,84 @@
+"""The learner's end of the hub."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from buffers.clients.connection import Connection
+from buffers.config import WeightsConfig
+from buffers.protocol import packing, wire
+from buffers.record import Group
+from buffers.tensors import RawTensor
+from buffers.transport.link import Connect, SocketLink
+from buffers.weights.publishing import Publishing
+
+
+@dataclass(frozen=True)
+class TakenBatch:
+    """One batch of groups, with the actors' counters at that moment."""
+
+    step: int
+    groups: tuple[Group, ...]
+    telemetry: Mapping[str, float]
+
+
+class LearnerClient:
+    """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
+
+    Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again. Raises RefusedError
+    with the reason `fenced` when another learner has taken its place, which is for good.
+    """
+
+    def __init__(
+        self, address: str, *, timeout_s: float, connect: Connect = SocketLink, weights: WeightsConfig | None = None
+    ) -> None:
+        self._connection = Connection(connect(address, "learner"))
+        self._publishing = Publishing(self._connection, address, weights or WeightsConfig(), timeout_s)
+        self._timeout_s = timeout_s
+        self._life = secrets.token_hex(8)
+        self.fence = 0
+
+    def register(self, step: int, committed: int) -> None:
+        """(Re)start at `step`, the newest durable checkpoint being of `committed` steps; a new fence holds from now on."""
+        register = wire.Register(step=step, committed=committed, learner=self._life, fence=self.fence)
+        answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
+        assert isinstance(answer, wire.Registered)
+        self.fence = answer.fence
+
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
+        """Batch `step`, or the reason why none will come. Waits as long as the hub says that it is coming."""
+        taken = self._take(step, aim)
+        if isinstance(taken, str):
+            return taken
+        batch, frames = taken
+        groups = tuple(packing.decode_put(frames[i : i + 3]) for i in range(0, len(frames), 3))
+        return TakenBatch(step, groups, batch.telemetry)
+
+    def take_packed(self, step: int) -> wire.Frames | str:
+        """As `take`, but the groups as they came: three frames each, header and arrays of its Put."""
+        taken = self._take(step)
+        return taken if isinstance(taken, str) else taken[1]
+
+    def _take(self, step: int, aim: int | None = None) -> tuple[wire.Batch, wire.Frames] | str:
+        answer, frames = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
+        if isinstance(answer, wire.Ended):
+            return answer.reason
+        assert isinstance(answer, wire.Batch)
+        return answer, frames
+
+    def trained(self, step: int) -> None:
+        """Batch `step` has been trained on. Does not wait: should it be lost, what is asked next says it too."""
+        self._connection.send(wire.Trained(fence=self.fence, step=step))
+
+    def commit(self, step: int) -> None:
+        """A checkpoint of `step` steps is durable; everything before it may be deleted."""
+        self._connection.ask(wire.Commit(fence=self.fence, step=step), timeout_s=self._timeout_s)
+
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
+        """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
+        self._publishing.publish(self.fence, version, tensors, canary)
+
+    def close(self) -> None:
+        self._connection.close()
