@@ -96,7 +96,12 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
 
     However long that takes: the run goes on until it is asked to stop.
     """
-    overrides = {"address": f"tcp://0.0.0.0:{port}", "security.keys": str(key_directory), "actors.count": 1, "max_steps": 100_000}
+    overrides = {
+        "address": f"tcp://0.0.0.0:{port}",
+        "security.keys": str(key_directory),
+        "actors.count": 1,
+        "max_steps": 100_000,
+    }
     training = command(*small_arguments(**overrides))
     run = wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent
     there = tmp_path / "there"
