@@ -41,7 +41,7 @@ class TorchEngine:
     Owns: the model, its cache, the slots. Waits for nothing. Woken by `step()`. On close: nothing but memory.
     The same submissions, aborts and updates between the same steps give the same completions (bit for bit on a CPU).
     A request's tokens depend on what else is in the batch only through rounding: a token differs when its random number
-    lies within about 1e-6 of a border between two tokens.
+    lies within about 1e-6 (bfloat16: 1e-2) of a border between two tokens.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TorchEngine:
         if recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
         else:
-            self._forward = (LlamaForward if can_serve(model) else ModelForward)(model, self._cache)
+            self._forward = LlamaForward(model, self._cache) if can_serve(model) else ModelForward(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
@@ -152,6 +152,7 @@ class TorchEngine:
         else:
             self._rows.close_spans(self._scheduler.num_rows, self._version)
         adopt_weights(self._model, tensors, self._base)
+        self._forward.refresh()
         self._version, self._coming = version, None
 
     def _suspend(self, rows: Sequence[int]) -> None:
@@ -165,8 +166,7 @@ class TorchEngine:
     @torch.inference_mode()
     def probe(self, token_ids: Sequence[int]) -> Float32Array:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        logits = self._model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
-        logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids[1:, None])[:, 0]
+        logprobs = torch.log_softmax(self._forward.logits(ids[:-1]).float(), dim=-1).gather(-1, ids[1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
     @torch.inference_mode()

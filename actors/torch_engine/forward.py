@@ -32,6 +32,14 @@ class Forward(Protocol):
         """
         ...
 
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice."""
+        ...
+
+    def refresh(self) -> None:
+        """The model's parameters were replaced in place."""
+        ...
+
 
 class ModelForward:
     """`Forward` through the model's own code: a padded pass when there are chunks, then a decode pass."""
@@ -46,6 +54,13 @@ class ModelForward:
             self._cache.begin_chunks(padded)
             self._pass(padded.ids, padded.positions, padded.mask(self._model.dtype))
         return self._decode(tokens, positions, length)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=ids[None], use_cache=False).logits
+        return logits[0]
+
+    def refresh(self) -> None:
+        """Nothing is kept beside them."""
 
     def _decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """One token in each row: logits [N, V]."""

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+# Tokens of a block; a vocabulary of up to so many is searched at once.
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,40 @@ def sample(
     scaled = logits.float()
     if temperatures is not None:
         scaled = scaled / temperatures[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
     kept = None
     if truncation is not None:
-        kept = truncation.kept(logprobs)
-        logprobs = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), dim=-1)
-    # In float64 the sum over a large vocabulary stays monotonic and loses no token to rounding.
-    cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
-    thresholds = uniforms[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, thresholds, right=True)
-    # Only rows that are not numbers get past the end; their log-probability says so.
-    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+        kept = truncation.kept(torch.log_softmax(scaled, dim=-1))
+        scaled = scaled.masked_fill(~kept, -torch.inf)
+    probabilities = torch.softmax(scaled, dim=-1)
+    tokens = _first_above(probabilities, uniforms)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], scaled.argmax(dim=-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
+    return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log(), kept
+
+
+def _first_above(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """int64 [N, 1]: the first token at which the running sum of [N, V] exceeds the share `uniforms` [N] of the whole sum.
+
+    A large vocabulary is searched by blocks first: running sums of all of it would take longer than the softmax does.
+    """
+    num_tokens = probabilities.shape[-1]
+    if num_tokens <= _BLOCK:
+        sums = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
+        return _search(sums, uniforms[:, None] * sums[:, -1:])
+    if num_tokens % _BLOCK:
+        probabilities = F.pad(probabilities, (0, -num_tokens % _BLOCK))
+    blocks = probabilities.view(len(probabilities), -1, _BLOCK)
+    sums = torch.cumsum(blocks.sum(dim=-1, dtype=torch.float64), dim=-1)
+    thresholds = uniforms[:, None] * sums[:, -1:]
+    block = _search(sums, thresholds)
+    within = torch.cumsum(blocks[torch.arange(len(block), device=block.device), block[:, 0]], dim=-1, dtype=torch.float64)
+    whole = within[:, -1:]
+    # The same numbers are summed in two orders, so rounding could lead out of the block at either end.
+    rest = (whole - (sums.gather(1, block) - thresholds)).clamp_(min=0).minimum(whole.nextafter(torch.zeros_like(whole)))
+    return (block * _BLOCK + _search(within, rest)).clamp_(max=num_tokens - 1)
+
+
+def _search(sums: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """int64 [N, 1]: the first of running sums [N, K] above its threshold [N, 1]."""
+    # Only rows that are not numbers get past the end; their log-probability says so.
+    return torch.searchsorted(sums, thresholds, right=True).clamp_(max=sums.shape[-1] - 1)

@@ -1,10 +1,14 @@
 """How fast is the built-in engine next to `transformers` generate? Both in one process, in turns, on one CPU.
 
-Two loads on a tiny Llama with random weights, end tokens disabled so that every length is forced:
+Two loads, end tokens disabled so that every length is forced:
 
-- equal: 128 sequences of 8 prompt and 32 new tokens, all at once. Nothing to gain from batching: bare overhead.
-- mixed: 512 requests over 64 slots, new tokens log-normal (median 48, at most 256). `generate` takes them in static
-  batches of 64 in the same order, each of which runs to its longest.
+- equal: as many sequences as there are slots, of 8 prompt and 32 new tokens, all at once. Nothing to gain from batching.
+- mixed: eight requests a slot, new tokens log-normal (median 48, at most 256). `generate` takes them in static batches in
+  the same order, each of which runs to its longest.
+
+The model is a tiny Llama with random weights (128 equal sequences, 64 slots for mixed ones): bare overhead. Or any other
+(`--model DIRECTORY --dtype bfloat16`, 16 slots), for instance the one that `make train-chat` fetches: a directory, or a
+GGUF file, which is converted once.
 
 Only tokens that were asked for are counted. `generate` samples without top-k or top-p and returns no
 log-probabilities; the engine returns them. Run as `python -m experiments.throughput.engine [--json]`.
@@ -17,7 +21,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -26,8 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from actors.engine import Engine, Request, RolloutKey
 from actors.torch_engine.engine import TorchEngine
+from async_rlhf.launch.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
+DType = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,19 @@ class Load:
     batch: int
 
     @classmethod
-    def equal(cls) -> Load:
-        return cls("equal", (32,) * 128, 128)
+    def equal(cls, batch: int) -> Load:
+        return cls("equal", (32,) * batch, batch)
 
     @classmethod
-    def mixed(cls) -> Load:
-        lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 512)
-        return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), 64)
+    def mixed(cls, batch: int) -> Load:
+        lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 8 * batch)
+        return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), batch)
+
+
+def loads_for(model: Path | None, slots: int | None) -> tuple[Load, Load]:
+    """Both loads; slots: None for as many as suit the model."""
+    usual = (128, 64) if model is None else (16, 16)
+    return Load.equal(slots or usual[0]), Load.mixed(slots or usual[1])
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,13 @@ class Result:
     ratio: float
 
 
-def make_model() -> PreTrainedModel:
-    """A Llama of 0.87 million parameters that never ends by itself."""
+def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTrainedModel:
+    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
+    if model is not None:
+        directory = model_directory(str(model.expanduser()))
+        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), local_files_only=True)
+        loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
+        return loaded.eval()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=100,
@@ -75,7 +94,7 @@ def make_model() -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
 def make_prompts(load: Load) -> list[tuple[int, ...]]:
@@ -108,12 +127,12 @@ def run_generate(model: PreTrainedModel, load: Load) -> None:
         assert out.shape == (len(batch), NUM_PROMPT_TOKENS + longest)
 
 
-def measure(load: Load, repeats: int) -> Result:
+def measure(load: Load, repeats: int, make: Callable[[], PreTrainedModel]) -> Result:
     """Runs both in turns, so that a slow moment of the machine falls on both; the first turn warms up.
 
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
-    engine, model = TorchEngine(make_model(), slots=load.batch, max_length=512), make_model()
+    engine, model = TorchEngine(make(), slots=load.batch, max_length=512), make()
     runs: dict[str, Callable[[], None]] = {
         "generate": lambda: run_generate(model, load),
         "engine": lambda: run_engine(engine, load),
@@ -140,15 +159,25 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per load instead of a table.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each after one to warm up.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 1,
+    model: Annotated[Path | None, typer.Option(help="A model directory or GGUF file instead of the tiny model.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Type of weights and activations.")] = "float32",
+    slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded together.")] = None,
 ) -> None:
     """Compare the built-in engine with transformers generate."""
     torch.set_num_threads(threads)
     if not as_json:
         typer.echo(f"{'load':<8}{'useful tokens':>14}{'generate tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
-    for load in (Load.equal(), Load.mixed()):
-        result = measure(load, repeats)
+    for load in loads_for(model, slots):
+        result = measure(load, repeats, partial(make_model, model, dtype))
         if as_json:
-            typer.echo(json.dumps(asdict(result) | {"threads": threads, "repeats": repeats}))
+            settings = {
+                "threads": threads,
+                "repeats": repeats,
+                "model": model and str(model),
+                "dtype": dtype,
+                "slots": load.batch,
+            }
+            typer.echo(json.dumps(asdict(result) | settings))
         else:
             typer.echo(
                 f"{result.load:<8}{result.useful_tokens:>14}{result.generate_tokens_per_s:>16.0f}"

@@ -14,15 +14,17 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from transformers import PreTrainedModel
 
 from actors.config import EngineConfig
 from actors.engine import Engine
 from actors.engines import load_engine
-from experiments.throughput.engine import Load, make_model, run_engine
+from experiments.throughput.engine import DType, Load, loads_for, make_model, run_engine
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,19 @@ def measure(engines: Mapping[str, Engine], load: Load, repeats: int) -> Result:
     return result_of(load, seconds)
 
 
-def compare(loads: tuple[Load, ...], repeats: int, threads: int) -> list[Result]:
+def compare(loads: tuple[Load, ...], repeats: int, threads: int, model: PreTrainedModel) -> list[Result]:
     """One result a load; both engines are started once for each, with its number of slots."""
     results = []
     with tempfile.TemporaryDirectory() as directory:
-        make_model().save_pretrained(directory)
+        model.save_pretrained(directory)
+        dtype = str(model.dtype).removeprefix("torch.")
         for load in loads:
             engines: dict[str, Engine] = {}
             try:
                 for kind in ("vllm", "torch"):
-                    config = EngineConfig.model_validate({"kind": kind, "slots": load.batch, "threads": threads})
+                    config = EngineConfig.model_validate(
+                        {"kind": kind, "slots": load.batch, "threads": threads, "dtype": dtype}
+                    )
                     engines[kind] = load_engine(directory, config, version=0)
                 results.append(measure(engines, load, repeats))
             finally:
@@ -84,18 +89,22 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per load instead of a table.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each after one to warm up.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 1,
+    model: Annotated[Path | None, typer.Option(help="A model directory or GGUF file instead of the tiny model.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Type of weights and activations.")] = "float32",
+    slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded together.")] = None,
 ) -> None:
     """Compare the built-in engine with vLLM on a CPU."""
     if importlib.util.find_spec("vllm") is None:
         typer.echo("skipped: vLLM is not installed (make test installs its CPU build)", err=True)
         return
     torch.set_num_threads(threads)
-    results = compare((Load.equal(), Load.mixed()), repeats, threads)
+    results = compare(loads_for(model, slots), repeats, threads, make_model(model, dtype))
     if not as_json:
         typer.echo(f"{'load':<8}{'useful tokens':>14}{'vLLM tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
     for result in results:
         if as_json:
-            typer.echo(json.dumps(asdict(result) | {"threads": threads, "repeats": repeats}))
+            settings = {"threads": threads, "repeats": repeats, "model": model and str(model), "dtype": dtype}
+            typer.echo(json.dumps(asdict(result) | settings))
         else:
             typer.echo(
                 f"{result.load:<8}{result.useful_tokens:>14}{result.vllm_tokens_per_s:>16.0f}"

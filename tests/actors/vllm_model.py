@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,13 +20,18 @@ END = 1
 
 
 def make_model(seed: int) -> PreTrainedModel:
-    """Random weights of the shipped architecture, which end a completion after about a hundred tokens."""
+    """Random weights of the shipped architecture, which end a completion after about a hundred tokens.
+
+    They are the same numbers in float32 and in bfloat16.
+    """
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(SHIPPED)
     config.initializer_range = 0.1
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         model.lm_head.weight[END] = 0.0
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
     return model
 
 
@@ -36,9 +42,12 @@ def save_model(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
-def raw_weights(model: PreTrainedModel) -> dict[str, RawTensor]:
+def raw_weights(model: PreTrainedModel, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, RawTensor]:
+    words = {"float32": torch.int32, "bfloat16": torch.int16}[dtype]
     return {
-        name: RawTensor("float32", tuple(parameter.shape), parameter.detach().numpy().tobytes())
+        name: RawTensor(
+            dtype, tuple(parameter.shape), parameter.detach().to(getattr(torch, dtype)).view(words).numpy().tobytes()
+        )
         for name, parameter in model.named_parameters()
     }
 

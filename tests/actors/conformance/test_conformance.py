@@ -17,9 +17,8 @@ from learner.config import LearnerConfig, LossConfig
 from learner.logprobs import token_logprobs
 from learner.torch_backend import TorchBackend
 from tests.actors.conformance.conftest import Subject
-from tests.actors.vllm_model import END, SHIPPED, expected_logprobs, make_model, plain_logprobs, raw_weights
+from tests.actors.vllm_model import END, SHIPPED, expected_logprobs, make_model, plain_logprobs
 
-TOLERANCE = 1e-4
 FIRST, SECOND = make_model(0), make_model(1)
 PROMPT = tuple(range(10, 40))
 
@@ -45,10 +44,10 @@ def serve(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
     return done
 
 
-def assert_plain(model: PreTrainedModel, asked: Sequence[Request], done: Sequence[Completion]) -> None:
+def assert_plain(subject: Subject, model: PreTrainedModel, asked: Sequence[Request], done: Sequence[Completion]) -> None:
     for request, completion in zip(asked, done, strict=True):
         expected = expected_logprobs(model, request, completion.token_ids)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=subject.tolerance)
 
 
 # What is sampled
@@ -63,7 +62,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(subject: Subject, temperatur
         for request in requests(5, 30, PROMPT[:1] + tuple(range(5, 4 + length)), first=5 * n, temperature=temperature)
     ]
     done = serve(engine, asked)
-    assert_plain(FIRST, asked, done)
+    assert_plain(subject, FIRST, asked, done)
     for completion in done:
         assert completion.logprobs.dtype == np.float32 and completion.token_ids.dtype == np.int32
         assert [(span.version, span.cache_version) for span in completion.spans] == [(0, None)]
@@ -74,7 +73,7 @@ def test_the_learner_finds_the_same_logprobs_and_the_same_canary(subject: Subjec
     engine = subject.start("keep")
     backend = TorchBackend(Path(torch_directory), LearnerConfig(), LossConfig())
     canary = backend.canary()
-    np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, atol=TOLERANCE)
+    np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, atol=subject.tolerance)
     asked = [Request(RolloutKey(0, 0, member), PROMPT, 30, 0.7, member) for member in range(4)]
     model: Any = backend._model
     for completion in serve(engine, asked):
@@ -82,12 +81,12 @@ def test_the_learner_finds_the_same_logprobs_and_the_same_canary(subject: Subjec
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, len(PROMPT) - 1 : -1]
         found = token_logprobs(logits, ids[len(PROMPT) :], torch.full((len(logits),), 0.7))
-        np.testing.assert_allclose(completion.logprobs, found.numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs, found.numpy(), atol=subject.tolerance)
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 9, "min_p": 0.01}, {"top_p": 0.7}], ids=str)
-def test_samples_follow_the_distribution(subject: Subject, cut: dict[str, Any]) -> None:
-    engine, count, temperature = subject.start("keep"), 600, 0.5
+def test_samples_follow_the_distribution(exact_subject: Subject, cut: dict[str, Any]) -> None:
+    engine, count, temperature = exact_subject.start("keep"), 600, 0.5
     done = serve(engine, requests(count, 1, temperature=temperature, **cut))
     expected = truncated(first_logits(FIRST) / temperature, **cut).exp().numpy() * count
     seen = np.bincount([completion.token_ids[0] for completion in done], minlength=len(expected))
@@ -127,8 +126,10 @@ def truncated(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: f
 @pytest.mark.parametrize(
     "cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=str
 )
-def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(subject: Subject, cut: dict[str, Any]) -> None:
-    engine = subject.start("keep")
+def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(
+    exact_subject: Subject, cut: dict[str, Any]
+) -> None:
+    engine = exact_subject.start("keep")
     asked = [*requests(4, temperature=0.8, **cut), *requests(2, first=4)]
     done = serve(engine, asked)
     for request, completion in zip(asked[:4], done[:4], strict=True):
@@ -137,17 +138,17 @@ def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(
             logits = FIRST(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
         tables = torch.stack([truncated(row / 0.8, **cut) for row in logits])
         expected = tables.gather(1, torch.from_numpy(completion.token_ids).long()[:, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=exact_subject.tolerance)
         if completion.support is None:
-            assert subject.name == "vllm" and request.top_k == 0, "only vLLM may not know, and only without top-k"
+            assert exact_subject.name == "vllm" and request.top_k == 0, "only vLLM may not know, and only without top-k"
             continue
         parts = np.split(completion.support.ids, np.cumsum(completion.support.sizes)[:-1])
         assert [sorted(part.tolist()) for part in parts] == [torch.isfinite(row).nonzero()[:, 0].tolist() for row in tables]
-    assert_plain(FIRST, asked[4:], done[4:])
+    assert_plain(exact_subject, FIRST, asked[4:], done[4:])
 
 
-def test_a_seed_alone_decides_the_tokens(subject: Subject) -> None:
-    engine = subject.start("keep")
+def test_a_seed_alone_decides_the_tokens(exact_subject: Subject) -> None:
+    engine = exact_subject.start("keep")
     among = [*requests(12, top_k=7), *requests(12, first=12)]
     crowd = serve(engine, among)
     for number in (3, 17):
@@ -156,15 +157,15 @@ def test_a_seed_alone_decides_the_tokens(subject: Subject) -> None:
     assert len({tuple(completion.token_ids.tolist()) for completion in crowd}) == len(crowd)
 
 
-def test_members_that_share_their_prompt_are_as_if_they_did_not(subject: Subject) -> None:
-    engine = subject.start("keep")
+def test_members_that_share_their_prompt_are_as_if_they_did_not(exact_subject: Subject) -> None:
+    engine = exact_subject.start("keep")
     members = [Request(RolloutKey(0, 0, n), PROMPT, 5 + n, 1.0, n) for n in range(9)]
     together = serve(engine, members)
     for member in members:
         engine.submit([member])
     for shared, apart in zip(together, run(engine), strict=True):
         assert shared.token_ids.tolist() == apart.token_ids.tolist()
-        np.testing.assert_allclose(shared.logprobs, apart.logprobs, atol=TOLERANCE)
+        np.testing.assert_allclose(shared.logprobs, apart.logprobs, atol=exact_subject.tolerance)
 
 
 # Updates
@@ -176,7 +177,7 @@ def test_an_update_in_mid_sequence_is_written_into_the_spans(subject: Subject, m
     asked = requests(16, num_new=80)
     engine.submit(asked)
     before = subject.begin(engine)
-    engine.load_weights(1, raw_weights(SECOND))
+    engine.load_weights(1, subject.weights(SECOND))
     assert engine.version == 1, "the next token is the new version's"
     done = run(engine, before)
     crossed = 0
@@ -185,13 +186,15 @@ def test_an_update_in_mid_sequence_is_written_into_the_spans(subject: Subject, m
         assert versions == sorted(versions) and set(versions) <= {0, 1}
         old = sum(span.num_tokens for span in completion.spans if span.version == 0)
         by_first = expected_logprobs(FIRST, request, completion.token_ids)
-        np.testing.assert_allclose(completion.logprobs[:old], by_first[:old], atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs[:old], by_first[:old], atol=subject.tolerance)
         if mode == "interrupt":
             assert all(span.cache_version is None for span in completion.spans)
         fresh = completion.spans[-1]  # a prefix that was computed again by the version that goes on
         if fresh.version == 1 and fresh.cache_version is None:
             by_second = expected_logprobs(SECOND, request, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs[-fresh.num_tokens :], by_second[-fresh.num_tokens :], atol=TOLERANCE)
+            np.testing.assert_allclose(
+                completion.logprobs[-fresh.num_tokens :], by_second[-fresh.num_tokens :], atol=subject.tolerance
+            )
         crossed += len(set(versions)) == 2
         if mode == "keep" and len(set(versions)) == 2 and subject.name != "torch-scarce":
             assert completion.spans[1].cache_version == 0, "its prefix was computed by the older weights"
@@ -203,7 +206,7 @@ def test_with_finish_running_sequences_end_with_the_weights_they_began_with(subj
     asked = requests(48, num_new=60)  # more than there are slots
     engine.submit(asked)
     before = subject.begin(engine)
-    engine.load_weights(1, raw_weights(SECOND))
+    engine.load_weights(1, subject.weights(SECOND))
     assert engine.version == 0, "sequences are still running"
     done = run(engine, before)
     assert engine.version == 1
@@ -212,33 +215,35 @@ def test_with_finish_running_sequences_end_with_the_weights_they_began_with(subj
         (span,) = completion.spans
         assert span.cache_version is None
         model = (FIRST, SECOND)[span.version]
-        np.testing.assert_allclose(completion.logprobs, expected_logprobs(model, request, completion.token_ids), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            completion.logprobs, expected_logprobs(model, request, completion.token_ids), atol=subject.tolerance
+        )
 
 
 def test_with_finish_a_newer_set_replaces_the_one_that_waits_and_an_idle_engine_adopts_at_once(subject: Subject) -> None:
     engine = subject.start("finish")
     engine.submit(requests(4, num_new=60))
     subject.begin(engine)
-    engine.load_weights(1, raw_weights(FIRST))
-    engine.load_weights(2, raw_weights(SECOND))
+    engine.load_weights(1, subject.weights(FIRST))
+    engine.load_weights(2, subject.weights(SECOND))
     run(engine)
     engine.step()
     assert engine.version == 2
-    engine.load_weights(3, raw_weights(FIRST))
+    engine.load_weights(3, subject.weights(FIRST))
     assert engine.version == 3
     asked = requests(2)
-    assert_plain(FIRST, asked, serve(engine, asked))
+    assert_plain(subject, FIRST, asked, serve(engine, asked))
 
 
 def test_weights_of_another_model_are_refused_and_change_nothing(subject: Subject) -> None:
     engine = subject.start("keep")
-    weights = raw_weights(SECOND)
+    weights = subject.weights(SECOND)
     weights["more.weight"] = weights.pop("lm_head.weight")
     with pytest.raises(WeightsError, match=r"lm_head\.weight.*more\.weight"):
         engine.load_weights(1, weights)
     assert engine.version == 0
     asked = requests(2)
-    assert_plain(FIRST, asked, serve(engine, asked))
+    assert_plain(subject, FIRST, asked, serve(engine, asked))
 
 
 def test_the_probe_speaks_of_the_weights_that_are_served_while_others_decode(subject: Subject) -> None:
@@ -246,9 +251,9 @@ def test_the_probe_speaks_of_the_weights_that_are_served_while_others_decode(sub
     engine.submit(requests(4, num_new=60))
     for version, model in enumerate((FIRST, SECOND)):
         if version:
-            engine.load_weights(version, raw_weights(model))
+            engine.load_weights(version, subject.weights(model))
         expected = plain_logprobs(model, PROMPT[:1], np.array(PROMPT[1:], np.int32))
-        np.testing.assert_allclose(engine.probe(PROMPT), expected, atol=TOLERANCE)
+        np.testing.assert_allclose(engine.probe(PROMPT), expected, atol=subject.tolerance)
     run(engine)
 
 
@@ -290,9 +295,9 @@ def test_what_is_aborted_comes_no_more_and_its_tokens_are_counted(subject: Subje
     assert engine.abort([*dropped, RolloutKey(99, 9, 9)]) > 0
     assert engine.abort(dropped) == 0
     assert engine.num_unfinished == len(kept)
-    assert_plain(FIRST, kept, run(engine))
+    assert_plain(subject, FIRST, kept, run(engine))
     again = requests(1)
-    assert_plain(FIRST, again, serve(engine, again))
+    assert_plain(subject, FIRST, again, serve(engine, again))
 
 
 @pytest.mark.parametrize(
@@ -315,4 +320,4 @@ def test_a_request_that_cannot_be_served_is_refused_with_all_submitted_beside_it
     with pytest.raises(EngineError, match=said):
         engine.submit([*requests(1, first=2), request_])
     assert engine.num_unfinished == 1
-    assert_plain(FIRST, good, run(engine))
+    assert_plain(subject, FIRST, good, run(engine))
