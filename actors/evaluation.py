@@ -14,12 +14,15 @@ from buffers.composition import Composition
 from buffers.errors import DeadlineError
 from buffers.record import Score
 
+_NUM_SAMPLES = 8
+
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """Means over the held-out prompts that could be judged; `failed` counts those that could not.
 
-    accuracy: share of the judged ones whose reward reached `solved_at`.
+    accuracy: share of the judged ones whose reward reached `solved_at`. samples: of the first prompts the `prompt` as the model
+    saw it, its `completion` and its `reward` (None: not judged), so that a person can read what became of the model.
     """
 
     mean_reward: float | None
@@ -28,6 +31,7 @@ class EvaluationResult:
     num_prompts: int
     failed: int
     mean_length: float
+    samples: Sequence[Mapping[str, str | float | None]]
 
 
 def evaluate(
@@ -47,19 +51,21 @@ def evaluate(
 
     Raises DeadlineError when no score arrives for `patience_s` after generation has ended.
     """
-    prompts = [tuple(encode(row)[1]) for row in rows]
+    asked = [encode(row) for row in rows]
+    prompts = [tuple(ids) for _, ids in asked]
     engine.submit(
         [Request(RolloutKey(i, 0, 0), ids, max_completion_length, 0.0, 0, stop=stop) for i, ids in enumerate(prompts)]
     )
     lengths: list[int] = []
+    answers: dict[int, str] = {}
     scores: dict[int, Mapping[str, Score]] = {}
     heard = time.monotonic()
     while len(scores) < len(rows):
         for completion in engine.step():
             lengths.append(len(completion.token_ids))
             number = completion.key.group
-            text = decode(completion.token_ids.tolist())
-            scoring.submit(completion.key, fields_of(rows[number], prompts[number], completion, text))
+            answers[number] = decode(completion.token_ids.tolist())
+            scoring.submit(completion.key, fields_of(rows[number], prompts[number], completion, answers[number]))
         scored = scoring.poll()
         scores.update({result.key.group: result.scores for result in scored})
         if scored or engine.num_unfinished:
@@ -69,7 +75,7 @@ def evaluate(
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     # Without running statistics: a held-out reward must mean the same at the start and at the end of a run.
-    totals = [composition.reward(each) for each in scores.values()]
+    totals = [composition.reward(scores[number]) for number in range(len(rows))]
     judged = [total for total in totals if total is not None]
     names = list(next(iter(scores.values()))) if scores else []
     return EvaluationResult(
@@ -79,6 +85,10 @@ def evaluate(
         num_prompts=len(rows),
         failed=len(totals) - len(judged),
         mean_length=_mean(lengths) or 0.0,
+        samples=[
+            {"prompt": text, "completion": answers[number], "reward": totals[number]}
+            for number, (text, _) in enumerate(asked[:_NUM_SAMPLES])
+        ],
     )
 
 
