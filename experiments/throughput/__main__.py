@@ -24,6 +24,7 @@ class Part(StrEnum):
 
     ENGINE = "engine"
     UPDATES = "updates"
+    DISPATCH = "dispatch"
     VLLM = "vllm_side"
     QUEUE = "queue"
     LEARNER = "learner"
@@ -48,7 +49,7 @@ def main(
 ) -> None:
     """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL.
 
-    Parts: engine, updates, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion, weights,
+    Parts: engine, updates, dispatch, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion, weights,
     adapters.
     """
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
