@@ -183,7 +183,7 @@ class LearnerConfig(Section):
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
     logits_mib: int = Field(default=256, ge=1)
-    """Memory (MiB) for float32 logits that the backward pass finds again; of tokens beyond it they are computed twice."""
+    """Memory (MiB) for float32 probabilities that the backward pass finds again; those of tokens beyond it are made twice."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
 The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
-backward pass finds them again; of all others it makes them again. With `supports` (see `support`) the distribution is
-restricted to the tokens that each was chosen among.
+backward pass finds the probabilities again; of all others it makes them again. With `supports` (see `support`) the
+distribution is restricted to the tokens that each was chosen among.
 
 Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
 """
@@ -71,7 +71,10 @@ def chunked_logprobs(
 
 
 class _Chunked(torch.autograd.Function):
-    """With z = logits / T, p = softmax(z), H = -sum p log p: d log p[a] / dz = 1[a] - p and dH / dz = -p (log p + H)."""
+    """With z = logits / T, p = softmax(z), H = -sum p log p: d log p[a] / dz = 1[a] - p and dH / dz = -p (log p + H).
+
+    One exp of each logit: with y = z - max z, log p = y + log max p and H = -sum p y - log max p.
+    """
 
     @staticmethod
     def forward(
@@ -90,13 +93,19 @@ class _Chunked(torch.autograd.Function):
         logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.empty_like(logp_N)
         kept = []
+        masked = bias_V is not None or supports is not None
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part, cut in _parts(len(target_N), rows, supports):
-                logp_CV = _log_softmax(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
-                logp_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
-                entropy_N[part] = _entropy_(logp_CV)
+                z_CV = _scaled_logits(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
+                p_CV = torch.softmax(z_CV, dim=-1)
+                y_CV = z_CV.sub_(z_CV.amax(-1, keepdim=True))
+                highest_C = p_CV.amax(-1).log()
+                logp_N[part] = y_CV.gather(-1, target_N[part, None]).squeeze(-1) + highest_C
+                if masked:
+                    y_CV.clamp_(min=torch.finfo(torch.float32).min)  # so that it times its probability is 0
+                entropy_N[part] = _entropy_(y_CV, p_CV, highest_C)
                 if part.stop <= remembered:
-                    kept.append(logp_CV)
+                    kept.append(p_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
         ctx.supports, ctx.rows, ctx.dtype = supports, rows, dtype
         ctx.set_materialize_grads(False)
@@ -114,10 +123,10 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.supports)):
                 hidden = hidden_ND[part].to(dtype)
-                known = index < len(kept)
-                logp_CV = kept[index] if known else _log_softmax(hidden, weight, bias_V, temperature_N[part], cut)
+                z_CV = None if index < len(kept) else _scaled_logits(hidden, weight, bias_V, temperature_N[part], cut)
+                p_CV = kept[index] if z_CV is None else torch.softmax(z_CV, dim=-1)
                 dz = _gradient(
-                    logp_CV,
+                    p_CV,
                     target_N[part],
                     entropy_N[part],
                     None if grad_logp_N is None else grad_logp_N[part] / temperature_N[part],
@@ -143,7 +152,7 @@ def _parts(count: int, rows: int, supports: Supports | None) -> list[tuple[slice
     return [(part, None) for part in parts] if supports is None else list(zip(parts, supports.chunks(rows), strict=False))
 
 
-def _log_softmax(
+def _scaled_logits(
     hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, supports: Supports | None
 ) -> Tensor:
     """float32 [C, V]"""
@@ -153,25 +162,23 @@ def _log_softmax(
     z = z.float().div_(temperature_C[:, None])
     if supports is not None:
         supports.restrict_(z)
-    return torch.log_softmax(z, dim=-1)
+    return z
 
 
-def _entropy_(logp_CV: Tensor) -> Tensor:
-    """float32 [C]; where p = 0, log p is made finite in place."""
-    logp_CV.clamp_(min=_LOG_ZERO)
-    return -logp_CV.exp().mul_(logp_CV).sum(-1)
+def _entropy_(y_CV: Tensor, p_CV: Tensor, highest_C: Tensor) -> Tensor:
+    """float32 [C], with highest_C = log max p; uses up `y_CV`."""
+    return -(y_CV.mul_(p_CV).sum(-1) + highest_C)
 
 
 def _gradient(
-    logp_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+    p_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
 ) -> Tensor:
     """float32 [C, V]: gradient of the logits before the temperature; the incoming ones are divided by it already."""
-    p = logp_CV.exp()
     if grad_entropy_C is None:
-        factor = p.zero_() if grad_logp_C is None else p.mul_(-grad_logp_C[:, None])
+        factor = torch.zeros_like(p_CV) if grad_logp_C is None else p_CV * -grad_logp_C[:, None]
     else:
-        factor = (logp_CV.clamp(min=_LOG_ZERO) + entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
-        factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p)
+        factor = p_CV.log().clamp_(min=_LOG_ZERO).add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+        factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p_CV)
     if grad_logp_C is not None:
         factor.scatter_add_(-1, target_C[:, None], grad_logp_C[:, None])
     return factor

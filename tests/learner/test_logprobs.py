@@ -90,6 +90,17 @@ def test_in_chunks_of_half_precision_the_gradient_of_the_layer_is_summed_in_floa
     torch.testing.assert_close(logp, exact, rtol=0.02, atol=0.2)
 
 
+def test_in_chunks_logits_of_any_size_give_finite_numbers_and_gradients() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 1e30, 0.0], [float("-inf"), 0.0, 0.0]])
+    for row, logp, entropy in zip(logits, [-2e4, 0.0, -0.6931472], [0.0, 0.0, 0.6931472], strict=True):
+        hidden = torch.zeros(1, 2, requires_grad=True)
+        given = torch.tensor([1]), torch.ones(1), 1
+        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *given)
+        (found[0] + found[1]).sum().backward()  # type: ignore[no-untyped-call]
+        assert torch.cat(found).tolist() == pytest.approx([logp, entropy])
+        assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
+
+
 def test_no_tokens_have_no_log_probabilities_and_give_no_gradient(layer: tuple[torch.Tensor, ...]) -> None:
     hidden, weight = layer[0][:0].clone().requires_grad_(), layer[1].clone().requires_grad_()
     logp, entropy = chunked_logprobs(hidden, weight, None, TARGET_N[:0], TEMPERATURE_N[:0], 4)
