@@ -169,9 +169,9 @@ class RewardsConfig(Section):
 class StageConfig(Section):
     """How one stage of scoring runs. Of a reward it overrides its own `@reward(...)`: see `actors/rewards/settings.py`."""
 
-    placement: Literal["learner", "actor"] | None = None
-    """Of `reference` only: its log-probabilities are computed by the `learner`, when it takes a batch, or by a stage of the
-    `actor`, when a completion ends."""
+    placement: Literal["learner", "actor", "process"] | None = None
+    """Where it runs: beside each `actor`, or in one `process` for all actors of the machine; a reward without one as
+    `scoring.placement` says. `reference` may be left to the `learner`, which computes it when it takes a batch, and is."""
 
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds one call may take."""
@@ -214,6 +214,9 @@ class ReferenceConfig(Section):
 class ScoringConfig(Section):
     """How what is asked about completions runs, stage by stage."""
 
+    placement: Literal["actor", "process"] = "actor"
+    """Where rewards run: in worker processes of each `actor`, or of one scorer `process` for all actors of the machine, so
+    that a model is loaded once. What is said of one actor (workers, limits) is then said of the machine."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)
@@ -227,7 +230,16 @@ class ScoringConfig(Section):
     @property
     def reference_is_stage(self) -> bool:
         """Whether actors compute the reference's log-probabilities."""
-        return REFERENCE in self.stages and self.stages[REFERENCE].placement not in (None, "learner")
+        return self.placement_of(REFERENCE) != "learner"
+
+    def placement_of(self, name: str) -> Literal["learner", "actor", "process"]:
+        """Where a stage runs."""
+        own = self.stages[name].placement if name in self.stages else None
+        return own or ("learner" if name == REFERENCE else self.placement)
+
+    def in_process(self, name: str) -> bool:
+        """Whether a stage runs in the scorer process."""
+        return self.placement_of(name) == "process"
 
 
 class ActorsConfig(Section):

@@ -317,6 +317,7 @@ class Worker:
             "oldest_group_age": self._bias.oldest_s,
             "scoring": float(self._scoring.num_pending),
             "scores_failed_total": float(failed),
+            "scores_asked_again_total": float(self._scoring.asked_again),
             "shown_total": float(sum(counter.shown for counter in self._scoring.counters.values())),
             "shown_not_read_total": float(sum(counter.not_read for counter in self._scoring.counters.values())),
         }

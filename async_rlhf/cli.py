@@ -92,35 +92,16 @@ def check(
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Where a run stands: live from its hub, or from what it left behind."""
     with _errors():
-        from async_rlhf.display import held_out, line
         from async_rlhf.run_dir import RunDir
+        from async_rlhf.status import lines, read
 
         run = RunDir.existing(run_dir)
-        found = _status(run)
+        found = read(run)
         if as_json:
             typer.echo(json.dumps(found, indent=1))
             return
-        ledger = found["hub"].get("ledger", {})
-        typer.echo(f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}")
-        if ledger:
-            places = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
-            shown = " + ".join(f"{ledger[place]} {place}" for place in places)
-            typer.echo(
-                f"ledger: {ledger['credited']} credited = {shown} ({'closes' if ledger['closes'] else 'DOES NOT CLOSE'})"
-            )
-        for name, actor in found["hub"].get("actors", {}).items():
-            typer.echo(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
-        if found["hub"].get("waiting_for"):
-            typer.echo(f"waiting: {found['hub']['waiting_for']}")
-        if refused := found["hub"].get("refused"):
-            counts = sorted(refused.items(), key=lambda item: -item[1])
-            typer.echo(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
-        if ledger.get("quarantined"):
-            typer.echo(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
-        if found["last"]:
-            typer.echo(f"last step: {line(found['last'])}")
-        for record in found["evaluations"]:
-            typer.echo(held_out(record))
+        for line in lines(run, found):
+            typer.echo(line)
 
 
 @app.command()
@@ -349,33 +330,6 @@ def _load(config: Path, overrides: list[str] | None) -> Any:
     from async_rlhf.config import load, parse_override
 
     return load(config, dict(parse_override(text) for text in overrides or []))
-
-
-def _status(run: Any) -> dict[str, Any]:
-    from buffers.clients.control import control
-    from buffers.errors import DeadlineError
-    from buffers.transport.link import connector
-
-    metrics, config = run.read_metrics(), run.config()
-    hub, alive = run.read_ledger(), run.is_alive()
-    if alive:
-        try:
-            connect = connector(config.security.directory)
-            with control(run.live()["address"], timeout_s=3.0, connect=connect) as asked:
-                hub = asked.status()
-        except DeadlineError as error:
-            hub["state"] = f"the hub does not answer: {error}"
-    done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
-    state = hub.get("state", "starting") if alive else ("finished" if done else "stopped")
-    return {
-        "run_dir": str(run.path),
-        "state": state,
-        "step": metrics[-1]["step"] if metrics else 0,
-        "max_steps": config.max_steps,
-        "hub": hub,
-        "last": metrics[-1] if metrics else None,
-        "evaluations": run.read_evaluations(),
-    }
 
 
 @contextmanager

@@ -8,6 +8,7 @@ on close    no process is left: they are told, then killed; and their input clos
 who dies      what happens
 actor         the hub is told at once, its groups go to others; started again with back-off
 hub           started again with back-off: it reads its journal, the others say hello again
+scorer        started again with back-off; actors ask it again what it had not answered
 learner       started again from its newest checkpoint; actors go on until credits run out
 supervisor    everybody ends; `--resume` continues
 """
@@ -37,8 +38,9 @@ from async_rlhf.exit_codes import (
     StalledError,
     WorkerLostError,
 )
-from async_rlhf.launch.program import Launcher, Node, Process, actor_node, evaluation_node, hub_node, learner_node
+from async_rlhf.launch.program import Launcher, Node, Process, actor_node, evaluation_node, hub_node, learner_node, scorer_node
 from async_rlhf.run_dir import RunDir, Tail
+from async_rlhf.scoring import stage_specs
 from buffers.clients.control import control
 from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, RewardError
 from buffers.transport.link import connector
@@ -96,14 +98,17 @@ class Supervisor:
         self._tail = Tail(run.metrics)
         self._last_step_at = time.monotonic()
         self._children: dict[str, _Child] = {}
-        self._listens_at = self._address = ""
+        self._listens_at = self._address = self._scorer = ""
         self._connect = connector(config.security.directory)
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
-        with _signals(self._signals), self._listening() as self._listens_at:
+        with _signals(self._signals), self._sockets() as directory:
+            self._listens_at = self._config.address or f"ipc://{directory}/hub"
             self._address = dialled(self._listens_at)
-            self._run.announce(self._address)
+            if any(self._config.scoring.in_process(spec.name) for spec in stage_specs(self._config)):
+                self._scorer = f"ipc://{directory}/scorer"
+            self._run.announce(self._address, self._scorer)
             self._step = max((record["step"] for record in self._tail.read()), default=0)
             try:
                 self._start_all()
@@ -127,23 +132,22 @@ class Supervisor:
         return self._num_records
 
     @contextmanager
-    def _listening(self) -> Iterator[str]:
-        """An address for the hub: the configured one, or a private ipc socket in a directory of its own."""
-        if self._config.address:
-            _check_free(self._config.address)
-            yield self._config.address
-            return
+    def _sockets(self) -> Iterator[Path]:
+        """A private directory for the sockets of this machine's processes."""
+        _check_free(self._config.address)
         # The run directory's own path can be longer than the 107 bytes a socket's may have.
         directory = Path(tempfile.mkdtemp(prefix="async-rlhf-"))
         try:
-            yield f"ipc://{directory}/hub"
+            yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _start_all(self) -> None:
         run, address = self._run, self._address
         nodes = [hub_node(self._listens_at, run.log("hub")), learner_node(address, run.log("learner"))]
-        nodes += [actor_node(address, i, run.log(f"actor-{i}")) for i in range(self._config.actors.count)]
+        if self._scorer:
+            nodes.append(scorer_node(self._scorer, run.log("scorer")))
+        nodes += [actor_node(address, i, run.log(f"actor-{i}"), self._scorer) for i in range(self._config.actors.count)]
         fresh = not any(record["label"] == "start" for record in run.read_evaluations())
         if self._config.evaluation.at_start and fresh and self._step == 0:
             nodes.append(evaluation_node(self._config.model, "start", run.log("evaluation-start")))
@@ -266,7 +270,8 @@ class Supervisor:
             self._ask_hub(lambda asked: asked.halt())
         deadline = time.monotonic() + (_CLOSE_S if self._signals.asked < 2 else 0.0)
         for child in self._children.values():
-            while child.process is not None and child.process.poll() is None and time.monotonic() < deadline:
+            ends_itself = child.node.role != "scorer"  # which only ever answers
+            while ends_itself and child.process is not None and child.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
             if child.process is not None:
                 if child.process.poll() == 0:

@@ -62,8 +62,16 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
     client.close()
 
 
-def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
-    """One generator: engine, scoring pool and loop."""
+def run_scorer(run: RunDir, config: Config, address: str) -> None:
+    """The stages that are run once for all actors of the machine."""
+    from actors.scorer.server import Scorer
+
+    specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
+    Scorer(specs, config.scoring, address).run()
+
+
+def run_actor(run: RunDir, config: Config, address: str, name: str, scorer: str = "") -> None:
+    """One generator: engine, scoring pool and loop. scorer: where the scorer process listens, if there is one."""
     from transformers import AutoTokenizer
 
     from actors.engine import RolloutKey
@@ -84,7 +92,7 @@ def run_actor(run: RunDir, config: Config, address: str, name: str) -> None:
     client = ActorClient(
         address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights
     )
-    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, client.wake)
+    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, client.wake, scorer)
     spans = SpanFile(run.spans(name))
     try:
         reason = Worker(
@@ -164,6 +172,7 @@ _ROLES: dict[str, Callable[..., None]] = {
     "hub": run_hub,
     "learner": run_learner,
     "learner_rank": run_rank,
+    "scorer": run_scorer,
     "actor": run_actor,
     "evaluation": run_evaluation,
 }

@@ -100,16 +100,16 @@ class RunDir:
     def spans(self, actor: str) -> Path:
         return self.path / "spans" / f"{actor}.jsonl"
 
-    def announce(self, address: str) -> None:
-        """Say where the live run listens."""
+    def announce(self, address: str, scorer: str = "") -> None:
+        """Say where the live run's hub listens, and its scorer where there is one."""
         created = psutil.Process().create_time()
-        self._write_json(self._run, {"pid": os.getpid(), "created": created, "address": address})
+        self._write_json(self._run, {"pid": os.getpid(), "created": created, "address": address, "scorer": scorer})
 
     def retire(self) -> None:
         self._run.unlink(missing_ok=True)
 
     def live(self) -> dict[str, Any]:
-        """`pid` and `address` of the live run, or nothing."""
+        """`pid`, `address` and `scorer` of the live run, or nothing."""
         return _read_json(self._run)
 
     def is_alive(self) -> bool:

@@ -47,7 +47,9 @@ def _check(config: Config) -> None:
     """Raises ConfigError for a stage that is placed where it cannot be."""
     for name, stage in config.scoring.stages.items():
         if name != REFERENCE and stage.placement == "learner":
-            raise ConfigError(f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor"')
+            raise ConfigError(
+                f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
+            )
     if REFERENCE not in config.scoring.stages:
         return
     stage = config.scoring.stages[REFERENCE]

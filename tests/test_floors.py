@@ -27,6 +27,7 @@ ROOMS = {
         "buffers/hub/gate.py",
         "buffers/weights/relay.py",
         "actors/reward_server/",
+        "actors/scorer/",
         "experiments/throughput/",
     ),
     "httpx2": ("actors/rewards/builtins/judge.py",),

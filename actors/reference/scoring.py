@@ -7,8 +7,11 @@ here: the supervisor looks at it before a run, workers load it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from actors.rewards.answer import Logprobs
 from actors.rewards.settings import Stream, reward
@@ -47,7 +50,7 @@ def reference(
     dtype: str = "float32",
     threads: int = 1,
     cache_bytes: int = _CACHE_BYTES,
-    support: list[Support | None] | None = None,
+    support: list[Sequence[bytes] | None] | None = None,
     stream_ids: list[int | None] | None = None,
 ) -> list[Logprobs]:
     """Of each completion, float32 [T] log-probabilities at `temperature`.
@@ -55,13 +58,20 @@ def reference(
     path: the model's directory. restricted: over the tokens that each was chosen among (`support`), where that is known; else
     over the whole vocabulary. cache_bytes: most memory for what was read of completions that are still being written.
     """
-    supports = support if restricted and support is not None else [None] * len(completion_ids)
+    given = support if restricted and support is not None else [None] * len(completion_ids)
+    supports = [None if own is None else _support(*own) for own in given]
     if stream_ids is not None:
         streams = _made_streams(path, temperature, device, dtype, threads, cache_bytes)
         return streams.score(stream_ids, prompt_ids, completion_ids, supports)
     model = _model(path, device, dtype, threads)
     read = zip(model.read(prompt_ids, completion_ids), completion_ids, supports, strict=True)
     return [Logprobs(model.logprobs(hidden, ids, temperature, own)) for hidden, ids, own in read]
+
+
+def _support(sizes: bytes, ids: bytes) -> Support:
+    from buffers.record import Support
+
+    return Support(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
 
 
 @functools.cache

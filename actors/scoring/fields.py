@@ -7,7 +7,10 @@ from typing import Any
 
 from actors.engine import Completion, Partial
 from actors.prompts import Row
+from buffers.record import Support
 
+STREAM = "stream_id"
+"""The field by which a stage that reads along knows a completion again."""
 OURS = frozenset({"support"})
 """What only a stage of ours is told: a reward that takes every column is not."""
 
@@ -26,4 +29,9 @@ def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Part
     }
     if isinstance(completion, Partial):
         return known
-    return {**known, "finish_reason": completion.finish_reason, "support": completion.support}
+    return {**known, "finish_reason": completion.finish_reason, "support": _plain(completion.support)}
+
+
+def _plain(support: Support | None) -> tuple[bytes, bytes] | None:
+    """Sizes and ids, little-endian int32, as a stage in another process takes them."""
+    return None if support is None else (support.sizes.astype("<i4").tobytes(), support.ids.astype("<i4").tobytes())

@@ -19,7 +19,7 @@ PUT = "put"
 class Stage:
     """One stage. after: names of the stages it waits for. unit: what one call of it is about.
 
-    where: the kind of process it runs in. concurrency: calls at once of one actor, None for no limit of its own.
+    where: the kind of process it runs in. concurrency: calls at once of one actor (or of the scorer), None for no limit.
     limits: further ones, in words. timeout_s: of one call, None where there is none. along: tokens by which the stage before it
     is shown to it while that one still runs; 0: it begins when that has ended.
     """
@@ -65,6 +65,8 @@ def _reward(spec: RewardSpec, scoring: ScoringConfig, group_size: int) -> Stage:
         own = f"{spec.workers} own" if spec.workers else "shared"
         workers = spec.workers or scoring.workers
         where, concurrency = f"{own} worker processes", min(workers, spec.max_concurrency or workers)
+    if scoring.in_process(spec.name):
+        where += " of the scorer"
     limits = [
         f"{limit} {what}/min"
         for limit, what in ((spec.requests_per_minute, "requests"), (spec.tokens_per_minute, "tokens"))

@@ -7,6 +7,7 @@ or deciding who is called when (`lanes`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -18,9 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from actors.config import ScoringConfig
 from actors.rewards import Answer, RewardSpec
+from actors.scorer.client import ScorerClient
 from actors.scoring.calls import Answers
 from actors.scoring.dispatcher import Dispatcher
-from actors.scoring.fields import OURS
+from actors.scoring.fields import OURS, STREAM
 from actors.scoring.lanes import Task
 from buffers.errors import RewardError
 from buffers.record import Float32Array, Score
@@ -28,9 +30,6 @@ from buffers.record import Float32Array, Score
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
-
-STREAM = "stream_id"
-"""The field by which a reward that reads along knows a completion again."""
 
 
 class Place(NamedTuple):
@@ -96,11 +95,15 @@ class _Pending(Generic[Key]):
 class ScoringPool(Generic[Key]):
     """Scores completions with every reward of a run.
 
-    Owns: a dispatcher with the processes it needs. Waits for nothing. Woken by `submit` and `poll`, both called from one
-    thread. On close: kills the processes. `counters` has one entry per reward.
+    Owns: a dispatcher with the processes it needs, and a line to the scorer process where stages are placed there. Waits for
+    nothing. Woken by `submit` and `poll`, both called from one thread. On close: kills its processes. `counters` has one entry
+    per reward.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], config: ScoringConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, specs: Sequence[RewardSpec], config: ScoringConfig, wake: Callable[[], None] = lambda: None, scorer: str = ""
+    ) -> None:
+        """scorer: address of the scorer process; without one every stage runs here."""
         if not specs:
             raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
@@ -116,7 +119,15 @@ class ScoringPool(Generic[Key]):
         self._streams: dict[Key, int] = {}
         self._ahead_s: dict[int, dict[str, float]] = {}
         self.counters = {spec.name: RewardCounters() for spec in self._specs}
-        self._dispatcher = Dispatcher(self._specs, config, self._answered, self._shown)
+        here = tuple(spec for spec in self._specs if not (scorer and config.in_process(spec.name)))
+        self._hands: dict[str, Dispatcher | ScorerClient] = {}
+        if here:
+            self._hands |= dict.fromkeys((spec.name for spec in here), Dispatcher(here, config, self._answered, self._shown))
+        self._scorer: ScorerClient | None = None
+        if len(here) < len(self._specs):
+            self._scorer = ScorerClient(scorer, self._answered, self._shown)
+            self._hands |= {spec.name: self._scorer for spec in self._specs if spec not in here}
+        self._everybody = tuple(set(self._hands.values()))
 
     @property
     def stream_tokens(self) -> int:
@@ -128,6 +139,11 @@ class ScoringPool(Generic[Key]):
         """Completions submitted and neither returned by `poll` nor discarded."""
         return len(self._pending)
 
+    @property
+    def asked_again(self) -> int:
+        """Tasks that were asked again because the scorer process had died."""
+        return 0 if self._scorer is None else self._scorer.asked_again
+
     def show(self, key: Key, fields: Mapping[str, Any]) -> None:
         """Show a completion that is still being written to the rewards that read along. It may be skipped, never waited for.
 
@@ -137,8 +153,10 @@ class ScoringPool(Generic[Key]):
             self._streams[key] = next(self._stream_ids)
             self._ahead_s[self._streams[key]] = {}
         stream = self._streams[key]
-        members = {spec.name: _usable(spec, {**fields, STREAM: stream}) for spec in self._along}
-        self._dispatcher.show(stream, members)
+        for hands in self._everybody:
+            own = [spec for spec in self._along if self._hands[spec.name] is hands]
+            if own:
+                hands.show(stream, {spec.name: _usable(spec, {**fields, STREAM: stream}) for spec in own})
 
     def submit(self, key: Key, fields: Mapping[str, Any], place: Place | None = None) -> None:
         """Score one completion; a reward of groups is called when the last member of its group has come.
@@ -169,7 +187,8 @@ class ScoringPool(Generic[Key]):
 
         Raises RewardError when the processes of a reward end again and again before they can answer anything.
         """
-        self._dispatcher.check()
+        for hands in self._everybody:
+            hands.check()
         scored = []
         # No more than what is there now: rewards that answer faster than this loop must not hold the actor up.
         for _ in range(self._answers.qsize()):
@@ -182,7 +201,8 @@ class ScoringPool(Generic[Key]):
         gone = [pending for key in keys if (pending := self._pending.pop(key, None)) is not None]
         unfinished = [stream for key in keys if (stream := self._streams.pop(key, None)) is not None]
         if streams := unfinished + [pending.stream for pending in gone if pending.stream is not None]:
-            self._dispatcher.forget(streams)
+            for hands in self._everybody:
+                hands.forget(streams)
             for stream in streams:
                 del self._ahead_s[stream]
         if not gone:
@@ -198,11 +218,14 @@ class ScoringPool(Generic[Key]):
         dropped = {task_id for task_id in touched if not self._awaited(self._tasks[task_id][1])}
         for task_id in dropped:
             del self._tasks[task_id]
-        self._dispatcher.discard(dropped)
+        for hands in self._everybody:
+            hands.discard(dropped)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Kill all processes; what is pending is never scored. Raises DeadlineError if one is left after `deadline_s`."""
-        self._dispatcher.close(deadline_s)
+        with contextlib.ExitStack() as closing:  # one that fails to close does not keep the other open
+            for hands in self._everybody:
+                closing.callback(hands.close, deadline_s)
 
     def _ask(self, spec: RewardSpec, asking: list[_Pending[Key]]) -> None:
         task_id = next(self._task_ids)
@@ -212,7 +235,7 @@ class ScoringPool(Generic[Key]):
         shown = [{**pending.fields, STREAM: pending.stream} if spec.stream_tokens else pending.fields for pending in asking]
         members = tuple(_usable(spec, fields) for fields in shown)
         tokens = 0 if spec.tokens_per_minute is None else sum(_tokens(pending.fields) for pending in asking)
-        self._dispatcher.submit(spec.name, Task(task_id, members, tokens, stream=asking[0].stream))
+        self._hands[spec.name].submit(spec.name, Task(task_id, members, tokens, stream=asking[0].stream))
 
     def _answered(self, task_id: int, answers: Answers) -> None:
         """Called from the dispatcher's thread."""

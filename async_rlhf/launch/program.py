@@ -51,9 +51,14 @@ def rank_node(rank: int, meeting: Path, log: Path) -> Node:
     return Node(f"learner-rank-{rank}", "learner_rank", (str(rank), str(meeting)), log)
 
 
-def actor_node(address: str, index: int, log: Path) -> Node:
+def scorer_node(address: str, log: Path) -> Node:
+    return Node("scorer", "scorer", (address,), log)
+
+
+def actor_node(address: str, index: int, log: Path, scorer: str = "") -> Node:
+    """scorer: where the scorer process listens, if there is one."""
     name = f"actor-{index}"
-    return Node(name, "actor", (address, name), log)
+    return Node(name, "actor", (address, name, scorer), log)
 
 
 def evaluation_node(model: str, label: str, log: Path) -> Node:

@@ -18,6 +18,7 @@ from actors.config import ScoringConfig
 from actors.reference.model import ReferenceModel
 from actors.reference.streams import ReferenceStreams
 from actors.rewards import RewardSpec, resolve
+from actors.scoring.fields import _plain
 from actors.scoring.pool import Scored, ScoringPool
 from buffers.errors import RewardError
 from buffers.record import Float32Array, Group, Rollout, Support
@@ -76,7 +77,7 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
                 pool.poll()
                 answered.wait(0.01)
         for key, rollout in enumerate(group.rollouts):
-            pool.submit(key, {**_fields(group, rollout, None), "support": rollout.support})
+            pool.submit(key, {**_fields(group, rollout, None), "support": _plain(rollout.support)})
         until = time.monotonic() + 60
         while pool.num_pending and time.monotonic() < until:
             answered.wait(0.1)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
 from actors.scoring.graph import drawing, stages
 from async_rlhf.api import preflight, run
+from async_rlhf.cli import app
 from async_rlhf.config import load, override
 from async_rlhf.rollouts import records, replay
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import stage_specs
 from buffers.errors import ConfigError
-from tests.conftest import QUICK
+from tests.conftest import QUICK, wait_for
 
 IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0.1}
 
@@ -24,7 +28,7 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
     ("changed", "message"),
     [
         ({"scoring.stages.referense.workers": 1}, "scoring.stages.referense: .*did you mean 'reference'"),
-        ({"scoring.stages.reasoning_gym.placement": "learner"}, "is for 'reference' only; a reward has \"actor\""),
+        ({"scoring.stages.reasoning_gym.placement": "learner"}, 'is for \'reference\' only; a reward has "actor" or "process"'),
         ({"scoring.stages.reference.placement": "actor"}, "nothing asks for a reference; set loss.kl_coef above 0"),
         ({"scoring.stages.reference.batch_size": 4}, 'the learner computes this; set .*placement = "actor"'),
         ({**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 8, "generation.top_p": 0.9}, "sample from all tokens"),
@@ -66,3 +70,36 @@ def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have
     for recorded, own in zip(result.metrics, again, strict=True):
         assert recorded["kl/reference"] == pytest.approx(own["kl/reference"], abs=1e-4)
         assert recorded["loss"] == pytest.approx(own["loss"], abs=1e-4)
+
+
+def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[..., Any]) -> None:
+    config = small(**{"scoring.placement": "process", **IN_THE_ACTOR})
+    drawn = drawing(stages(stage_specs(config), config.scoring, config.generation, config.engine))
+    assert drawn[1].startswith("-> reasoning_gym  [completion; shared worker processes of the scorer, 1 at once")
+    assert drawn[2].startswith("-> reference  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once")
+
+
+def test_a_scorer_process_that_is_killed_is_started_again_and_no_score_is_lost(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    overrides = {"scoring.stages": {"reference": {"placement": "process"}}, "scoring.placement": "process"}
+    settings = {**overrides, "loss.kl_coef": 0.1, "max_steps": 16}
+    started = command(*small_arguments(**settings))
+    scorer = started.child("scorer")
+    run_dir = RunDir(tmp_path / "runs" / "quick")
+    wait_for(lambda: len(run_dir.read_metrics()) >= 2, "two steps")
+    told = CliRunner().invoke(app, ["status", str(run_dir.path)])
+    assert "scorer: answered " in told.output, told.output
+    scorer.kill()
+    assert wait_for(lambda: next((c for c in started.family() if is_scorer(c) and c.pid != scorer.pid), None), "another scorer")
+    code, output = started.finish()
+    assert code == 0 and "scorer ended by signal 9; starting it again" in output, output
+    metrics = run_dir.read_metrics()
+    assert len(metrics) == 16 and all(step["rewards/failed_ratio"] == 0.0 for step in metrics)
+
+
+def is_scorer(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        line = process.cmdline()
+        return "async_rlhf.roles" in line and line[line.index("async_rlhf.roles") + 1] == "scorer"
+    return False

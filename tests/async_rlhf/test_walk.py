@@ -15,6 +15,7 @@ from async_rlhf.run_dir import RunDir
 from buffers.clients.control import control
 from buffers.clients.learner import LearnerClient
 from buffers.hub.exchange import Exchange
+from buffers.hub.outbox import Outbox
 from buffers.protocol import wire
 
 
@@ -22,18 +23,18 @@ from buffers.protocol import wire
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hub was told and what it answered, in order; everything is passed on unchanged."""
     seen: list[str] = []
-    handle, send = Exchange._handle, Exchange._send
+    handle, say = Exchange._handle, Outbox.say
 
     def spy_handle(self: Exchange, identity: bytes, request: int, message: Any, arrays: Any) -> Any:
         seen.append(message.type)
         return handle(self, identity, request, message, arrays)
 
-    def spy_send(self: Exchange, identity: bytes, message: Any, *rest: Any, **named: Any) -> None:
+    def spy_say(self: Outbox, identity: bytes, message: Any, *rest: Any, **named: Any) -> None:
         seen.extend([message.type] * (len(message.groups) if message.type == "ack" else 1))
-        send(self, identity, message, *rest, **named)
+        say(self, identity, message, *rest, **named)
 
     monkeypatch.setattr(Exchange, "_handle", spy_handle)
-    monkeypatch.setattr(Exchange, "_send", spy_send)
+    monkeypatch.setattr(Outbox, "say", spy_say)
     return seen
 
 
