@@ -56,10 +56,11 @@ class Load:
         return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), batch)
 
 
-def loads_for(model: Path | None, slots: int | None) -> tuple[Load, Load]:
-    """Both loads; slots: None for as many as suit the model."""
+def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mixed"] | None) -> list[Load]:
+    """Both loads, or the one of that name; slots: None for as many as suit the model."""
     usual = (128, 64) if model is None else (16, 16)
-    return Load.equal(slots or usual[0]), Load.mixed(slots or usual[1])
+    loads = Load.equal(slots or usual[0]), Load.mixed(slots or usual[1])
+    return [load for load in loads if only in (None, load.name)]
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,13 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A model directory or GGUF file instead of the tiny model.")] = None,
     dtype: Annotated[DType, typer.Option(help="Type of weights and activations.")] = "float32",
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded together.")] = None,
+    only: Annotated[Literal["equal", "mixed"] | None, typer.Option(help="Only this load.")] = None,
 ) -> None:
     """Compare the built-in engine with transformers generate."""
     torch.set_num_threads(threads)
     if not as_json:
         typer.echo(f"{'load':<8}{'useful tokens':>14}{'generate tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
-    for load in loads_for(model, slots):
+    for load in loads_for(model, slots, only):
         result = measure(load, repeats, partial(make_model, model, dtype))
         if as_json:
             settings = {

@@ -12,10 +12,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -64,7 +64,7 @@ def measure(engines: Mapping[str, Engine], load: Load, repeats: int) -> Result:
     return result_of(load, seconds)
 
 
-def compare(loads: tuple[Load, ...], repeats: int, threads: int, model: PreTrainedModel) -> list[Result]:
+def compare(loads: Sequence[Load], repeats: int, threads: int, model: PreTrainedModel) -> list[Result]:
     """One result a load; both engines are started once for each, with its number of slots."""
     results = []
     with tempfile.TemporaryDirectory() as directory:
@@ -92,13 +92,14 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A model directory or GGUF file instead of the tiny model.")] = None,
     dtype: Annotated[DType, typer.Option(help="Type of weights and activations.")] = "float32",
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded together.")] = None,
+    only: Annotated[Literal["equal", "mixed"] | None, typer.Option(help="Only this load.")] = None,
 ) -> None:
     """Compare the built-in engine with vLLM on a CPU."""
     if importlib.util.find_spec("vllm") is None:
         typer.echo("skipped: vLLM is not installed (make test installs its CPU build)", err=True)
         return
     torch.set_num_threads(threads)
-    results = compare(loads_for(model, slots), repeats, threads, make_model(model, dtype))
+    results = compare(loads_for(model, slots, only), repeats, threads, make_model(model, dtype))
     if not as_json:
         typer.echo(f"{'load':<8}{'useful tokens':>14}{'vLLM tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
     for result in results:
