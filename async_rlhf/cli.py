@@ -81,10 +81,10 @@ def check(
             f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
         )
         if graph:
-            from actors.scoring.graph import drawing, stages
-            from async_rlhf.scoring import stage_specs
+            from actors.scoring.graph import drawing
+            from async_rlhf.scoring import graph_of
 
-            for line in drawing(stages(stage_specs(loaded), loaded.scoring, loaded.generation, loaded.engine)):
+            for line in drawing(graph_of(loaded)):
                 typer.echo(line)
 
 

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
@@ -337,8 +337,13 @@ def _explain(problem: Any) -> str:
 
 def _fields(sections: list[str]) -> list[str]:
     model: type[BaseModel] = Config
+    named: Any = None
     for section in sections:
-        annotation = model.model_fields[section].annotation if section in model.model_fields else None
+        known = model.model_fields.get(section)
+        annotation = named or (None if known is None else known.annotation)
+        named = get_args(annotation)[-1] if get_origin(annotation) is dict else None  # whose keys are names
+        if named is not None:
+            continue
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             break
         model = annotation

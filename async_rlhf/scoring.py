@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.config import REFERENCE
 from actors.reading.check import check_reads_along
 from actors.rewards import RewardSpec, resolve
+from actors.scoring.graph import Stage, stages
 from async_rlhf.config import Config
 from buffers.errors import ConfigError
 from buffers.record import is_truncated
@@ -24,6 +25,12 @@ def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tupl
     rewards = reward_specs(config, columns)
     _check(config)
     return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
+
+
+def graph_of(config: Config) -> tuple[Stage, ...]:
+    """The stages of a rollout. Raises ConfigError."""
+    learner_asks = config.loss.needs_reference and not config.scoring.reference_is_stage
+    return stages(stage_specs(config), config.scoring, config.generation, config.engine, learner_asks=learner_asks)
 
 
 def _reference(config: Config) -> RewardSpec:

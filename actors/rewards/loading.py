@@ -125,7 +125,9 @@ def _spec(
     function = _function(target)
     signature, settings = Signature.of(function), settings_of(function)
     name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    settings = replace(settings, **overrides.get(name, {}))
+    given = overrides.get(name, {})
+    settings = replace(settings, **given)
+    _check_given(name, given, settings, signature.is_async)
     chosen = dict(options.get(name, {}))
     if columns is not None:
         signature.check(name, columns, chosen.keys())
@@ -157,6 +159,26 @@ def _spec(
         stop_when=settings.stop_when,
         stream_tokens=settings.stream_tokens,
     )
+
+
+def _check_given(name: str, given: Mapping[str, Any], settings: Settings, is_async: bool) -> None:
+    """Raises ConfigError for what a configuration says of a stage and would have no effect there."""
+    where = f"scoring.stages.{name}"
+    if is_async and given.get("workers"):
+        raise ConfigError(
+            f"{where}.workers = {settings.workers}: an 'async def' runs on one event loop; set {where}.max_concurrency, or "
+            "leave it out"
+        )
+    if "batch_wait_s" in given and settings.batch_size == 1:
+        raise ConfigError(
+            f"{where}.batch_wait_s: one completion is given at a time; set {where}.batch_size above 1, or leave it out"
+        )
+    at_once = given.get("max_concurrency") or 0
+    if not is_async and settings.workers and at_once > settings.workers:
+        raise ConfigError(
+            f"{where}.max_concurrency = {at_once} with {settings.workers} processes of its own; "
+            f"highest: {settings.workers}, or set {where}.workers = {at_once}"
+        )
 
 
 def _check_stream(name: str, settings: Settings, is_async: bool, options: Mapping[str, Any] | None) -> None:

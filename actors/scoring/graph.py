@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.config import EngineConfig, GenerationConfig, ScoringConfig
+from actors.config import REFERENCE, EngineConfig, GenerationConfig, ScoringConfig
 from actors.rewards import RewardSpec
 from buffers.stages import GENERATION
 
@@ -35,13 +35,22 @@ class Stage:
 
 
 def stages(
-    specs: Sequence[RewardSpec], scoring: ScoringConfig, generation: GenerationConfig, engine: EngineConfig
+    specs: Sequence[RewardSpec],
+    scoring: ScoringConfig,
+    generation: GenerationConfig,
+    engine: EngineConfig,
+    *,
+    learner_asks: bool = False,
 ) -> tuple[Stage, ...]:
-    """Generation, every reward, and the put that waits for all of them; in an order in which none comes before its own."""
+    """Generation, every reward, and the put that waits for all of them; in an order in which none comes before its own.
+
+    learner_asks: whether the reference is wanted and left to the learner, which comes after the put.
+    """
     first = Stage(GENERATION, (), "completion", f"engine {engine.kind} on {engine.device}", engine.slots)
     judges = [_reward(spec, scoring, generation.group_size) for spec in specs]
     last = Stage(PUT, tuple(judge.name for judge in judges), f"group of {generation.group_size}", "actor", None)
-    return (first, *judges, last)
+    reference = Stage(REFERENCE, (PUT,), "batch", "learner", None)
+    return (first, *judges, last, reference) if learner_asks else (first, *judges, last)
 
 
 def drawing(graph: Sequence[Stage]) -> list[str]:

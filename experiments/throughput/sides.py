@@ -112,7 +112,8 @@ def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Conf
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
             "engine": {"slots": BATCH_SIZE, "threads": 1},
-            "rewards": {"functions": [f"experiments.throughput.judges:{judge}"], "max_concurrency": 1024},
+            "rewards": {"functions": [f"experiments.throughput.judges:{judge}"]},
+            "scoring": {"max_concurrency": 1024},
             "queue": {"max_staleness": load.max_staleness},
             "learner": {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "threads": 1},
             "checkpoint": {"save_every": 1_000_000},  # TRL saves nothing; ours saves after its last step

@@ -11,16 +11,17 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from actors.scoring.graph import drawing, stages
+from actors.scoring.graph import drawing
 from async_rlhf.api import preflight, run
 from async_rlhf.cli import app
 from async_rlhf.config import load, override
 from async_rlhf.rollouts import records, replay
 from async_rlhf.run_dir import RunDir
-from async_rlhf.scoring import stage_specs
+from async_rlhf.scoring import graph_of
 from buffers.errors import ConfigError
 from tests.conftest import QUICK, wait_for
 
+ONE_JUDGE = {"rewards.functions": ["judge"], "rewards.options.judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
 IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0.1}
 
 
@@ -36,6 +37,14 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
             {**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 8, "scoring.stages.reference.workers": 2},
             "set workers = 1",
         ),
+        ({"scoring.stages.reasoning_gym.batchsize": 2}, "unknown key .*reasoning_gym.batchsize': did you mean 'batch_size'"),
+        ({"scoring.stages.reference.batchsize": 2}, "unknown key .*reference.batchsize': did you mean 'batch_size'"),
+        ({"scoring.stages.reasoning_gym.placement": "acter"}, "Input should be 'learner', 'actor' or 'process'"),
+        ({"scoring.stages.reasoning_gym.workers": -1}, "workers = -1: Input should be greater than or equal to 0"),
+        ({"scoring.stages.reasoning_gym.batch_size": 2}, "batch_size = 2 but takes one completion"),
+        ({"scoring.stages.reasoning_gym.batch_wait_s": 0.1}, "set scoring.stages.reasoning_gym.batch_size above 1"),
+        ({**ONE_JUDGE, "scoring.stages.judge.workers": 2}, "runs on one event loop; set scoring.stages.judge.max_concurrency"),
+        ({**IN_THE_ACTOR, "scoring.stages.reference.max_concurrency": 3}, "highest: 1, or set .*reference.workers = 3"),
         ({"rewards.functions": ["reference=exact"]}, "a reward is called 'reference'.*rename it"),
     ],
 )
@@ -49,12 +58,14 @@ def test_the_reference_stands_in_the_graph_where_an_actor_computes_it() -> None:
         QUICK, {**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 4, "scoring.stages.reference.batch_size": 8}
     )
     assert preflight(config) > 0
-    drawn = drawing(stages(stage_specs(config), config.scoring, config.generation, config.engine))
+    drawn = drawing(graph_of(config))
     assert drawn[2] == (
         "-> reference  [up to 8 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
         "reads generation along, every 4 tokens]"
     )
-    assert "reference" not in str(stage_specs(override(config, {"scoring.stages": {}})))
+    left = drawing(graph_of(override(config, {"scoring.stages": {}})))
+    assert left[1:] == [left[1], left[2], "      -> reference  [batch; learner]"], left
+    assert "reference" not in str(drawing(graph_of(override(config, {"scoring.stages": {}, "loss.kl_coef": 0.0}))))
 
 
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
@@ -74,7 +85,7 @@ def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have
 
 def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[..., Any]) -> None:
     config = small(**{"scoring.placement": "process", **IN_THE_ACTOR})
-    drawn = drawing(stages(stage_specs(config), config.scoring, config.generation, config.engine))
+    drawn = drawing(graph_of(config))
     assert drawn[1].startswith("-> reasoning_gym  [completion; shared worker processes of the scorer, 1 at once")
     assert drawn[2].startswith("-> reference  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once")
 
