@@ -264,6 +264,7 @@ def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[li
 def _join(ranks: Ranks) -> None:
     """DeepSpeed finds itself in a process group, also when it is alone."""
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    os.environ["LOCAL_SIZE"] = str(ranks.size)  # else ZeRO-3 starts `numactl` at every reduction to find it out
     # Collectives in shared memory would be compiled at the first start (minutes), and a rank that ended would hang the others.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():

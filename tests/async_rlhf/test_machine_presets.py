@@ -56,7 +56,7 @@ def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
     started = command("train", str(CONFIGS / "zero3.toml"), *overrides)
     directory = tmp_path / "runs" / "zero3"
     wait_for(lambda: (directory / "checkpoints" / "latest").exists(), "a checkpoint")
-    ranks = [each for each in started.family() if "learner_rank" in each.cmdline()]
+    ranks = [each for each in started.child("learner").children() if "learner_rank" in each.cmdline()]
     assert len(ranks) == 1
     ranks[0].kill()
     code, output = started.finish()
