@@ -7,6 +7,7 @@ that asks for work) is not rubbish, and is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any, get_args
 
@@ -46,7 +47,8 @@ _ORDERS = (wire.Register, wire.Halt, wire.Drain, wire.Gone)
 
 def a_put(number: int) -> wire.Frames:
     ids, logprobs = np.array([3, 5, 7], np.int32), np.array([-0.5, -1.5, -2.5], np.float32)
-    rollouts = tuple(Rollout(ids, logprobs, (Span(0, 3),), "stop", {"right": Score(1.0)}, "text") for _ in range(2))
+    plain = Rollout(ids, logprobs, (Span(0, 3),), "stop", {"right": Score(1.0)}, "text")
+    rollouts = (plain, replace(plain, reference=logprobs))
     header, arrays = packing.pack_group(
         Group(number, 0, np.array([1, 2], np.int32), rollouts, 1.0, "stranger", "p", {"a": [1]})
     )

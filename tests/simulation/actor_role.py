@@ -86,10 +86,12 @@ class FakeEngine:
 
 
 class FakeScoring:
-    """Answers after none or a few polls."""
+    """Answers after none or a few polls; of two groups in three with what a reference says of the tokens."""
+
+    asked_again = 0
 
     def __init__(self, rng: Random) -> None:
-        self._rng, self._pending = rng, dict[RolloutKey, int]()
+        self._rng, self._pending, self._lengths = rng, dict[RolloutKey, int](), dict[RolloutKey, int]()
         self.counters: dict[str, Any] = {}
 
     @property
@@ -98,12 +100,20 @@ class FakeScoring:
 
     def submit(self, key: RolloutKey, fields: Mapping[str, Any], place: object = None) -> None:
         self._pending[key] = self._rng.choice((0, 0, 0, 1, 3))
+        self._lengths[key] = len(fields["completion_ids"])
 
     def poll(self) -> list[Scored[RolloutKey]]:
         done = [key for key, left in self._pending.items() if left == 0]
         self._pending = {key: left - 1 for key, left in self._pending.items() if left > 0}
         # Two numbers after each other whose members are worth the same, then two whose members are not.
-        return [Scored(key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0) for key in done]
+        return [
+            Scored(key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0, reference=self._reference(key))
+            for key in done
+        ]
+
+    def _reference(self, key: RolloutKey) -> Float32Array | None:
+        length = self._lengths.pop(key)
+        return np.full(length, -0.5, np.float32) if key.group % 3 else None
 
     def discard(self, keys: Iterable[RolloutKey]) -> None:
         for key in keys:
