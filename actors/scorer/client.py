@@ -142,7 +142,7 @@ class ScorerClient:
         """Another life of the scorer, or the first: it may not know what was asked."""
         if self._life is not None:
             self.asked_again += len(self._open)
-            _log.warning("the scorer process was started again: %d tasks are asked again", len(self._open))
+            _log.warning("the scorer process does not know this actor any more: %d tasks are asked again", len(self._open))
         self._life = life
         for ask in list(self._open.values()):
             self._try(ask)
@@ -181,7 +181,7 @@ class ScorerClient:
             self._answered(task_id, (Answer(None, reason),))
 
     def _send(self, message: Message) -> None:
-        self._socket.send(pack(message))
+        self._socket.send_multipart([b"%d" % message.id if isinstance(message, Ask) else b"", pack(message)])
 
     def _do(self, what: Callable[[], None]) -> None:
         self._said.put(what)
@@ -195,7 +195,7 @@ class ScorerClient:
 def ask_alive(address: str, timeout_s: float) -> Alive:
     """What the scorer at this address says of itself. Raises DeadlineError when it says nothing."""
     with zmq.Context() as context, _dealer(context, address) as socket:
-        socket.send(pack(Beat()))
+        socket.send_multipart([b"", pack(Beat())])
         if socket.poll(int(timeout_s * 1000)):
             message = unpack(socket.recv())
             assert isinstance(message, Alive), message

@@ -1,5 +1,7 @@
 """What an actor and the scorer of its machine say to each other: one MessagePack frame each way, checked against these types.
 
+Before the actor's frame stands one with the number of the task it asks, so that what cannot be read is answered too.
+
     actor -> scorer   Ask, Show, Forget, Discard, Beat        scorer -> actor   Told, Read, Alive
 
 What a column holds travels as MessagePack knows it (a tuple is a list there); a column of another kind is refused where it is
@@ -89,8 +91,8 @@ class Read(MessageBase):
 
 
 class Alive(MessageBase):
-    """life: a name for this life of the scorer: what it was asked before is lost with the one before. answered: tasks in this
-    life; waiting: those that are not."""
+    """life: a name for this life of the scorer with this actor; what was asked in the one before is lost. answered: tasks in
+    the scorer's life; waiting: those that are not."""
 
     type: Literal["alive"] = "alive"
     life: str

@@ -101,11 +101,14 @@ class Scorer:
     def _take_in(self) -> None:
         with suppress(zmq.Again):
             while True:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, number, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                actor = self._meet(peer)
                 try:
-                    self._hear(self._meet(peer), unpack(b"".join(frames)))
+                    self._hear(actor, unpack(data))
                 except WireError as error:
                     _log.warning("refused: %s", error)
+                    if number:
+                        self._send(actor, Told(id=int(number), answers=[said(Answer(None, str(error)))]))
 
     def _meet(self, peer: bytes) -> _Actor:
         if peer not in self._actors:
@@ -132,7 +135,9 @@ class Scorer:
                 actor.asked.pop(base + number, None)
         elif isinstance(message, Beat):
             waiting = sum(len(each.asked) for each in self._actors.values())
-            self._send(actor, Alive(life=self._life, answered=self._num_answered, waiting=waiting))
+            # One that was dropped is met anew: for it this is another life, in which it asks again.
+            life = f"{self._life}.{actor.offset}"
+            self._send(actor, Alive(life=life, answered=self._num_answered, waiting=waiting))
 
     def _ask(self, actor: _Actor, ask: Ask) -> None:
         base = actor.offset * _RANGE

@@ -201,13 +201,28 @@ def test_what_an_actor_asked_that_is_gone_is_dropped(machine: Machine) -> None:
     assert machine.answers(left)["c"].scores["waits"].state == "value"
 
 
+def test_an_actor_that_was_taken_for_gone_and_is_not_asks_again(tmp_path: Path, socket_dir: Path) -> None:
+    machine = Machine(tmp_path, socket_dir, silent_s=0.5)  # shorter than the time between two beats
+    machine.start("waits")
+    try:
+        pool = machine.pool("waits")
+        pool.submit("a", fields("a"))
+        machine.until(lambda: pool.asked_again, "the task to be dropped and asked again")
+        machine.gate.touch()
+        assert machine.answers(pool)["a"].scores["waits"].state == "value"
+    finally:
+        machine.close()
+
+
 def test_a_column_travels_as_it_is_or_the_score_fails(machine: Machine) -> None:
     machine.start("column")
     pool = machine.pool("column")
     pool.submit("plain", fields("x", column={"a": [0, 7], 3: None}))
     pool.submit("strange", fields("x", column={"a": [0, Fraction(1, 2)]}))
+    pool.submit("unreadable", fields("x", column={"a": {(1, 2): 3}}))
     found = machine.answers(pool)
     assert found["plain"].scores["column"].value == 7.0
+    assert "what is no message" in str(found["unreadable"].scores["column"].failure)
     assert "cannot travel to the scorer process" in str(found["strange"].scores["column"].failure)
 
 
