@@ -85,7 +85,7 @@ class DeepSpeedBackend(RankBackend):
         learning = parameter_groups(dict(self._policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
         deepspeed.zero.register_external_parameter(self._policy, self._policy.output_layer.weight)
-        optimizer = make_adamw(learning, config, self._device)
+        optimizer = make_adamw(learning, config, self.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self._policy, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -100,7 +100,7 @@ class DeepSpeedBackend(RankBackend):
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `Machine.predict`."""
         with self._ranks.named("a forward pass"):
-            return self._engine(batch.to(self._device))  # type: ignore[no-any-return]
+            return self._engine(batch)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         self._optimizer.zero_grad()
@@ -148,7 +148,7 @@ class DeepSpeedBackend(RankBackend):
     def canary(self) -> Canary:
         """See `Backend.canary`."""
         with self._ranks.named("the canary"):
-            return probe(self._policy, self._device)
+            return probe(self._policy, self.device)
 
     def freeze(self) -> Callable[[Path], None]:
         """See `Backend.freeze`. Gathered before it returns; only rank 0's writer writes."""
@@ -196,7 +196,7 @@ class DeepSpeedBackend(RankBackend):
             for name, p in self._named():
                 if name not in weights:
                     continue  # what adapters are added to stays as it was loaded
-                value = own_part(weights[name], self._dimensions[name]).to(self._device)
+                value = own_part(weights[name], self._dimensions[name]).to(self.device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)
                 if not p.requires_grad:
@@ -204,7 +204,7 @@ class DeepSpeedBackend(RankBackend):
                 safe_set_full_fp32_param(p, value.float())
                 for key in _MOMENTS:
                     moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
-                    safe_set_full_optimizer_state(p, own_part(moment, self._dimensions[name]).to(self._device), key)
+                    safe_set_full_optimizer_state(p, own_part(moment, self._dimensions[name]).to(self.device), key)
                 count = saved.get(f"{name.removeprefix('model.')}.step", count)
         for state in self._optimizer.optimizer.state.values():
             state["step"] = count.clone().to(state["step"].device)

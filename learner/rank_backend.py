@@ -50,7 +50,7 @@ class RankBackend(ABC):
         torch.set_num_threads(config.threads)
         self._model_dir, self._config, self._loss_config, self._ranks = model_dir, config, loss, ranks or Ranks()
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)  # what the engines serve
-        self._device = find_device(config.device, self._ranks.rank)
+        self.device = find_device(config.device, self._ranks.rank)
         self._value_clip = value_clip
         self._reference_recorded = loss.needs_reference and reference_recorded
         self._reference: Policy | None = None
@@ -58,7 +58,7 @@ class RankBackend(ABC):
     def _load_reference(self) -> None:
         """The frozen model that divergences are measured from, where the loss wants one and no actor has asked it."""
         if self._loss_config.needs_reference and not self._reference_recorded:
-            self._reference = Policy(load_model(self._model_dir, self._device).requires_grad_(False), self._config)
+            self._reference = Policy(load_model(self._model_dir, self.device).requires_grad_(False), self._config)
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update.
@@ -112,7 +112,7 @@ class RankBackend(ABC):
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """See `Machine.reference`."""
-        return None if self._reference is None else self._reference(batch.to(self._device))[0]
+        return None if self._reference is None else self._reference(batch)[0]
 
     @abstractmethod
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]: ...

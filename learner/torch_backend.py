@@ -46,14 +46,14 @@ class TorchBackend(RankBackend):
     ) -> None:
         super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip, reference_recorded)
         self._lora = config.lora if config.lora.rank else None
-        self._model = load_model(model_dir, self._device)
+        self._model = load_model(model_dir, self.device)
         if self._lora is not None:
             lora.add_adapters(self._model, self._lora)
         self._policy = Policy(self._model, config, with_critic=True)
         self._load_reference()
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
         groups = parameter_groups(dict(self._model.named_parameters()), critic)
-        self._optimizer = make_adamw(groups, config, self._device)
+        self._optimizer = make_adamw(groups, config, self.device)
         self._frozen: Frozen | None = None
         self._memory: dict[int, Tensor] = {}
 
@@ -61,7 +61,7 @@ class TorchBackend(RankBackend):
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `Machine.predict`."""
-        return self._policy(batch.to(self._device))  # type: ignore[no-any-return]
+        return self._policy(batch)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -99,7 +99,7 @@ class TorchBackend(RankBackend):
     @torch.no_grad()
     def canary(self) -> Canary:
         """See `Backend.canary`."""
-        return probe(self._policy, self._device)
+        return probe(self._policy, self.device)
 
     def freeze(self) -> Callable[[Path], None]:
         """See `Backend.freeze`. The copy is made by a thread; `apply` waits for it."""
@@ -133,10 +133,10 @@ class TorchBackend(RankBackend):
                 own[name].data.copy_(value)
         else:
             load_weights(directory, self._model)
-        state = load_file(directory / "optimizer.safetensors", device=str(self._device))
+        state = load_file(directory / "optimizer.safetensors", device=str(self.device))
         load_optimizer_state(self._optimizer, self._named(), state)
         if self._policy.critic is not None:
-            self._policy.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(self._device)))
+            self._policy.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(self.device)))
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Everything that learns, under the names that the optimizer's file has."""

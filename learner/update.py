@@ -7,7 +7,7 @@ known beforehand (a later update, a second pass), it is computed before any weig
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,12 @@ from learner.targets import Observation
 
 
 class Machine(Protocol):
-    """What a backend does with a loss."""
+    """What a backend does with a loss. Batches come to it on its device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""
@@ -66,7 +71,7 @@ class Step:
         """Of every completion in this rank's micro-batches, by its index in the batch."""
         found: dict[int, Observation] = {}
         with torch.no_grad():
-            for batch in batches:
+            for batch in self._placed(batches):
                 proximal_N, _, value_N = self.machine.predict(batch)
                 named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
                 arrays = {name: each.float().numpy(force=True) for name, each in named.items() if each is not None}
@@ -90,14 +95,14 @@ class Step:
         found = {}
         with torch.no_grad():
             for number, update in once.items():
-                found[number] = [self.machine.predict(batch)[0] for batch in update.batches]
+                found[number] = [self.machine.predict(batch)[0] for batch in self._placed(update.batches)]
         return found
 
     def _update(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> bool:
         """One optimizer update; False, and nothing changed, when loss or gradient is not finite."""
         self.machine.begin()
         loss = 0.0
-        for index, batch in enumerate(update.batches):
+        for index, batch in enumerate(self._placed(update.batches)):
             logp_N, entropy_N, value_N = self.machine.predict(batch)
             if batch.num_tokens:
                 inputs = self._inputs(batch, logp_N, entropy_N, None if proximal is None else proximal[index], step)
@@ -114,6 +119,10 @@ class Step:
         norm, applied = self.machine.apply(step, finite=math.isfinite(loss))
         sums.ended(loss, norm)
         return applied
+
+    def _placed(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """One after the other, with all its tensors, on the machine's device."""
+        return (batch.to(self.machine.device) for batch in batches)
 
     def _inputs(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, known_N: Tensor | None, step: int) -> LossInputs:
         known_N = batch.logp_proximal_N if batch.logp_proximal_N is not None else known_N
