@@ -26,6 +26,7 @@ class Part(StrEnum):
     UPDATES = "updates"
     DISPATCH = "dispatch"
     VLLM = "vllm_side"
+    VLLM_UPDATES = "vllm_updates"
     QUEUE = "queue"
     LEARNER = "learner"
     LOSS_MEMORY = "loss_memory"
@@ -49,8 +50,8 @@ def main(
 ) -> None:
     """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL.
 
-    Parts: engine, updates, dispatch, vllm_side, queue, learner, loss_memory, checkpoint, zero_memory, pipeline, fusion,
-    weights, adapters.
+    Parts: engine, updates, dispatch, vllm_side, vllm_updates, queue, learner, loss_memory, checkpoint, zero_memory, pipeline,
+    fusion, weights, adapters.
     """
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:

@@ -1,0 +1,118 @@
+"""How long does vLLM on a CPU put out nothing when new weights come? The load of `updates`, in every mode.
+
+vLLM tells of every token as it comes, so what it puts out is seen from outside. *step*: between two outputs without an
+update. *gap*: from the last output before an update to the first after it. *adopted*: until the new weights are served.
+Run as `python -m experiments.throughput.vllm_updates [--json]`; skipped where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, get_args
+
+import numpy as np
+import torch
+import typer
+
+from actors.config import EngineConfig
+from actors.engine import OnUpdate, RolloutKey
+from actors.engines import load_engine
+from buffers.tensors import RawTensor
+from experiments.throughput.engine import make_model
+from experiments.throughput.updates import COMPLETION_TOKENS, PROMPT_TOKENS, SEQUENCES, in_ms, request, weights_of
+
+OUTPUTS_BETWEEN, DEADLINE_S = 40, 60.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """Milliseconds."""
+
+    mode: str
+    updates: int
+    step_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    adopted_p50_ms: float
+
+
+class Busy:
+    """An engine whose line is never empty, and how many tokens it has told of each request."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._known: dict[RolloutKey, int] = {}
+        self._lengths = np.random.default_rng(0).integers(*COMPLETION_TOKENS, 100_000).tolist()
+        self._started = 0
+
+    def turn(self) -> None:
+        """Take what ended and submit as many again."""
+        for completion in self.engine.step():
+            self._known.pop(completion.key, None)
+        while self.engine.num_unfinished < 2 * SEQUENCES:
+            asked = request(self._started, PROMPT_TOKENS, self._lengths[self._started])
+            self.engine.submit([replace(asked, partial_every=1)])
+            self._started += 1
+
+    def output(self) -> float:
+        """Wait for the next output; the time it was seen."""
+        deadline = time.perf_counter() + DEADLINE_S
+        while time.perf_counter() < deadline:
+            grown = self.engine.partials(self._known)
+            if grown:
+                self._known.update((partial.key, len(partial.token_ids)) for partial in grown)
+                return time.perf_counter()
+            time.sleep(0.0005)
+        raise TimeoutError(f"vLLM put out nothing within {DEADLINE_S:.0f} s")
+
+
+def measure(busy: Busy, mode: OnUpdate, weights: dict[str, RawTensor], first: int, updates: int) -> Update:
+    """Versions `first` and on; the first of them warms up."""
+    busy.engine.on_update = mode
+    steps, gaps, adopted = list[float](), list[float](), list[float]()
+    for version in range(first, first + updates + 1):
+        busy.turn()
+        outputs = [busy.output() for _ in range(OUTPUTS_BETWEEN)]
+        began = time.perf_counter()
+        busy.engine.load_weights(version, weights)
+        gap = busy.output() - outputs[-1]
+        while busy.engine.version != version:
+            busy.turn()
+        if version > first:
+            steps += np.diff(outputs).tolist()
+            gaps.append(gap)
+            adopted.append(time.perf_counter() - began)
+    return Update(mode, updates, in_ms(steps, 50), in_ms(gaps, 50), in_ms(gaps, 99), in_ms(adopted, 50))
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per mode instead of lines.")] = False,
+    updates: Annotated[int, typer.Option(min=1, help="Updates measured in each mode.")] = 40,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Measure vLLM's gap at a weight update in each mode."""
+    if importlib.util.find_spec("vllm") is None:
+        typer.echo("skipped: vLLM is not installed (make test installs its CPU build)", err=True)
+        return
+    torch.set_num_threads(threads)
+    model = make_model()
+    weights = weights_of(model)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        config = EngineConfig(kind="vllm", slots=SEQUENCES, threads=threads)
+        engine = load_engine(directory, config, version=0)
+        try:
+            busy = Busy(engine)
+            for number, mode in enumerate(get_args(OnUpdate)):
+                values = asdict(measure(busy, mode, weights, 1 + number * (updates + 1), updates))
+                typer.echo(json.dumps(values) if as_json else "  ".join(f"{name}={value}" for name, value in values.items()))
+        finally:
+            engine.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

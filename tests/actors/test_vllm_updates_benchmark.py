@@ -1,0 +1,33 @@
+"""The benchmark of vLLM's gap at an update, on the engine that the tests of this room share. No time is asserted."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from actors.engine import OnUpdate, Request, RolloutKey
+from experiments.throughput import vllm_updates
+from tests.actors.vllm_model import make_model, raw_weights
+
+# vLLM and what it imports warn of their own affairs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_updates, "SEQUENCES", 3)
+    monkeypatch.setattr(vllm_updates, "OUTPUTS_BETWEEN", 3)
+    monkeypatch.setattr(vllm_updates, "COMPLETION_TOKENS", (100, 200))
+    monkeypatch.setattr(
+        vllm_updates, "request", lambda n, num_prompt, num_new: Request(RolloutKey(n, 0, 0), (9,) * num_prompt, num_new, 1.0, n)
+    )
+    busy = vllm_updates.Busy(vllm_engine)
+    try:
+        for number, mode in enumerate(get_args(OnUpdate)):
+            result = vllm_updates.measure(busy, mode, raw_weights(make_model(1)), 1 + 3 * number, updates=2)
+            assert (result.mode, vllm_engine.version) == (mode, 3 + 3 * number)
+            assert 0 < result.gap_p50_ms <= result.gap_p99_ms and min(result.step_ms, result.adopted_p50_ms) > 0
+    finally:
+        vllm_engine.abort([RolloutKey(n, 0, 0) for n in range(1000)])
+        vllm_engine.on_update = "keep"
+        vllm_engine.load_weights(0, raw_weights(make_model(0)))
