@@ -5,9 +5,9 @@ waits for   answers, what the pool says; beats once a second
 woken by    the socket, and by `submit` and its like through a pipe
 on close    nothing is waited for
 
-A scorer that dies takes what it was asked with it. The next one has another life, which it says in answer to a beat: then
-everything that is not answered is asked again, and counted (`asked_again`). One that is silent for too long answers nothing:
-its tasks fail with that reason.
+A scorer that dies takes what it was asked with it, and one that hears nothing of an actor for long drops what that asked. Then
+another life is named in answer to a beat: everything that is not answered is asked again, and counted (`asked_again`). A
+scorer that is silent for too long answers nothing: its tasks fail with that reason.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ScorerClient:
                     self._meet(message.life)
 
     def _meet(self, life: str) -> None:
-        """Another life of the scorer, or the first: it may not know what was asked."""
+        """The scorer remembers nothing from before this life, or it is the first."""
         if self._life is not None:
             self.asked_again += len(self._open)
             _log.warning("the scorer process does not know this actor any more: %d tasks are asked again", len(self._open))

@@ -5,7 +5,7 @@ Before the actor's frame stands one with the number of the task it asks, so that
     actor -> scorer   Ask, Show, Forget, Discard, Beat        scorer -> actor   Told, Read, Alive
 
 What a column holds travels as MessagePack knows it (a tuple is a list there); a column of another kind is refused where it is
-sent, never replaced by its text.
+sent, never replaced by its text. Texts may hold halves of surrogate pairs, as JSON lines of a data set may.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from buffers.protocol.message import MessageBase
 
 PROTOCOL = 1
 MAX_BYTES = 64 << 20
+_HALVES = "surrogatepass"
 
 
 class Ask(MessageBase):
@@ -109,7 +110,7 @@ def pack(message: Message) -> bytes:
     # A dump would make texts of what MessagePack does not know.
     fields = dict(message) if isinstance(message, Ask | Show) else message.model_dump()
     try:
-        packed: bytes = msgpack.packb([PROTOCOL, fields])
+        packed: bytes = msgpack.packb([PROTOCOL, fields], unicode_errors=_HALVES)
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"what a reward asks for cannot travel to the scorer process ({error})") from error
     if len(packed) > MAX_BYTES:
@@ -121,7 +122,7 @@ def unpack(data: bytes) -> Message:
     """Raises WireError for anything that is not one of these."""
     try:
         # Rows of tasks have numbers as keys too; both ends are processes of one run.
-        protocol, fields = msgpack.unpackb(data, max_ext_len=0, strict_map_key=False)
+        protocol, fields = msgpack.unpackb(data, max_ext_len=0, strict_map_key=False, unicode_errors=_HALVES)
         if protocol != PROTOCOL:
             raise ValueError(f"protocol {str(protocol)[:40]}")
         return _MESSAGES.validate_python(fields)

@@ -6,7 +6,7 @@ woken by    the socket, and by the dispatcher through a pipe
 on close    the processes are killed; who waits for an answer asks its next life again
 
 Lanes are here, so completions of several actors share a batch, and limits are those of the machine. What an actor asked that
-has fallen silent is dropped. It listens on a private ipc socket, or on loopback.
+has fallen silent is dropped; should it be heard again, it learns that and asks again. It listens on a private ipc socket.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Scorer:
         base = actor.offset * _RANGE
         number, stream = base + ask.id, None if ask.stream is None else base + ask.stream
         if number in actor.asked:
-            return  # asked again because this life was new to the actor
+            return  # asked again because it could not know that this was heard
         actor.asked[number] = stream
         actor.shown.discard(-1 if stream is None else stream)
         members = tuple({**member, STREAM: stream} if STREAM in member else member for member in ask.members)

@@ -141,7 +141,7 @@ class ScoringPool(Generic[Key]):
 
     @property
     def asked_again(self) -> int:
-        """Tasks that were asked again because the scorer process had died."""
+        """Tasks that were asked again because the scorer process had died, or had heard nothing of this one for long."""
         return 0 if self._scorer is None else self._scorer.asked_again
 
     def show(self, key: Key, fields: Mapping[str, Any]) -> None:

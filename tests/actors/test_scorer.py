@@ -35,7 +35,7 @@ def forget(stream_ids, log):
     Path(log).write_text(str(sorted(seen)))
     for stream in stream_ids: seen.pop(stream)
 
-@reward(stream=Stream(prefetch, forget), stream_tokens=1, workers=1, batch_size=4, batch_wait_s=0.5)
+@reward(stream=Stream(prefetch, forget), stream_tokens=1, workers=1, batch_size=4, batch_wait_s=60)
 def together(completions, stream_ids, log):
     read = [len(seen.pop(stream, "")) for stream in stream_ids]
     return [Score(len(each), metrics={"batch": len(completions), "read": r}) for each, r in zip(completions, read)]
@@ -52,19 +52,21 @@ async def waits(completion, gate):
 
 def near(completion): return float(os.getpid())
 
+def quotes(completion, column): raise ValueError(column)
+
 def column(completion, column): return float(column["a"][1])
 """
-NAMES = ("together", "longest", "tokens", "waits", "near", "column")
+NAMES = ("together", "longest", "tokens", "waits", "near", "quotes", "column")
 CONFIG = ScoringConfig.model_validate({"placement": "process", "stages": {"near": {"placement": "actor"}}})
 
 
 class Machine:
     """A scorer in a thread of its own, and pools of actors that ask it."""
 
-    def __init__(self, directory: Path, sockets: Path, **of_scorer: Any) -> None:
+    def __init__(self, directory: Path, sockets: Path) -> None:
         (directory / "judges.py").write_text(JUDGES)
         self.gate, self.log = directory / "gate", directory / "log"
-        self._directory, self.address, self._of_scorer = directory, f"ipc://{sockets}/scorer", of_scorer
+        self._directory, self.address = directory, f"ipc://{sockets}/scorer"
         self._bell = threading.Event()
         self._pools: list[ScoringPool[str]] = []
 
@@ -73,15 +75,15 @@ class Machine:
         chosen = {name: options[name] for name in names if name in options}
         return resolve([f"judges.py:{name}" for name in names], self._directory, options=chosen)
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, **of_scorer: Any) -> None:
         specs = [spec for spec in self.specs(*names) if CONFIG.in_process(spec.name)]
-        self.scorer = Scorer(specs, CONFIG, self.address, **self._of_scorer)
+        self.scorer = Scorer(specs, CONFIG, self.address, **of_scorer)
         self._thread = threading.Thread(target=self.scorer.run)
         self._thread.start()
 
     def stop(self) -> None:
         self.scorer.stop()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def pool(self, *names: str) -> ScoringPool[str]:
@@ -128,7 +130,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, socket_dir: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path, socket_dir, silent_s=3.0)
+    made = Machine(tmp_path, socket_dir)
     yield made
     made.close()
 
@@ -160,7 +162,7 @@ def test_actors_share_a_stage_its_batches_and_what_it_has_read(machine: Machine)
             assert scored.stages["together"].ended >= scored.stages["together"].began > 0, key
     assert found[0]["a"].ahead_s["together"] >= 0
     assert len({each["a"].scores["near"].value for each in found}) == 2, "what is placed in the actor stays there"
-    told = ask_alive(machine.address, 10.0)
+    told = ask_alive(machine.address, 60.0)
     assert told.waiting == 0 and told.answered == 2 * (2 + 1 + 2)
 
 
@@ -169,7 +171,7 @@ def test_a_scorer_that_dies_is_asked_again_by_its_next_life_and_nothing_is_lost(
     pool = machine.pool("waits")
     for key in "abc":
         pool.submit(key, fields(key))
-    machine.until(lambda: ask_alive(machine.address, 10.0).waiting == 3, "the scorer to be asked")
+    machine.until(lambda: ask_alive(machine.address, 60.0).waiting == 3, "the scorer to be asked")
     machine.stop()
     pool.submit("d", fields("d"))
     machine.start("waits")
@@ -188,30 +190,38 @@ def test_an_actor_that_asks_before_there_is_a_scorer_waits_for_it(machine: Machi
 
 
 def test_what_an_actor_asked_that_is_gone_is_dropped(machine: Machine) -> None:
-    machine.start("waits", "together")
+    machine.start("waits", "together", silent_s=3.0)
     gone, left = machine.pool("waits", "together"), machine.pool("waits", "together")
     machine.show(gone, "a", "x")
     gone.submit("b", fields("b"))
-    machine.until(lambda: ask_alive(machine.address, 10.0).waiting >= 1, "the scorer to be asked")
+    machine.until(lambda: ask_alive(machine.address, 60.0).waiting >= 1, "the scorer to be asked")
     machine.leave(gone)
     machine.until(lambda: machine.log.exists(), "its streams to be forgotten")
-    machine.until(lambda: ask_alive(machine.address, 10.0).waiting == 0, "its tasks to be dropped")
+    machine.until(lambda: ask_alive(machine.address, 60.0).waiting == 0, "its tasks to be dropped")
     machine.gate.touch()
-    left.submit("c", fields("c"))
-    assert machine.answers(left)["c"].scores["waits"].state == "value"
+    for key in "cdef":
+        left.submit(key, fields(key))
+    found = machine.answers(left)
+    assert all(found[key].scores["waits"].state == "value" for key in "cdef")
+    assert [found[key].scores["together"].metrics["batch"] for key in "cdef"] == [4.0] * 4, "none of what was dropped"
 
 
-def test_an_actor_that_was_taken_for_gone_and_is_not_asks_again(tmp_path: Path, socket_dir: Path) -> None:
-    machine = Machine(tmp_path, socket_dir, silent_s=0.5)  # shorter than the time between two beats
-    machine.start("waits")
-    try:
-        pool = machine.pool("waits")
-        pool.submit("a", fields("a"))
-        machine.until(lambda: pool.asked_again, "the task to be dropped and asked again")
-        machine.gate.touch()
-        assert machine.answers(pool)["a"].scores["waits"].state == "value"
-    finally:
-        machine.close()
+def test_a_failure_that_quotes_half_a_surrogate_pair_is_a_failure_like_any_other(machine: Machine) -> None:
+    machine.start("quotes")
+    pool = machine.pool("quotes")
+    for key in ("half \ud800", "whole"):
+        pool.submit(key, fields("x", column=key))
+    found = machine.answers(pool)
+    assert {scored.scores["quotes"].failure for scored in found.values()} == {f"ValueError: {key}" for key in found}
+
+
+def test_an_actor_that_was_taken_for_gone_and_is_not_asks_again(machine: Machine) -> None:
+    machine.start("waits", silent_s=0.5)  # shorter than the time between two beats
+    pool = machine.pool("waits")
+    pool.submit("a", fields("a"))
+    machine.until(lambda: pool.asked_again, "the task to be dropped and asked again")
+    machine.gate.touch()
+    assert machine.answers(pool)["a"].scores["waits"].state == "value"
 
 
 def test_a_column_travels_as_it_is_or_the_score_fails(machine: Machine) -> None:
