@@ -18,23 +18,23 @@ _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "fai
 def read(run: RunDir) -> dict[str, Any]:
     """As plain values, ready for JSON."""
     metrics, config = run.read_metrics(), run.config()
-    hub, alive = run.read_ledger(), run.is_alive()
-    if alive:
+    hub, live = run.read_ledger(), run.live() if run.is_alive() else {}
+    if live:  # read once: the run may end while it is asked
         try:
             connect = connector(config.security.directory)
-            with control(run.live()["address"], timeout_s=_PATIENCE_S, connect=connect) as asked:
+            with control(live["address"], timeout_s=_PATIENCE_S, connect=connect) as asked:
                 hub = asked.status()
         except DeadlineError as error:
             hub["state"] = f"the hub does not answer: {error}"
     done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
-    state = hub.get("state", "starting") if alive else ("finished" if done else "stopped")
+    state = hub.get("state", "starting") if live else ("finished" if done else "stopped")
     return {
         "run_dir": str(run.path),
         "state": state,
         "step": metrics[-1]["step"] if metrics else 0,
         "max_steps": config.max_steps,
         "hub": hub,
-        "scorer": _scorer(run.live()["scorer"]) if alive else {},
+        "scorer": _scorer(live["scorer"]) if live else {},
         "last": metrics[-1] if metrics else None,
         "evaluations": run.read_evaluations(),
     }

@@ -1,0 +1,32 @@
+"""Where a run stands, when it ends while it is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from async_rlhf.run_dir import RunDir
+from async_rlhf.status import lines, read
+
+
+def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: Callable[..., Any], socket_dir: Path) -> None:
+    run, address = RunDir.create(small()), f"ipc://{socket_dir}/hub"
+    run.announce(address)
+
+    def ends() -> None:
+        """A hub that is gone before it answers, and the run with it."""
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
+            hub.bind(address)
+            if hub.poll(60_000):
+                run.retire()
+
+    ending = threading.Thread(target=ends)
+    ending.start()
+    found = read(run)
+    ending.join(60)
+    assert not run.is_alive() and "the hub does not answer" in found["state"]
+    assert lines(run, found)[0].endswith("step 0 of 4")
