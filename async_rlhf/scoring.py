@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from actors.config import REFERENCE
+from actors.config import REFERENCE, StageConfig
 from actors.reading.check import check_reads_along
 from actors.rewards import RewardSpec, resolve
 from actors.scoring.graph import Stage, stages
@@ -57,16 +57,13 @@ def _check(config: Config) -> None:
             raise ConfigError(
                 f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
             )
-    if REFERENCE not in config.scoring.stages:
-        return
-    stage = config.scoring.stages[REFERENCE]
     where = f"scoring.stages.{REFERENCE}"
+    stage = config.scoring.stages.get(REFERENCE, StageConfig())
     if not config.scoring.reference_is_stage:
-        if stage.given:
-            name = min(stage.given)
-            raise ConfigError(
-                f'{where}.{name} is about a stage, and the learner computes this; set {where}.placement = "actor"'
-            )
+        given = [f"{where}.{name}" for name in stage.given]
+        given += [f"scoring.reference.{name}" for name in config.scoring.reference.model_dump(exclude_defaults=True)]
+        if given:
+            raise ConfigError(f'{min(given)} is about a stage, and the learner computes this; set {where}.placement = "actor"')
         return
     if not config.loss.needs_reference:
         raise ConfigError(

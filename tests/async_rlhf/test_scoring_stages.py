@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
         ({"scoring.stages.reasoning_gym.placement": "learner"}, 'is for \'reference\' only; a reward has "actor" or "process"'),
         ({"scoring.stages.reference.placement": "actor"}, "nothing asks for a reference; set loss.kl_coef above 0"),
         ({"scoring.stages.reference.batch_size": 4}, 'the learner computes this; set .*placement = "actor"'),
+        ({"scoring.reference.threads": 2}, 'scoring.reference.threads is about a stage, .*set .*placement = "actor"'),
         ({**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 8, "generation.top_p": 0.9}, "sample from all tokens"),
         (
             {**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 8, "scoring.stages.reference.workers": 2},
@@ -94,19 +96,22 @@ def test_a_scorer_process_that_is_killed_is_started_again_and_no_score_is_lost(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     overrides = {"scoring.stages": {"reference": {"placement": "process"}}, "scoring.placement": "process"}
-    settings = {**overrides, "loss.kl_coef": 0.1, "max_steps": 16}
+    settings = {**overrides, "loss.kl_coef": 0.1, "max_steps": 500}
     started = command(*small_arguments(**settings))
     scorer = started.child("scorer")
     run_dir = RunDir(tmp_path / "runs" / "quick")
     wait_for(lambda: len(run_dir.read_metrics()) >= 2, "two steps")
-    told = CliRunner().invoke(app, ["status", str(run_dir.path)])
-    assert "scorer: answered " in told.output, told.output
+    status = ["status", str(run_dir.path)]
+    wait_for(lambda: "scorer: answered " in CliRunner().invoke(app, status).output, "the scorer to say what it has answered")
     scorer.kill()
     assert wait_for(lambda: next((c for c in started.family() if is_scorer(c) and c.pid != scorer.pid), None), "another scorer")
+    done = len(run_dir.read_metrics())
+    # No more than `max_ahead` groups were scored before it died.
+    wait_for(lambda: len(run_dir.read_metrics()) >= done + 4, "steps whose scores are those of the other")
+    started.process.send_signal(signal.SIGINT)
     code, output = started.finish()
     assert code == 0 and "scorer ended by signal 9; starting it again" in output, output
-    metrics = run_dir.read_metrics()
-    assert len(metrics) == 16 and all(step["rewards/failed_ratio"] == 0.0 for step in metrics)
+    assert all(step["rewards/failed_ratio"] == 0.0 for step in run_dir.read_metrics())
 
 
 def is_scorer(process: psutil.Process) -> bool:
