@@ -117,6 +117,7 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
     try:
         status = wait_for(lambda: _status_with(run, "far-0"), "the actor that was started by hand")
         assert status["hub"]["handshakes_failed"] == 0 and status["hub"]["connections"] >= 3
+        wait_for(RunDir.existing(run).read_metrics, "a first step")
         assert CliRunner().invoke(app, ["stop", str(run)]).exit_code == 0
         code, output = training.finish()
         assert code == 0, output
@@ -124,7 +125,6 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
     finally:
         far.kill()
         said = far.communicate(timeout=30)[1]
-    assert RunDir.existing(run).read_metrics()
     secrets = [file.read_text().strip() for file in key_directory.rglob("*.secret")]
     for text in (output, said, *(file.read_text(errors="replace") for file in run.rglob("*") if file.is_file())):
         assert not any(secret in text for secret in secrets)
