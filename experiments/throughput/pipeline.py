@@ -26,8 +26,8 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from experiments.throughput.judges import BATCH_SIZE
 from experiments.throughput.sides import (
-    BATCH_SIZE,
     LOADS,
     MODEL,
     OF_TRL,

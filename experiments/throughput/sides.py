@@ -20,12 +20,13 @@ from actors.prompts import load_rows
 from async_rlhf.api import run
 from async_rlhf.config import Config, check, validated
 from async_rlhf.run_dir import RunDir, Tail
+from experiments.throughput.judges import BATCH_SIZE
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny-speller"
 PROMPTS = DataConfig(source="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 6}, held_out=0)
 
-GROUP_SIZE, BATCH_SIZE, MAX_NEW_TOKENS, THREADS = 8, 128, 32, 2
+GROUP_SIZE, MAX_NEW_TOKENS, THREADS = 8, 32, 2
 # So small that lengths stay what they are; the arithmetic of an update is the same at any rate.
 LEARNING_RATE = 1e-6
 _RUN_LIMIT_S = 600.0
