@@ -11,7 +11,6 @@ Without keys it listens on this machine only. With keys only those on the allow-
 from __future__ import annotations
 
 import logging
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from actors.scoring.pool import Scored, ScoringPool
 from buffers.errors import ConfigError, WireError
 from buffers.hub.gate import Gate
 from buffers.transport import keys
+from buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500
@@ -61,28 +61,26 @@ class RewardServer:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._gate = Gate(self._context, self._socket, access)
-        self._bell, self._ringer = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._ringer, False)
+        self._bell = Bell()
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._pool = ScoringPool[_From]([spec], config, wake=self._ring)
+        self._pool = ScoringPool[_From]([spec], config, wake=self._bell.ring)
         self.counters = {"asked": 0, "answered": 0, "refused": 0, "too_late": 0}
 
     def run(self) -> None:
         """Serve until `stop`; raises RewardError when the reward's processes do not come up."""
         poller = zmq.Poller()
-        for waited_for in (self._socket, *self._gate.sockets, self._bell):
+        for waited_for in (self._socket, *self._gate.sockets, self._bell.descriptor):
             poller.register(waited_for, zmq.POLLIN)
         told = time.monotonic()
         try:
             while not self._stopped:
-                if self._bell in dict(poller.poll(_LOOK_MS)):
-                    os.read(self._bell, 4096)
+                if self._bell.descriptor in dict(poller.poll(_LOOK_MS)):
+                    self._bell.hush()
                 self._gate.attend()
                 self._take_in()
                 for scored in self._pool.poll():
@@ -98,7 +96,7 @@ class RewardServer:
     def stop(self) -> None:
         """End `run`; may be called from a signal handler or another thread."""
         self._stopped = True
-        self._ring()
+        self._bell.ring()
 
     def _take_in(self) -> None:
         with suppress(zmq.Again):
@@ -137,13 +135,8 @@ class RewardServer:
             del self._deadlines[asker]
         self.counters["too_late"] += len(late)
 
-    def _ring(self) -> None:
-        with suppress(BlockingIOError):  # a full pipe rings already
-            os.write(self._ringer, b"w")
-
     def _close_sockets(self) -> None:
         self._gate.close()
         self._socket.close()
         self._context.term()
-        os.close(self._bell)
-        os.close(self._ringer)
+        self._bell.close()

@@ -13,7 +13,6 @@ scorer that is silent for too long answers nothing: its tasks fail with that rea
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -43,6 +42,7 @@ from actors.scorer.messages import (
 from actors.scoring.calls import Answered, Shown
 from actors.scoring.lanes import Task
 from buffers.errors import DeadlineError, RewardError, WireError
+from buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _BEAT_MS = 1000
@@ -60,9 +60,7 @@ class ScorerClient:
         self._life: str | None = None
         self.asked_again = 0
         self._closing = False
-        self._bell, self._ringer = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._ringer, False)
+        self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._thread.start()
 
@@ -93,12 +91,11 @@ class ScorerClient:
     def close(self, deadline_s: float) -> None:
         """Raises DeadlineError when the thread is left after `deadline_s`."""
         self._closing = True
-        self._ring()
+        self._bell.ring()
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise DeadlineError(f"the thread that speaks to the scorer process did not end within {deadline_s:g} s")
-        os.close(self._bell)
-        os.close(self._ringer)
+        self._bell.close()
 
     # -- its thread --------------------------------------------------------------------------------------------------
 
@@ -107,15 +104,15 @@ class ScorerClient:
         self._socket = _dealer(context, self._address)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._bell.descriptor, zmq.POLLIN)
         self._heard, beaten = time.monotonic(), 0.0
         try:
             while not self._closing:
                 if time.monotonic() - beaten >= _BEAT_MS / 1000:
                     beaten = time.monotonic()
                     self._send(Beat())
-                if self._bell in dict(poller.poll(_BEAT_MS)):
-                    os.read(self._bell, 4096)
+                if self._bell.descriptor in dict(poller.poll(_BEAT_MS)):
+                    self._bell.hush()
                 for _ in range(self._said.qsize()):
                     self._said.get_nowait()()
                 self._take_in()
@@ -185,11 +182,7 @@ class ScorerClient:
 
     def _do(self, what: Callable[[], None]) -> None:
         self._said.put(what)
-        self._ring()
-
-    def _ring(self) -> None:
-        with suppress(BlockingIOError):  # a full pipe rings already
-            os.write(self._ringer, b"w")
+        self._bell.ring()
 
 
 def ask_alive(address: str, timeout_s: float) -> Alive:

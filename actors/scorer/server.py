@@ -12,7 +12,6 @@ has fallen silent is dropped; should it be heard again, it learns that and asks 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import time
 import uuid
@@ -31,6 +30,7 @@ from actors.scoring.dispatcher import Dispatcher
 from actors.scoring.fields import STREAM
 from actors.scoring.lanes import Task
 from buffers.errors import WireError
+from buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500
@@ -70,19 +70,17 @@ class Scorer:
         self._life = uuid.uuid4().hex
         self._stopped = False
         self._events: queue.SimpleQueue[partial[None]] = queue.SimpleQueue()
-        self._bell, self._ringer = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._ringer, False)
+        self._bell = Bell()
         self._dispatcher = Dispatcher(specs, config, self._answered, self._shown)
 
     def run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._bell.descriptor, zmq.POLLIN)
         try:
             while not self._stopped:
-                if self._bell in dict(poller.poll(_LOOK_MS)):
-                    os.read(self._bell, 4096)
+                if self._bell.descriptor in dict(poller.poll(_LOOK_MS)):
+                    self._bell.hush()
                 self._dispatcher.check()
                 self._take_in()
                 for _ in range(self._events.qsize()):
@@ -96,7 +94,7 @@ class Scorer:
     def stop(self) -> None:
         """End `run`; may be called from another thread."""
         self._stopped = True
-        self._ring()
+        self._bell.ring()
 
     def _take_in(self) -> None:
         with suppress(zmq.Again):
@@ -152,7 +150,7 @@ class Scorer:
     def _answered(self, number: int, found: Answers) -> None:
         """Called from the dispatcher's thread."""
         self._events.put(partial(self._tell, number, found))
-        self._ring()
+        self._bell.ring()
 
     def _tell(self, number: int, found: Answers) -> None:
         offset, own = divmod(number, _RANGE)
@@ -189,7 +187,3 @@ class Scorer:
 
     def _send(self, actor: _Actor, message: Message) -> None:
         self._socket.send_multipart([actor.peer, pack(message)])
-
-    def _ring(self) -> None:
-        with suppress(BlockingIOError):  # a full pipe rings already
-            os.write(self._ringer, b"w")

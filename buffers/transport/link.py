@@ -7,11 +7,9 @@ ever or never again: the socket's monitor is watched, and an error says why.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from buffers.errors import ConfigError, DeadlineError
 from buffers.protocol import wire
+from buffers.transport.bell import Bell
 from buffers.transport.frames import receive, send
 from buffers.transport.keys import PeerKeys, load_peer
 
@@ -68,7 +67,7 @@ Connect = Callable[[str, str], Link]
 class SocketLink:
     """A DEALER socket, with `keys` an encrypted one that speaks only to the hub whose public key they hold.
 
-    Owns its context and a pipe to be woken by; on close drops what was not sent within half a second.
+    Owns its context and a bell to be woken by; on close drops what was not sent within half a second.
     `receive` and `was_remade` raise DeadlineError, with the reason, when the handshake is refused or fails again and again.
     """
 
@@ -91,26 +90,24 @@ class SocketLink:
         self._socket.connect(address)
         self._connected = self._remade = False
         self._num_failed = 0
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
+        self._bell = Bell()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._poller.register(self._bell.descriptor, zmq.POLLIN)
 
     @property
     def sockets(self) -> list[Any]:
         """What a poller waits for, when it waits for several links."""
-        return [self._socket, self._monitor, self._wake_in]
+        return [self._socket, self._monitor, self._bell.descriptor]
 
     def send(self, frames: wire.Frames) -> bool:
         return send(self._socket, frames)
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._wake_in in ready:
-            os.read(self._wake_in, 4096)
+        if self._bell.descriptor in ready:
+            self._bell.hush()
         if self._monitor in ready:
             self._watch()
         return receive(self._socket) if self._socket in ready else None
@@ -121,8 +118,7 @@ class SocketLink:
         return remade
 
     def wake(self) -> None:
-        with suppress(BlockingIOError):  # a full pipe is awake already
-            os.write(self._wake_out, b"w")
+        self._bell.ring()
 
     def clock(self) -> float:
         return time.monotonic()
@@ -132,8 +128,7 @@ class SocketLink:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-        os.close(self._wake_in)
-        os.close(self._wake_out)
+        self._bell.close()
 
     def _watch(self) -> None:
         """Take in what the monitor saw."""
