@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, get_args
 
@@ -34,14 +34,20 @@ LONG_PROMPT, MEMBERS = 512, 8
 
 
 @dataclass(frozen=True)
-class Update:
-    """Milliseconds, and tokens; medians unless said otherwise. `step`: between two tokens without an update."""
+class Gap:
+    """Milliseconds; medians unless said otherwise. `step`: between two tokens without an update."""
 
     mode: str
     updates: int
     step_ms: float
     gap_p50_ms: float
     gap_p99_ms: float
+
+
+@dataclass(frozen=True)
+class Update(Gap):
+    """Milliseconds, and tokens; medians unless said otherwise."""
+
     all_on_p50_ms: float
     all_on_p99_ms: float
     lost_tokens: int
@@ -63,14 +69,12 @@ class Busy:
 
     def __init__(self, mode: OnUpdate) -> None:
         self.engine = TorchEngine(make_model(), slots=SEQUENCES, max_length=512, on_update=mode)
-        self._lengths = np.random.default_rng(0).integers(*COMPLETION_TOKENS, 100_000).tolist()
-        self._started = 0
+        self._line = line()
 
     def step(self) -> tuple[float, int]:
         """Seconds of one step, and tokens it put out."""
         while self.engine.num_unfinished < 2 * SEQUENCES:
-            self.engine.submit([request(self._started, PROMPT_TOKENS, self._lengths[self._started])])
-            self._started += 1
+            self.engine.submit([next(self._line)])
         began, sampled = time.perf_counter(), self.engine.num_sampled
         self.engine.step()
         return time.perf_counter() - began, self.engine.num_sampled - sampled
@@ -133,6 +137,13 @@ def request(number: int, num_prompt: int, num_new: int, prompt: int | None = Non
     return Request(RolloutKey(number, 0, 0), tuple(ids.tolist()), num_new, 1.0, number)
 
 
+def line() -> Iterator[Request]:
+    """More requests than any run takes, the same each time."""
+    lengths = np.random.default_rng(0).integers(*COMPLETION_TOKENS, 100_000).tolist()
+    for number, length in enumerate(lengths):
+        yield request(number, PROMPT_TOKENS, length)
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, RawTensor]:
     return {
         name: RawTensor("float32", tuple(parameter.shape), parameter.detach().numpy().tobytes())
@@ -158,7 +169,7 @@ def main(
     show(measure_first_token(repeats), as_json)
 
 
-def show(result: Update | FirstToken, as_json: bool) -> None:
+def show(result: Gap | FirstToken, as_json: bool) -> None:
     values = asdict(result)
     typer.echo(json.dumps(values) if as_json else "  ".join(f"{name}={value}" for name, value in values.items()))
 

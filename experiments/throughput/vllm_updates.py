@@ -8,10 +8,9 @@ Run as `python -m experiments.throughput.vllm_updates [--json]`; skipped where v
 from __future__ import annotations
 
 import importlib.util
-import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -23,20 +22,15 @@ from actors.engine import OnUpdate, RolloutKey
 from actors.engines import load_engine
 from buffers.tensors import RawTensor
 from experiments.throughput.engine import make_model
-from experiments.throughput.updates import COMPLETION_TOKENS, PROMPT_TOKENS, SEQUENCES, in_ms, request, weights_of
+from experiments.throughput.updates import SEQUENCES, Gap, in_ms, line, show, weights_of
 
 OUTPUTS_BETWEEN, DEADLINE_S = 40, 60.0
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(Gap):
     """Milliseconds."""
 
-    mode: str
-    updates: int
-    step_ms: float
-    gap_p50_ms: float
-    gap_p99_ms: float
     adopted_p50_ms: float
 
 
@@ -46,17 +40,14 @@ class Busy:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self._known: dict[RolloutKey, int] = {}
-        self._lengths = np.random.default_rng(0).integers(*COMPLETION_TOKENS, 100_000).tolist()
-        self._started = 0
+        self._line = line()
 
     def turn(self) -> None:
         """Take what ended and submit as many again."""
         for completion in self.engine.step():
             self._known.pop(completion.key, None)
         while self.engine.num_unfinished < 2 * SEQUENCES:
-            asked = request(self._started, PROMPT_TOKENS, self._lengths[self._started])
-            self.engine.submit([replace(asked, partial_every=1)])
-            self._started += 1
+            self.engine.submit([replace(next(self._line), partial_every=1)])
 
     def output(self) -> float:
         """Wait for the next output; the time it was seen."""
@@ -108,8 +99,7 @@ def main(
         try:
             busy = Busy(engine)
             for number, mode in enumerate(get_args(OnUpdate)):
-                values = asdict(measure(busy, mode, weights, 1 + number * (updates + 1), updates))
-                typer.echo(json.dumps(values) if as_json else "  ".join(f"{name}={value}" for name, value in values.items()))
+                show(measure(busy, mode, weights, 1 + number * (updates + 1), updates), as_json)
         finally:
             engine.close()
 
