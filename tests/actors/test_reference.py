@@ -25,6 +25,7 @@ from buffers.record import Float32Array, Group, Rollout, Support
 from learner.batch import make_rows
 from learner.config import LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
+from tests.actors.scored import wait_scored
 from tests.learner.making import make_group, make_model
 
 PLENTY = 1 << 30
@@ -67,7 +68,6 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
     """The completions of a group through a real pool, shown before in parts that end at `cuts`."""
     answered = threading.Event()
     pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-    found: dict[int, Scored[int]] = {}
     try:
         for cut in cuts:
             for key, rollout in enumerate(group.rollouts):
@@ -78,11 +78,7 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
                 answered.wait(0.01)
         for key, rollout in enumerate(group.rollouts):
             pool.submit(key, {**_fields(group, rollout, None), "support": _plain(rollout.support)})
-        until = time.monotonic() + 60
-        while pool.num_pending and time.monotonic() < until:
-            answered.wait(0.1)
-            answered.clear()
-            found |= {done.key: done for done in pool.poll()}
+        found = wait_scored(pool, answered)
     finally:
         pool.close()
     return [found[key] for key in range(len(group.rollouts))]

@@ -17,6 +17,7 @@ from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
 from buffers.errors import ConfigError
 from buffers.record import Score
+from tests.actors.scored import wait_scored
 
 
 class Judge(ThreadingHTTPServer):
@@ -101,13 +102,8 @@ def scores(server: Judge) -> Callable[..., list[Score]]:
         try:
             for key, completion in enumerate(completions):
                 pool.submit(key, {"completion": completion, "prompt": "p", "answer": "a"})
-            found: dict[int, Score] = {}
-            until = time.monotonic() + 60
-            while pool.num_pending and time.monotonic() < until:
-                answered.wait(0.1)
-                answered.clear()
-                found |= {done.key: done.scores["judge"] for done in pool.poll()}
-            return [found[key] for key in range(len(completions))]
+            found = wait_scored(pool, answered)
+            return [found[key].scores["judge"] for key in range(len(completions))]
         finally:
             pool.close()
 

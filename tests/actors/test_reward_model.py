@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from actors.reward_model.model import RewardModel
 from actors.rewards import resolve
 from actors.scoring.pool import ScoringPool
 from buffers.errors import ConfigError
+from tests.actors.scored import wait_scored
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
@@ -59,15 +59,10 @@ def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) ->
     specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge)}}, settings)
     answered = threading.Event()
     pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-    found: dict[int, Any] = {}
     try:
         for key, text in enumerate(TEXTS):
             pool.submit(key, {"prompt": "Spell: ", "completion": text, "answer": "a"})
-        until = time.monotonic() + 60
-        while pool.num_pending and time.monotonic() < until:
-            answered.wait(0.1)
-            answered.clear()
-            found |= {done.key: done for done in pool.poll()}
+        found = wait_scored(pool, answered)
     finally:
         pool.close()
     wanted = RewardModel(judge).score(["Spell: "] * 5, TEXTS, 64)

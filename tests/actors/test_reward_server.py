@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from buffers.errors import ConfigError, WireError
 from buffers.record import Score
 from buffers.transport import keys
 from buffers.transport.link import new_pair
+from tests.actors.scored import wait_scored
 
 JUDGES = """
 from actors.rewards import Score
@@ -60,13 +60,8 @@ def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s:
     try:
         for key, completion in enumerate(completions):
             pool.submit(key, {"completion": completion, "prompt": "p", "answer": {1, 2}})
-        found: dict[int, Score] = {}
-        until = time.monotonic() + 60
-        while pool.num_pending and time.monotonic() < until:
-            answered.wait(0.1)
-            answered.clear()
-            found |= {done.key: done.scores["remote"] for done in pool.poll()}
-        return [found[key] for key in range(len(completions))]
+        found = wait_scored(pool, answered)
+        return [found[key].scores["remote"] for key in range(len(completions))]
     finally:
         pool.close()
 

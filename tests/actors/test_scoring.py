@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import pytest
 
 from actors.config import ScoringConfig
 from actors.rewards import resolve
-from actors.scoring.pool import Scored, ScoringPool
+from actors.scoring.pool import ScoringPool
 from buffers.errors import RewardError
 from buffers.record import Score
+from tests.actors.scored import wait_scored
 
 JUDGES = """
 import asyncio, multiprocessing, os, re, subprocess, sys, time
@@ -99,13 +99,7 @@ class Bench:
         fields = {"prompt": "", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", **columns}
         for key, completion in enumerate(completions):
             self.pool.submit(key, {**fields, "completion": completion})
-        found: dict[int, Scored[int]] = {}
-        until = time.monotonic() + 60
-        while self.pool.num_pending > pending and time.monotonic() < until:
-            # Silence is worth a look too: a worker that dies idle is noticed by `poll`, not announced.
-            self.answered.wait(0.1)
-            self.answered.clear()
-            found |= {done.key: done for done in self.pool.poll()}
+        found = wait_scored(self.pool, self.answered, pending=pending)
         assert self.pool.num_pending == pending
         return [dict(found[key].scores) for key in range(len(completions))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from actors.config import ScoringConfig
 from actors.rewards import resolve
 from actors.scoring.pool import Place, Scored, ScoringPool
 from buffers.record import Score
+from tests.actors.scored import wait_scored
 
 JUDGES = """
 import asyncio, os, re, time
@@ -78,12 +78,7 @@ class Bench:
 
     def wait(self) -> dict[int, Scored[int]]:
         """Everything that is pending, scored; fails after half a minute."""
-        found: dict[int, Scored[int]] = {}
-        until = time.monotonic() + 30
-        while self.pool.num_pending and time.monotonic() < until:
-            self.answered.wait(0.1)
-            self.answered.clear()
-            found |= {done.key: done for done in self.pool.poll()}
+        found = wait_scored(self.pool, self.answered, limit_s=30.0)
         assert not self.pool.num_pending
         return found
 

@@ -24,6 +24,7 @@ from experiments.staleness.analyze import (
     read_cell,
 )
 from experiments.staleness.config import SweepConfig
+from experiments.staleness.plot import picture
 from experiments.staleness.report import conclusions, render, table, write_csv
 
 KEYS = ("queue.max_staleness",)
@@ -222,9 +223,6 @@ def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measu
 
 
 def test_two_swept_keys_are_drawn_with_a_panel_for_each_value_of_the_first(result: CellResult) -> None:
-    pytest.importorskip("matplotlib")
-    from experiments.staleness.plot import picture
-
     runs = [
         replace(result, setting=(("queue.max_staleness", age), ("loss.kind", kind)), seed=seed)
         for age in (0, 4)
