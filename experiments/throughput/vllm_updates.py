@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args
 
@@ -18,7 +19,7 @@ import torch
 import typer
 
 from actors.config import EngineConfig
-from actors.engine import OnUpdate, RolloutKey
+from actors.engine import OnUpdate, Request, RolloutKey
 from actors.engines import load_engine
 from buffers.tensors import RawTensor
 from experiments.throughput.engine import make_model
@@ -35,12 +36,12 @@ class Update(Gap):
 
 
 class Busy:
-    """An engine whose line is never empty, and how many tokens it has told of each request."""
+    """An engine whose line is never empty while there are requests, and how many tokens it has told of each."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, requests: Iterator[Request]) -> None:
         self.engine = engine
         self._known: dict[RolloutKey, int] = {}
-        self._line = line()
+        self._line = requests
 
     def turn(self) -> None:
         """Take what ended and submit as many again."""
@@ -97,7 +98,7 @@ def main(
         config = EngineConfig(kind="vllm", slots=SEQUENCES, threads=threads)
         engine = load_engine(directory, config, version=0)
         try:
-            busy = Busy(engine)
+            busy = Busy(engine, line())
             for number, mode in enumerate(get_args(OnUpdate)):
                 show(measure(busy, mode, weights, 1 + number * (updates + 1), updates), as_json)
         finally:

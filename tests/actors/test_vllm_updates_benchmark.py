@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from actors.engine import OnUpdate, Request, RolloutKey
 from experiments.throughput import vllm_updates
+from experiments.throughput.updates import PROMPT_TOKENS
 from tests.actors.vllm_model import make_model, raw_weights
 
 # vLLM and what it imports warn of their own affairs.
@@ -17,11 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_updates, "SEQUENCES", 3)
     monkeypatch.setattr(vllm_updates, "OUTPUTS_BETWEEN", 3)
-    monkeypatch.setattr(vllm_updates, "COMPLETION_TOKENS", (100, 200))
-    monkeypatch.setattr(
-        vllm_updates, "request", lambda n, num_prompt, num_new: Request(RolloutKey(n, 0, 0), (9,) * num_prompt, num_new, 1.0, n)
-    )
-    busy = vllm_updates.Busy(vllm_engine)
+    lengths = np.random.default_rng(0).integers(100, 200, 1000).tolist()
+    requests = (Request(RolloutKey(n, 0, 0), (9,) * PROMPT_TOKENS, length, 1.0, n) for n, length in enumerate(lengths))
+    busy = vllm_updates.Busy(vllm_engine, requests)
     try:
         for number, mode in enumerate(get_args(OnUpdate)):
             result = vllm_updates.measure(busy, mode, raw_weights(make_model(1)), 1 + 3 * number, updates=2)
