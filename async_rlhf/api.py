@@ -11,14 +11,17 @@ from typing import Any
 from actors.prompts import load_rows
 from actors.rewards import spec_of
 from actors.stop_strings import check_stop_strings
+from async_rlhf.child import MAX_DEATHS
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.model_files import check_model_files
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import reward_specs, stage_specs
-from buffers.errors import ConfigError
+from buffers.errors import AsyncRLHFError, ConfigError
+from learner.resuming import check_step, go_back, newest
 
 
 @dataclass(frozen=True)
@@ -39,33 +42,61 @@ def train(
     rewards: Sequence[Callable[..., Any]] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
+    from_step: int | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Run the configuration in a TOML file to its end.
 
     rewards: functions instead of those the file names; they must be importable by another process (no lambda, no
-    closure). overrides: dotted keys. Raises ConfigError before any process starts, and what ended the run otherwise
+    closure). overrides: dotted keys. resume: go on with its run directory, from the newest checkpoint or from that of
+    `from_step` steps. Raises ConfigError before any process starts, and what ended the run otherwise
     (see `async_rlhf.exit_codes`).
     """
     changed = dict(overrides or {})
     if rewards is not None:
         changed["rewards.functions"] = [spec_of(function) for function in rewards]
-    return run(load(config, changed), resume=resume, quiet=quiet)
+    return run(load(config, changed), resume=resume, from_step=from_step, quiet=quiet)
 
 
-def start(config: Config, *, resume: bool = False, progress: Progress | None = None) -> tuple[Supervisor, RunDir]:
-    """Everything that can be refused is refused here; what comes back only has to `run`."""
+def start(
+    config: Config,
+    *,
+    resume: bool = False,
+    from_step: int | None = None,
+    progress: Progress | None = None,
+    max_deaths: int = MAX_DEATHS,
+) -> tuple[Supervisor, RunDir]:
+    """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`."""
     preflight(config)
     config = as_rewards_want(config.model_copy(update={"model": model_directory(config.model)}))
-    directory = RunDir.reopen(config) if resume else RunDir.create(config)
-    return Supervisor(config, directory, LocalLauncher(), progress), directory
+    check_model_files(Path(config.model))
+    if from_step is not None and not resume:
+        raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
+    directory = _reopened(config, from_step) if resume else RunDir.create(config)
+    return Supervisor(config, directory, LocalLauncher(directory.lock), progress, max_deaths=max_deaths), directory
 
 
-def run(config: Config, *, resume: bool = False, quiet: bool = False) -> TrainResult:
+def _reopened(config: Config, from_step: int | None) -> RunDir:
+    """The directory of a run to continue, its checkpoint looked at: the newest by the sizes of its files, for its learner
+    digests them; the one that was asked for by its digests, for what came after it is then set aside."""
+    directory = RunDir.reopen(config)
+    try:
+        if from_step is None:
+            newest(directory.path, contents=False)
+        else:
+            check_step(directory.path, from_step)
+            go_back(directory.path, from_step)
+    except AsyncRLHFError:
+        directory.retire()
+        raise
+    return directory
+
+
+def run(config: Config, *, resume: bool = False, from_step: int | None = None, quiet: bool = False) -> TrainResult:
     """Run a checked configuration; see `train`."""
     shown: AbstractContextManager[Progress] = nullcontext(Progress()) if quiet else Display()
     with shown as progress:
-        supervisor, directory = start(config, resume=resume, progress=progress)
+        supervisor, directory = start(config, resume=resume, from_step=from_step, progress=progress)
         finished = supervisor.run()
     checkpoint = directory.latest / "model"
     return TrainResult(
@@ -78,10 +109,12 @@ def run(config: Config, *, resume: bool = False, quiet: bool = False) -> TrainRe
 
 
 def preflight(config: Config) -> int:
-    """Look at the data and the rewards themselves, without torch; returns the number of training prompts.
+    """Look at the data, the rewards and the model's files themselves, without torch; returns the number of training prompts.
 
     Raises ConfigError.
     """
+    if Path(config.model).is_dir():
+        check_model_files(Path(config.model))
     rows, _ = load_rows(config.data)
     if not rows:
         raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")

@@ -1,8 +1,9 @@
 """Chaos: a real run whose processes are killed and stopped at random; at its end the books must be right.
 
-`async-rlhf chaos CONFIG --kills 200 --seed S` runs the configuration as `train` does. Beside it a thread ends (SIGKILL) or
-freezes (SIGSTOP, later SIGCONT) one process of the run after another. It waits for finished steps between two blows, so that
-a run whose checkpoints are made often enough always gets on. `problems` then reads what the run left behind.
+`async-rlhf chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread ends
+(SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
+requests, some outlast the watchdog. It waits for finished steps between two blows, so that a run whose checkpoints are made
+often enough always gets on. `problems` then reads what the run left behind.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from dataclasses import dataclass, field
 
 from async_rlhf.config import Config
 from async_rlhf.run_dir import RunDir
+from async_rlhf.run_files import read_lines
 
 # One blow in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
 _FREEZE_SHARE = 0.2
 _MAX_STEPS_BETWEEN = 2
 _LOOK_S = 0.05
+# Of a long freeze, in seconds: on both sides of the watchdog's time in configs/chaos.toml.
+_LONG_FREEZE_S = (60.0, 120.0)
 # With the actors, the hub and the learner all gone, a new step takes some seconds; far more than that is a hang.
 _PATIENCE_S = 120.0
 
@@ -41,20 +45,23 @@ class Monkey:
     """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
 
     processes: names and process ids of what runs now. steps: how many steps were ever recorded (it never falls).
+    num_long: how many of the blows are long freezes, of `long_freeze_s` seconds (from, to).
     """
 
     processes: Callable[[], Mapping[str, int]]
     steps: Callable[[], int]
     num_blows: int
     seed: int
+    num_long: int = 0
     freeze_s: float = 3.0
+    long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     blows: list[Blow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._long = set(self._random.sample(range(self.num_blows), min(self.num_long, self.num_blows)))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._strike_all, name="chaos", daemon=True)
-        self._frozen: set[int] = set()
 
     def __enter__(self) -> Monkey:
         self._thread.start()
@@ -62,10 +69,7 @@ class Monkey:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join(timeout=self.freeze_s + 10)
-        for pid in self._frozen:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        self._thread.join(timeout=10)
 
     def _strike_all(self) -> None:
         while len(self.blows) < self.num_blows and not self._closing.is_set():
@@ -84,20 +88,22 @@ class Monkey:
         if not running:
             return
         name = self._random.choice(list(running))
-        freeze = self._random.random() < _FREEZE_SHARE
-        pid = running[name]
+        long = len(self.blows) in self._long
+        freeze = long or self._random.random() < _FREEZE_SHARE
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if freeze else signal.SIGKILL)
-            self.blows.append(Blow(self.steps(), name, "freeze" if freeze else "kill"))
+            os.kill(running[name], signal.SIGSTOP if freeze else signal.SIGKILL)
+            self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
             if freeze:
-                self._frozen.add(pid)
-                self._closing.wait(self._random.random() * self.freeze_s)
-                os.kill(pid, signal.SIGCONT)
-                self._frozen.discard(pid)
+                seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * self.freeze_s
+                self._closing.wait(seconds)
+                if self.processes().get(name) == running[name]:  # else the watchdog has ended it
+                    os.kill(running[name], signal.SIGCONT)
 
 
 def problems(run: RunDir, config: Config) -> list[str]:
-    """What is wrong with a run that has ended: steps and groups missing or repeated, the bound, the ledger. Empty is good."""
+    """What is wrong with a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
+    quarantined though their actors were only silent. Empty is good.
+    """
     metrics = run.read_metrics()
     found: list[str] = []
     steps = [record["step"] for record in metrics]
@@ -120,4 +126,7 @@ def problems(run: RunDir, config: Config) -> list[str]:
         found.append(f"the ledger does not close: {ledger}")
     if ledger.get("trained") != sum(trained.values()):
         found.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
+    for record in read_lines(run.path / "quarantine.jsonl").records:
+        if not any("ended" in reason for reason in record["reasons"]):
+            found.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
     return found

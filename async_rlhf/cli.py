@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy RLHF. Start with:  async-rlhf train configs/quick.toml\n\n"
     "Exit codes: 0 done, 1 failed, 2 usage, 3 configuration, 4 stalled, 5 a process ends again and again, "
-    "6 rewards fail too often, 7 refused to train, 130 forced to end.",
+    "6 rewards fail too often, 7 refused to train, 8 a file is damaged, 130 forced to end.",
 )
 
 rollouts_app = typer.Typer(
@@ -46,12 +46,16 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --resume: go on from the kept checkpoint of this step instead of the newest."),
+    ] = None,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with _errors():
         from async_rlhf.api import run
 
-        result = run(_load(config, overrides), resume=resume)
+        result = run(_load(config, overrides), resume=resume, from_step=from_step)
         ended = "all steps done" if result.finished else "drained; --resume continues"
         typer.echo(f"{ended}: {len(result.metrics)} steps in {result.run_dir}")
         typer.echo(f"model: {result.checkpoint}")
@@ -100,8 +104,7 @@ def status(run_dir: RunPath, as_json: AsJson = False) -> None:
         if as_json:
             typer.echo(json.dumps(found, indent=1))
             return
-        for line in lines(run, found):
-            typer.echo(line)
+        _say("\n".join(lines(run, found)))
 
 
 @app.command()
@@ -125,17 +128,14 @@ def trace(
 def stop(run_dir: RunPath) -> None:
     """Drain a live run: no new work, finish what has begun, checkpoint, exit 0."""
     with _errors():
-        import os
         import signal
 
         from async_rlhf.run_dir import RunDir
-        from buffers.errors import ConfigError
+        from async_rlhf.run_lock import signal_holder
 
         run = RunDir.existing(run_dir)
-        if not run.is_alive():
-            raise ConfigError(f"run {str(run.path)!r} is not running")
-        os.kill(run.live()["pid"], signal.SIGTERM)
-        typer.echo(f"{run.path} drains; follow it with: async-rlhf status {run.path}")
+        found = signal_holder(run.lock_file, signal.SIGTERM)
+        _say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
 
 
 @app.command()
@@ -143,18 +143,23 @@ def chaos(
     config: ConfigPath,
     overrides: Overrides = None,
     kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    long_freezes: Annotated[
+        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
 ) -> None:
     """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
     with _errors():
         from async_rlhf.api import start
         from async_rlhf.chaos import Monkey, problems
+        from async_rlhf.child import MAX_DEATHS
         from async_rlhf.display import Display
 
         loaded = _load(config, overrides)
         with Display() as display:
-            supervisor, run = start(loaded, progress=display)
-            with Monkey(supervisor.processes, lambda: supervisor.num_records, kills, seed) as monkey:
+            # Blows are no fault of a role's: however short its lives are, it is started again.
+            supervisor, run = start(loaded, progress=display, max_deaths=kills + MAX_DEATHS)
+            with Monkey(supervisor.processes, lambda: supervisor.num_records, kills, seed, long_freezes) as monkey:
                 supervisor.run()
         struck = ", ".join(f"{name} {number}" for name, number in _tally(monkey.blows))
         typer.echo(f"{len(monkey.blows)} of {kills} blows: {struck}; {supervisor.num_records} steps recorded")
@@ -197,7 +202,7 @@ def rollouts_show(
         from async_rlhf.run_dir import RunDir
 
         for record in itertools.islice(records(RunDir.existing(run_dir), step=step, group=group), limit):
-            typer.echo(json.dumps(record) if as_json else group_lines(record))
+            _say(json.dumps(record) if as_json else group_lines(record))
 
 
 @rollouts_app.command("export")
@@ -208,6 +213,22 @@ def rollouts_export(run_dir: RunPath, out: Annotated[Path, typer.Argument(help="
         from async_rlhf.run_dir import RunDir
 
         typer.echo(f"{export(RunDir.existing(run_dir), out)} groups written to {out}")
+
+
+@rollouts_app.command("quarantine")
+def rollouts_quarantine(
+    run_dir: RunPath,
+    group: Annotated[int, typer.Option(help="Number of the group.")],
+    reason: Annotated[str, typer.Option(help="For quarantine.jsonl.")] = "taken back by an operator",
+) -> None:
+    """Take a group back, of a live run or one that stands still: it is not trained on, the other steps keep their batches."""
+    with _errors():
+        from async_rlhf.rollouts import quarantine
+        from async_rlhf.run_dir import RunDir
+
+        run = RunDir.existing(run_dir)
+        quarantine(run, run.config(), group, reason[:300])
+        typer.echo(f"group {group} is quarantined: {run.path / 'quarantine.jsonl'}")
 
 
 @rollouts_app.command("replay")
@@ -320,6 +341,13 @@ def keys_new(
             typer.echo(f"move {directory / f'for-{name}'} to {name}, keeping its modes (scp -rp), and delete it here")
 
 
+def _say(text: str, *, err: bool = False) -> None:
+    """Print what comes from files or peers: it may not speak to the terminal."""
+    from async_rlhf.run_files import printable
+
+    typer.echo(printable(text), err=err)
+
+
 def _tally(blows: Any) -> list[tuple[str, int]]:
     from collections import Counter
 
@@ -341,7 +369,7 @@ def _errors() -> Iterator[None]:
     except AsyncRLHFError as error:
         from async_rlhf.exit_codes import exit_code
 
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}", err=True)
         raise typer.Exit(exit_code(error)) from error
 
 

@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
 from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
+from actors.own_code import check_own_code
 from actors.rewards import absolute
 from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
@@ -55,11 +56,13 @@ class Config(Section):
     max_steps: int = Field(ge=1)
     """Learner steps of the run (fewer when the data ends first)."""
     address: str = ""
-    """Where the hub listens: empty for a private ipc socket, `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
+    """Where the hub listens beside its private ipc socket: nowhere, at `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
     sampled_groups: int = Field(default=1, ge=0)
     """Groups of every step written to `rollouts.jsonl`."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a finished step after which the run ends with a stall report."""
+    watchdog_s: float = Field(default=120.0, gt=0)
+    """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig
     generation: GenerationConfig = GenerationConfig()
     engine: EngineConfig = EngineConfig()
@@ -246,11 +249,6 @@ def _truncated(generation: GenerationConfig) -> str | None:
     return f"generation.min_p = {generation.min_p:g}" if generation.min_p > 0 else None
 
 
-def dialled(address: str) -> str:
-    """Where processes of the hub's own machine reach a hub that listens at `address`: "every interface" cannot be dialled."""
-    return re.sub(r"^tcp://(\*|0\.0\.0\.0):", "tcp://127.0.0.1:", address)
-
-
 def _check_address(address: str, *, keyed: bool) -> None:
     if not keyed and not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:")):
         raise ConfigError(
@@ -284,6 +282,7 @@ def _check_model(config: Config) -> None:
         sizes = model.get("text_config", model).get
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
+    check_own_code(directory, "model")
     check_division(config.learner, sizes)
 
 

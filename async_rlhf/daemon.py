@@ -1,55 +1,56 @@
 """The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
 
-owns        the child processes, the run directory's `run.json`, the socket's directory
+owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a courier to the hub
 waits for   the learner to end; looks round every 0.1 s, and says so when nothing moves for too long
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
 on close    no process is left: they are told, then killed; and their input closes when this process ends in any way
 
 who dies      what happens
-actor         the hub is told at once, its groups go to others; started again with back-off
+actor         reported to the hub until it confirms; its groups go to others; started again with back-off
 hub           started again with back-off: it reads its journal, the others say hello again
 scorer        started again with back-off; actors ask it again what it had not answered
 learner       started again from its newest checkpoint; actors go on until credits run out
 supervisor    everybody ends; `--resume` continues
+
+An end that was not asked for is a death, whatever its code; so is silence longer than `watchdog_s`, after which the frozen
+process is killed. When a role is given up is for `child` to say.
 """
 
 from __future__ import annotations
 
-import logging
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from async_rlhf.config import Config, dialled
+from async_rlhf.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.config import Config
+from async_rlhf.courier import Courier
 from async_rlhf.exit_codes import (
     CONFIGURATION,
+    DAMAGED,
     FATAL,
     REWARDS_FAILED,
     InterruptedRunError,
     StalledError,
     WorkerLostError,
 )
-from async_rlhf.launch.program import Launcher, Node, Process, actor_node, evaluation_node, hub_node, learner_node, scorer_node
-from async_rlhf.run_dir import RunDir, Tail
+from async_rlhf.launch.program import Launcher, actor_node, evaluation_node, hub_node, learner_node, scorer_node
+from async_rlhf.launch.tether import PROGRESS
+from async_rlhf.run_dir import RunDir
+from async_rlhf.run_files import Tail, read_lines
 from async_rlhf.scoring import stage_specs
-from buffers.clients.control import control
-from buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, RewardError
+from async_rlhf.sockets import hub_address, scorer_address, socket_directory
+from buffers.clients.control import Control, control
+from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
 from buffers.transport.link import connector
 
-_log = logging.getLogger(__name__)
 _LOOK_S = 0.1
-_MAX_BACKOFF_S = 30.0
-# A role that ends this often without a single finished step in between will not get better.
-_MAX_DEATHS = 6
 _CLOSE_S = 15.0
 
 
@@ -61,16 +62,6 @@ class Progress:
     def step(self, record: dict[str, Any], max_steps: int) -> None: ...
 
     def evaluation(self, record: dict[str, Any]) -> None: ...
-
-
-@dataclass
-class _Child:
-    node: Node
-    process: Process | None = None
-    deaths: int = 0
-    start_at: float = 0.0
-    expected: bool = True
-    """Whether it should be running."""
 
 
 @dataclass
@@ -87,39 +78,50 @@ class _Signals:
 class Supervisor:
     """See the module docstring. `run` returns when the run has ended as it should.
 
-    Raises what ended it otherwise: StalledError, WorkerLostError, RewardError, ConfigError, InterruptedRunError.
+    max_deaths: lives in a row in which a role did not work, after which it is given up. Raises what ended the run otherwise:
+    StalledError, WorkerLostError, RewardError, ConfigError, DamagedError, InterruptedRunError.
     """
 
-    def __init__(self, config: Config, run: RunDir, launcher: Launcher, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        launcher: Launcher,
+        progress: Progress | None = None,
+        *,
+        max_deaths: int = MAX_DEATHS,
+    ) -> None:
         self._config, self._run, self._launcher, self._progress = config, run, launcher, progress or Progress()
+        self._max_deaths = max_deaths
         self._signals = _Signals()
         self._draining = False
-        self._step = self._num_records = 0
+        self._step = self._highest = self._num_records = 0
         self._tail = Tail(run.metrics)
-        self._last_step_at = time.monotonic()
-        self._children: dict[str, _Child] = {}
-        self._listens_at = self._address = self._scorer = ""
+        self._now = SupervisedTime()
+        self._last_step_at = self._now()
+        self._children: dict[str, Child] = {}
+        self._address = self._scorer = ""
         self._connect = connector(config.security.directory)
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
-        with _signals(self._signals), self._sockets() as directory:
-            self._listens_at = self._config.address or f"ipc://{directory}/hub"
-            self._address = dialled(self._listens_at)
-            if any(self._config.scoring.in_process(spec.name) for spec in stage_specs(self._config)):
-                self._scorer = f"ipc://{directory}/scorer"
-            self._run.announce(self._address, self._scorer)
-            self._step = max((record["step"] for record in self._tail.read()), default=0)
-            try:
-                self._start_all()
-                self._watch()
-            finally:
-                self._close()
-                self._run.retire()
-            finished = not self._draining or self._step >= self._config.max_steps
-            if finished and self._config.evaluation.at_end:
-                self._evaluate(str(self._run.latest / "model"), "end")
-            return finished
+        try:
+            with _signals(self._signals), self._listening():
+                self._step = self._highest = max(
+                    (record["step"] for record in self._tail.read() if _is_step(record)), default=0
+                )
+                self._courier = Courier(self._ask_for)
+                try:
+                    self._start_all()
+                    self._watch()
+                finally:
+                    self._close()
+                finished = not self._draining or self._step >= self._config.max_steps
+                if finished and self._config.evaluation.at_end:
+                    self._evaluate(str(self._run.latest / "model"), "end")
+                return finished
+        finally:
+            self._run.retire()
 
     def processes(self) -> dict[str, int]:
         """Names and process ids of what runs now."""
@@ -132,103 +134,138 @@ class Supervisor:
         return self._num_records
 
     @contextmanager
-    def _sockets(self) -> Iterator[Path]:
-        """A private directory for the sockets of this machine's processes."""
+    def _listening(self) -> Iterator[None]:
+        """A private directory for the sockets of this machine's processes, and its name in the run directory."""
         _check_free(self._config.address)
-        # The run directory's own path can be longer than the 107 bytes a socket's may have.
-        directory = Path(tempfile.mkdtemp(prefix="async-rlhf-"))
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        with ExitStack() as stack:
+            with _refused_when_full():
+                directory = stack.enter_context(socket_directory())
+                self._run.announce(directory)
+            self._address = hub_address(directory)
+            if any(self._config.scoring.in_process(spec.name) for spec in stage_specs(self._config)):
+                self._scorer = scorer_address(directory)
+            yield
+
+    def _ask_for(self, timeout_s: float) -> AbstractContextManager[Control]:
+        return control(self._address, timeout_s=timeout_s, connect=self._connect)
 
     def _start_all(self) -> None:
         run, address = self._run, self._address
-        nodes = [hub_node(self._listens_at, run.log("hub")), learner_node(address, run.log("learner"))]
+        # Shared memory is for who came by ipc: the hub's own machine does, wherever else it listens.
+        listens = (address, self._config.address) if self._config.address else (address,)
+        nodes = [hub_node(listens, run.log("hub")), learner_node(address, run.log("learner"))]
         if self._scorer:
             nodes.append(scorer_node(self._scorer, run.log("scorer")))
         nodes += [actor_node(address, i, run.log(f"actor-{i}"), self._scorer) for i in range(self._config.actors.count)]
-        fresh = not any(record["label"] == "start" for record in run.read_evaluations())
+        fresh = not any(record.get("label") == "start" for record in read_lines(run.evaluations).records)
         if self._config.evaluation.at_start and fresh and self._step == 0:
             nodes.append(evaluation_node(self._config.model, "start", run.log("evaluation-start")))
-        for node in nodes:
-            self._children[node.name] = _Child(node, self._launcher.start(run.path, node))
+        self._children = {node.name: Child(node) for node in nodes}
+        with _refused_when_full():
+            for child in self._children.values():
+                self._start(child)
+
+    def _start(self, child: Child) -> None:
+        child.started(self._launcher.start(self._run.path, child.node), self._now())
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Until the learner has ended well."""
-        while self._children["learner"].expected:
+        while self._children["learner"].wanted:
             time.sleep(_LOOK_S)
             self._report_steps()
             for child in self._children.values():
                 self._look_after(child)
+            if complaint := self._courier.complaint():
+                self._progress.event(f"the hub did not answer: {complaint}")
             if self._signals.asked and not self._draining:
-                self._drain()
+                self._draining = True
+                self._progress.event("draining: no new work, finishing what has begun (again to force)")
+                self._courier.drain()
             if self._signals.asked > 1:
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
-            if time.monotonic() - self._last_step_at > self._config.stall_timeout_s:
+            if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())
 
-    def _look_after(self, child: _Child) -> None:
-        """Notice that a process has ended; start it again when it should be running and its time has come."""
-        if child.process is not None and (code := child.process.poll()) is not None:
-            child.process = None
-            if code == 0 or child.node.role == "evaluation":
-                child.expected = False
-                self._report_evaluation(child, code)
+    def _look_after(self, child: Child) -> None:
+        """Notice that a process has ended or is frozen; start it again when it should be running and its time has come."""
+        now, name = self._now(), child.node.name
+        if child.process is not None:
+            if (code := child.process.poll()) is not None:
+                self._ended(child, code)
+            elif said := child.process.heard():
+                child.heard(now)
+                if PROGRESS in said:
+                    child.progressed()
+            elif child.silent_s(now) > self._config.watchdog_s:
+                self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
+                child.process.kill()
+        elif child.wanted and now >= child.start_at and not self._courier.owes(name):
+            if child.ended_well and not self._courier.hub_goes_on:
+                child.wanted = False  # the hub has told it to stop
+            elif child.ended_well:
+                self._died(child, "with code 0, and the run goes on")
             else:
-                self._died(child, code)
-        if child.process is None and child.expected and time.monotonic() >= child.start_at:
-            child.process = self._launcher.start(self._run.path, child.node)
-            if child.node.role == "hub" and self._draining:
-                self._ask_hub(lambda hub: hub.drain())
+                self._start_again(child)
 
-    def _died(self, child: _Child, code: int) -> None:
-        name, fatal = child.node.name, _fatal_line(child.node.log)
+    def _ended(self, child: Child, code: int) -> None:
+        role, process = child.node.role, child.process
+        assert process is not None
+        if role == "evaluation" or (role == "learner" and code == 0):
+            child.process, child.wanted = None, False
+            self._report_evaluation(child, code)
+            return
+        words = process.last_words() if code > 0 else ""
         if code in FATAL:
-            kinds: dict[int, type[AsyncRLHFError]] = {CONFIGURATION: ConfigError, REWARDS_FAILED: RewardError}
-            raise kinds.get(code, WorkerLostError)(fatal or f"{name} ended with code {code}; see {child.node.log}")
-        child.deaths += 1
-        if child.deaths >= _MAX_DEATHS:
-            reason = fatal or (f"signal {-code}" if code < 0 else f"code {code}")
-            raise WorkerLostError(f"{name} ended {child.deaths} times without a finished step: {reason}; see {child.node.log}")
-        backoff = min(_MAX_BACKOFF_S, self._config.actors.restart_backoff_s * 2 ** (child.deaths - 1))
-        child.start_at = time.monotonic() + backoff
-        how = f"by signal {-code}" if code < 0 else f"with code {code}" + (f" ({fatal})" if fatal else "")
-        self._progress.event(f"{name} ended {how}; starting it again in {backoff:.1f} s")
-        if child.node.role == "actor":
-            self._ask_hub(lambda hub: hub.gone(name))
+            kinds: dict[int, type[AsyncRLHFError]] = {
+                CONFIGURATION: ConfigError,
+                DAMAGED: DamagedError,
+                REWARDS_FAILED: RewardError,
+            }
+            raise kinds.get(code, WorkerLostError)(words or f"{child.node.name} ended with code {code}; see {child.node.log}")
+        if role == "actor":
+            self._courier.gone(child.node.name)
+            if code == 0:
+                child.ends_well(self._now())  # perhaps the hub asked for it: its state shows
+                return
+        self._died(child, f"by signal {-code}" if code < 0 else f"with code {code}" + (f" ({words})" if words else ""))
 
-    def _drain(self) -> None:
-        self._draining = True
-        self._progress.event("draining: no new work, finishing what has begun (again to force)")
-        self._ask_hub(lambda hub: hub.drain())
+    def _died(self, child: Child, how: str) -> None:
+        name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s)
+        if child.deaths >= self._max_deaths:
+            raise WorkerLostError(
+                f"{name} ended {child.deaths} times without having worked in between: the last time {how}; see {child.node.log}"
+            )
+        self._progress.event(f"{name} ended {how}; starting it again in {pause_s:.1f} s")
 
-    def _ask_hub(self, question: Callable[[Any], object]) -> None:
-        """Ask, when there is a hub to ask; one that is away learns it from the journal, or is asked again."""
+    def _start_again(self, child: Child) -> None:
         try:
-            with control(self._address, timeout_s=5.0, connect=self._connect) as hub:
-                question(hub)
-        except DeadlineError as error:
-            self._progress.event(f"the hub did not answer: {error}")
+            self._start(child)
+        except OSError as error:
+            self._died(child, f"before it began: {error}")
+            return
+        if child.node.role == "hub" and self._draining:
+            self._courier.drain()
 
     def _report_steps(self) -> None:
-        for record in self._tail.read():
+        for record in filter(_is_step, self._tail.read()):
             self._num_records += 1
-            self._last_step_at = time.monotonic()
+            self._last_step_at = self._now()
             self._step = record["step"]
+            if self._step > self._highest:  # a step that is done again is no progress
+                self._highest = self._step
+                for name in ("hub", "learner"):
+                    self._children[name].progressed()
             self._progress.step(record, self._config.max_steps)
-            for child in self._children.values():
-                child.deaths = 0
 
     def _stall_report(self) -> str:
         """Who waits for whom."""
         try:
-            with control(self._address, timeout_s=5.0, connect=self._connect) as hub:
+            with self._ask_for(5.0) as hub:
                 status = hub.status()
             waits = f"learner waits for: {status['waiting_for'] or 'nothing'}; ledger {status['ledger']}; {status['actors']}"
-        except DeadlineError as error:
+        except AsyncRLHFError as error:
             waits = f"the hub does not answer: {error}"
         running = [name for name, child in self._children.items() if child.process is not None]
         return (
@@ -238,45 +275,65 @@ class Supervisor:
 
     # -- evaluation and ending ---------------------------------------------------------------------------------------
 
-    def _report_evaluation(self, child: _Child, code: int) -> None:
+    def _report_evaluation(self, child: Child, code: int) -> None:
         if child.node.role != "evaluation":
             return
         label = child.node.arguments[1]
-        record = next((r for r in reversed(self._run.read_evaluations()) if r["label"] == label), None)
+        record = next((r for r in reversed(read_lines(self._run.evaluations).records) if r.get("label") == label), None)
         if code != 0 or record is None:
-            reason = _fatal_line(child.node.log) or f"code {code}"
-            self._progress.event(f"{child.node.name} failed: {reason}; see {child.node.log}")
+            self._progress.event(f"{child.node.name} failed (code {code}); see {child.node.log}")
         else:
             self._progress.evaluation(record)
 
     def _evaluate(self, model: str, label: str) -> None:
         """Evaluate and wait for it; a failure is reported, the run has ended well all the same."""
-        node = evaluation_node(model, label, self._run.log(f"evaluation-{label}"))
-        child = _Child(node, self._launcher.start(self._run.path, node))
-        deadline = time.monotonic() + self._config.stall_timeout_s
-        assert child.process is not None
+        child = Child(evaluation_node(model, label, self._run.log(f"evaluation-{label}")))
         try:
-            while (code := child.process.poll()) is None and time.monotonic() < deadline and self._signals.asked < 2:
+            self._start(child)
+        except OSError as error:
+            self._progress.event(f"{child.node.name} cannot be started: {error}")
+            return
+        process, deadline = child.process, self._now() + self._config.stall_timeout_s
+        assert process is not None
+        try:
+            while (code := process.poll()) is None and self._now() < deadline and self._signals.asked < 2:
                 time.sleep(_LOOK_S)
             self._report_evaluation(child, -1 if code is None else code)
         finally:
-            child.process.kill()
+            process.kill()
 
     def _close(self) -> None:
         """End everybody: the start evaluation may finish, the hub halts, actors have been told; the rest is killed."""
-        self._report_steps()
+        with suppress(DamagedError):
+            self._report_steps()
+        self._courier.close()
         hub = self._children.get("hub")
         if hub is not None and hub.process is not None and hub.process.poll() is None:
-            self._ask_hub(lambda asked: asked.halt())
-        deadline = time.monotonic() + (_CLOSE_S if self._signals.asked < 2 else 0.0)
+            with suppress(AsyncRLHFError), self._ask_for(5.0) as asked:  # a silent hub is killed below
+                asked.halt()
+        deadline = self._now() + (_CLOSE_S if self._signals.asked < 2 else 0.0)
         for child in self._children.values():
             ends_itself = child.node.role != "scorer"  # which only ever answers
-            while ends_itself and child.process is not None and child.process.poll() is None and time.monotonic() < deadline:
+            while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             if child.process is not None:
                 if child.process.poll() == 0:
                     self._report_evaluation(child, 0)
                 child.process.kill()
+
+
+def _is_step(record: dict[str, Any]) -> bool:
+    """The learner writes whole records; whatever else stands in its file after a crash is left out."""
+    return type(record.get("step")) is int
+
+
+@contextmanager
+def _refused_when_full() -> Iterator[None]:
+    """What cannot be made before the run has begun (no room, no right) is for the operator to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"the run cannot be started: {error}") from error
 
 
 @contextmanager
@@ -306,9 +363,3 @@ def _check_free(address: str) -> None:
             raise ConfigError(
                 f"address = {address!r} cannot be used: {error}. Choose a free port, or leave it empty"
             ) from error
-
-
-def _fatal_line(log: Path) -> str:
-    """What a role wrote last about its end."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return next((line.removeprefix("fatal: ") for line in reversed(lines[-50:]) if line.startswith("fatal: ")), "")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from async_rlhf import daemon
+from async_rlhf.run_files import printable
 
 # A log that is read later wants a line now and then, not one a step.
 _LINE_EVERY_S = 5.0
@@ -36,7 +37,7 @@ class Display(daemon.Progress):
             self._bar.stop()
 
     def event(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def evaluation(self, record: dict[str, Any]) -> None:
         self.event(held_out(record))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffers.errors import AsyncRLHFError, ConfigError, NonFiniteError, RewardError, StalenessError
+from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, NonFiniteError, RewardError, StalenessError
 
 DONE = 0
 FAILED = 1
@@ -12,10 +12,11 @@ STALLED = 4
 WORKER_LOST = 5
 REWARDS_FAILED = 6
 REFUSED_TO_TRAIN = 7
+DAMAGED = 8
 INTERRUPTED = 130
 
 # Starting the process again would end the same way.
-FATAL = {CONFIGURATION, STALLED, REWARDS_FAILED, REFUSED_TO_TRAIN}
+FATAL = {CONFIGURATION, STALLED, REWARDS_FAILED, REFUSED_TO_TRAIN, DAMAGED}
 
 
 class StalledError(AsyncRLHFError):
@@ -34,6 +35,7 @@ def exit_code(error: AsyncRLHFError) -> int:
     """The code that stands for this error."""
     codes: list[tuple[type[AsyncRLHFError], int]] = [
         (ConfigError, CONFIGURATION),
+        (DamagedError, DAMAGED),
         (StalledError, STALLED),
         (WorkerLostError, WORKER_LOST),
         (RewardError, REWARDS_FAILED),

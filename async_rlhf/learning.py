@@ -52,7 +52,7 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
         return
     from learner.lead import Leader
 
-    processes = RankProcesses(LocalLauncher(), run.path, config.learner.ranks, run.log)
+    processes = RankProcesses(LocalLauncher(run.lock), run.path, config.learner.ranks, run.log)
     told = False
     try:
         ranks = _join(config, 0, processes.directory)

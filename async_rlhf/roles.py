@@ -1,24 +1,29 @@
 """What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code that says why.
 
 Started by a launcher as `python -m async_rlhf.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
-needs them. A role lives no longer than the supervisor: its standard input is a pipe that the supervisor holds open, and
-it ends when that closes. Signals that a terminal sends to everybody are ignored; the supervisor decides.
+needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
+terminal sends to everybody: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
+at once on the second.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from async_rlhf.agreement import schema, shared
 from async_rlhf.config import Config
 from async_rlhf.exit_codes import exit_code
+from async_rlhf.launch.tether import Tether
 from async_rlhf.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import reward_specs, stage_specs
@@ -33,8 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def run_hub(run: RunDir, config: Config, address: str) -> None:
-    """The replay queue, the weight channel and the ledger."""
+def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
+    """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
     from actors.prompts import load_rows, prompt_number
     from buffers.hub.hub import Hub
     from buffers.transport.keys import load_hub
@@ -47,7 +52,18 @@ def run_hub(run: RunDir, config: Config, address: str) -> None:
     access = load_hub(config.security.directory) if config.security.directory is not None else None
     bound = config.bound(num_prompts)
     prompt_of = lambda group: prompt_number(config.seed, group, num_rows())  # noqa: E731
-    Hub(address, run.path, config.queue, bound, access=access, weights=config.weights, prompt_of=prompt_of).run()
+    Hub(
+        addresses,
+        run.path,
+        config.queue,
+        bound,
+        access=access,
+        weights=config.weights,
+        prompt_of=prompt_of,
+        schema=schema(config),
+        shared=shared(config),
+        beat=beat,
+    ).run()
 
 
 def run_learner(run: RunDir, config: Config, address: str) -> None:
@@ -70,8 +86,13 @@ def run_scorer(run: RunDir, config: Config, address: str) -> None:
     Scorer(specs, config.scoring, address).run()
 
 
-def run_actor(run: RunDir, config: Config, address: str, name: str, scorer: str = "") -> None:
-    """One generator: engine, scoring pool and loop. scorer: where the scorer process listens, if there is one."""
+def run_actor(
+    run: RunDir, config: Config, address: str, name: str, scorer: str = "", *, progress: Callable[[], None] | None = None
+) -> None:
+    """One generator: engine, scoring pool and loop.
+
+    scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
+    """
     from transformers import AutoTokenizer
 
     from actors.engine import RolloutKey
@@ -84,15 +105,26 @@ def run_actor(run: RunDir, config: Config, address: str, name: str, scorer: str 
     from buffers.transport.link import connector
 
     rows, _ = load_rows(config.data)
-    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
     check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
     engine = load_engine(config.model, config.engine, on_update=config.generation.on_update)
-    beat_s = min(1.0, config.queue.lease_s / 5)
-    connect = connector(config.security.directory)
     client = ActorClient(
-        address, name, beat_s=beat_s, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights
+        address,
+        name,
+        beat_s=config.queue.beat_s,
+        timeout_s=config.queue.request_timeout_s,
+        connect=connector(config.security.directory),
+        weights=config.weights,
+        shared=shared(config),
     )
-    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, client.wake, scorer)
+    client.keep_beating()
+
+    def scored() -> None:
+        client.wake()
+        if progress is not None:
+            progress()
+
+    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer)
     spans = SpanFile(run.spans(name))
     try:
         reason = Worker(
@@ -146,7 +178,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     from actors.scoring.pool import ScoringPool
 
     _, rows = load_rows(config.data)
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
     engine = load_engine(model, config.engine, version=0)
     try:
@@ -164,8 +196,20 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     finally:
         scoring.close()
         engine.close()
-    with run.evaluations.open("a") as file:
-        file.write(json.dumps({"label": label, "model": model, **vars(result)}) + "\n")
+    try:
+        _append(run.evaluations, json.dumps({"label": label, "model": model, **vars(result)}) + "\n")
+    except OSError as error:
+        _log.warning("the evaluation %s is lost: %s cannot be written: %s", label, run.evaluations, error)
+
+
+def _append(path: Path, line: str) -> None:
+    """A whole line or nothing; raises OSError."""
+    data = line.encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            os.truncate(path, size)
+            raise OSError(errno.ENOSPC, "no room for a whole line")
 
 
 _ROLES: dict[str, Callable[..., None]] = {
@@ -178,27 +222,34 @@ _ROLES: dict[str, Callable[..., None]] = {
 }
 
 
-def _follow_supervisor() -> None:
-    """Ends this process when the supervisor's end of standard input closes, however that happened."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
+class _AskedToEnd(BaseException):
+    """Raised where a role that was started by hand is, when it is signalled; what it holds is closed on the way up."""
+
+
+def _end_in_order(number: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    raise _AskedToEnd(signal.Signals(number).name)
 
 
 def main(arguments: list[str]) -> int:
     """Run a role; the exit code says why it ended (see `exit_codes`)."""
     role, directory, *rest = arguments
+    tether = Tether.from_environment()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_follow_supervisor, name="follow-supervisor", daemon=True).start()
+        signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
+    tether.follow()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run = RunDir.existing(directory)
+    told = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
     try:
-        _ROLES[role](run, run.config(), *rest)
+        run = RunDir.existing(directory, tether.lock)
+        _ROLES[role](run, run.config(), *rest, **told)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")
         return exit_code(error)
+    except _AskedToEnd as asked:
+        _log.info("ended: asked to by %s", asked)
     return 0
 
 

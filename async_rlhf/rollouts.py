@@ -9,13 +9,22 @@ from typing import Any
 
 from async_rlhf.config import Config
 from async_rlhf.run_dir import RunDir
-from buffers.errors import ConfigError
+from async_rlhf.run_lock import RunLock
+from buffers.errors import ConfigError, DamagedError
 from buffers.queue.archive import read_batches
 from buffers.record import Group
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
-    """One plain object a group, in the order of training; only those of a step (from 1) or a group number when asked."""
+    """One plain object a group, in the order of training; only those of a step (from 1) or a group number when asked.
+
+    Raises ConfigError for a run that has begun no journal, DamagedError for a journal that is not as it was written.
+    """
+    if not (run.path / "queue").is_dir():
+        raise ConfigError(f"run {str(run.path)!r} has no journal: nothing was generated yet")
+    for path in (run.path / "queue").glob("*.log"):
+        if not path.is_file():  # a pipe would be waited for
+            raise DamagedError(f"{path} is no regular file")
     for batch in read_batches(run.path / "queue"):
         if step is not None and batch.step + 1 != step:
             continue
@@ -34,6 +43,40 @@ def export(run: RunDir, file: Path) -> int:
     return count
 
 
+def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
+    """Take a group back: it is not trained on. Of a live run its hub does it, else it is written into the journal.
+
+    Raises RefusedError when the group was trained on, DeadlineError when a live hub does not answer, ConfigError while the run
+    starts or ends.
+    """
+    from actors.prompts import load_rows, prompt_number
+    from async_rlhf.sockets import hub_address
+    from buffers.clients.control import control
+    from buffers.queue.recovery import take_back
+    from buffers.transport.link import connector
+    from learner.resuming import newest
+
+    if run.is_alive() and (sockets := run.sockets()) is not None:
+        with control(hub_address(sockets), connect=connector(config.security.directory)) as hub:
+            hub.quarantine(group, reason)
+        return
+    lock = RunLock.take(run.lock_file)
+    try:
+        rows, _ = load_rows(config.data)
+        checkpoint = newest(run.path, contents=False)
+        take_back(
+            run.path,
+            config.queue,
+            config.bound(len(rows)),
+            group,
+            reason,
+            steps_done=0 if checkpoint is None else checkpoint[1]["step"],
+            prompt_of=lambda number: prompt_number(config.seed, number, len(rows)),
+        )
+    finally:
+        lock.release()
+
+
 def replay(source: RunDir, config: Config) -> RunDir:
     """Train on the batches of an earlier run, bit for bit, with a learner alone; returns the new run's directory.
 
@@ -50,8 +93,11 @@ def replay(source: RunDir, config: Config) -> RunDir:
             "only a run with queue.keep_rollouts = true keeps what was trained on"
         )
     run = RunDir.create(config)
-    with backend_of(run, config) as backend:
-        make_trainer(run, config, ArchiveFeed(source.path / "queue"), backend).run()
+    try:
+        with backend_of(run, config) as backend:
+            make_trainer(run, config, ArchiveFeed(source.path / "queue"), backend).run()
+    finally:
+        run.retire()
     return run
 
 

@@ -36,9 +36,12 @@ class QueueConfig(Section):
     window: int = Field(default=1, ge=1, le=65536)
     """Look-ahead in groups: a batch takes the oldest ready groups among the next `window`; 1 is strict order."""
     lease_s: float = Field(default=15.0, gt=0)
-    """Seconds an actor may be silent before its groups are given to others."""
+    """Seconds an actor may be silent before its groups are given to others; that counts against none of them."""
+    progress_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds a group may make no progress (no token, no score) although its actor lives; then it is given to another."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts at one group before it is quarantined."""
+    """Times a group may end its actor, or make no progress, before it is quarantined: the last time alone. And times a batch
+    may end the learner before its groups are tried alone."""
     fsync: Fsync = "group"
     """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
     loses it. "interval": when the operating system has it; a power failure may lose the groups of the last
@@ -55,8 +58,13 @@ class QueueConfig(Section):
     """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
     max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
-    request_timeout_s: float = Field(default=60.0, gt=0)
+    request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two beats of an actor."""
+        return min(1.0, self.lease_s / 5)
 
 
 class WeightsConfig(Section):

@@ -9,7 +9,8 @@
     ├── StalenessError       a token older than the bound was about to be trained on
     ├── WeightsError         a weight set that is not the one its manifest names
     ├── JournalError         the durable queue cannot be read or written
-    │   └── DiskFullError    … for want of room: nothing has changed, and the same can be tried again
+    │   ├── DiskFullError    … for want of room: nothing has changed, and the same can be tried again
+    │   └── DamagedError     … because a file is not as it was written; starting again ends the same way
     ├── EngineError          a request an engine cannot serve
     ├── RewardError          a reward function that cannot be loaded, or fails too often
     └── NonFiniteError       a loss or gradient that is not a number
@@ -70,6 +71,10 @@ class JournalError(AsyncRLHFError):
 
 class DiskFullError(JournalError):
     """There is no room on the disk. Nothing has changed; the same can be tried again."""
+
+
+class DamagedError(JournalError):
+    """A file of the run is not as it was written. Nothing was changed; starting again would end the same way."""
 
 
 class EngineError(AsyncRLHFError, ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -50,7 +51,11 @@ class Disk:
     """The operating system's files."""
 
     def make(self, directory: Path) -> None:
+        """With its parents; durable when it returns."""
+        missing = [each for each in (directory, *directory.parents) if not each.exists()]
         directory.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            self.sync_path(each.parent)
 
     def names(self, directory: Path) -> list[str]:
         return os.listdir(directory)
@@ -105,3 +110,25 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def write_whole(path: Path, data: bytes | str, files: Files = DISK) -> None:
+    """Replace a small file: after a crash or on a full disk it holds the old bytes or the new ones, never a part of them.
+
+    Durable when it returns. Raises OSError; the file is then as it was.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        file = files.create(temporary)
+        try:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            files.sync(file)
+        finally:
+            file.close()
+        files.replace(temporary, path)
+        files.sync_path(path.parent)
+    except OSError:
+        with suppress(OSError):
+            files.unlink(temporary)
+        raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from buffers.errors import RecordError
+
+MAX_SCORE = 1e18
+"""Beyond it sums and squares of a batch's scores would overflow in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,16 @@ class Score:
     def __post_init__(self) -> None:
         if self.value is not None and self.failure is not None:
             raise RecordError(f"a score is a value or a failure, not both: value {self.value}, failure {self.failure!r}")
-        if self.value is not None and not math.isfinite(self.value):
-            raise RecordError(f"a score must be finite, got {self.value}; return None for 'not applicable' or raise")
+        if self.value is not None and not abs(self.value) <= MAX_SCORE:  # nor is it true of what is not a number
+            raise RecordError(
+                f"a score must be finite and within +-{MAX_SCORE:g}, got {self.value}; "
+                "return None for 'not applicable' or raise"
+            )
         for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise RecordError(f"metric {name!r} of a score must be finite, got {value}; leave it out")
+            if not abs(value) <= MAX_SCORE:
+                raise RecordError(
+                    f"metric {name!r} of a score must be finite, within +-{MAX_SCORE:g}, got {value}; leave it out"
+                )
 
     @property
     def state(self) -> Literal["value", "not_applicable", "failed"]:

@@ -4,23 +4,33 @@ adopted weights. Losing a line loses a mark on a picture and nothing else."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from buffers.lines import LineFile, read_lines
+
+_log = logging.getLogger(__name__)
 
 
 class SpanFile:
-    """Owns the file, appended to by one process; each line is flushed as it is written."""
+    """Owns the file, appended to by one process. `lost_lines`: those that could not be written, on a full disk for example."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a")
+        self._file = LineFile(path)
+        self._file.cut()
+        self.lost_lines = 0
 
     def write(self, name: str, began: float, ended: float, **about: Any) -> None:
         """name: what it was. began, ended: seconds since the epoch."""
         span = {"name": name, "began": round(began, 6), "ended": round(ended, 6), **about}
-        self._file.write(json.dumps(span) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(span))
+        except OSError as error:
+            if not self.lost_lines:
+                _log.error("spans are lost from here on as long as this lasts: %s", error)
+            self.lost_lines += 1
 
     def close(self) -> None:
         self._file.close()
@@ -28,7 +38,4 @@ class SpanFile:
 
 def read_spans(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of one process; the last may be being written."""
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+    return read_lines(path)

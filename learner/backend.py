@@ -53,6 +53,12 @@ class Backend(Protocol):
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
         ...
 
+    def rehearse(self, updates: Sequence[Sequence[Row]], step: int) -> None:
+        """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
+        would raise. Nothing that a later step or checkpoint depends on is changed, and the gradient is forgotten. As in a step,
+        ranks that were given work when one of them raises do not go on."""
+        ...
+
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 

@@ -171,6 +171,19 @@ def check_references(rows: Sequence[Row]) -> None:
             )
 
 
+def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
+    """Raises RecordError for a token that the model does not have: on some devices the model itself would not name it."""
+    for row in rows:
+        rollouts = [member.rollout for member in row.members]
+        supports = [rollout.support.ids for rollout in rollouts if rollout.support is not None]
+        largest = max(int(ids.max(initial=0)) for ids in (row.prompt_ids, *(r.completion_ids for r in rollouts), *supports))
+        if largest >= vocabulary:
+            raise RecordError(
+                f"group {row.group} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
+                "Its actor serves another model or tokenizer than the learner's"
+            )
+
+
 def make_micro_batches(
     rows: Sequence[Row],
     micro_batch_tokens: int,

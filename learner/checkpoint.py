@@ -3,13 +3,12 @@
 `checkpoints/step_000050/` holds `model/`, the optimizer's state and `state.json`; `checkpoints/latest` is a link to the
 newest. A directory under its final name is complete, whatever was killed when: it gets that name last and loses it first.
 What a killed owner left under another name is put right by the next one. `state.json` names every file with its size and
-digest, so that damage done later is found before anything is loaded.
+digest, so that damage done later is found before anything is loaded. Which one a run goes on from: `resuming`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,21 +17,25 @@ from typing import Any
 
 import xxhash
 
-from buffers.errors import ConfigError
+from buffers.errors import ConfigError, DamagedError
+from buffers.files import DISK
 
 # Of what a checkpoint holds; a newer one than this cannot be read here.
 SCHEMA = 2
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
-_UNFINISHED, _REPLACED = ".tmp-", ".replaced-"
+_UNFINISHED, _REPLACED, _ASIDE = ".tmp-", ".replaced-", ".aside-"
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is torn, of a newer schema or of another model; starting again would end the same way."""
+    """A checkpoint of a newer schema or another model, or one that cannot be written; starting again would end the same way."""
 
 
 class Checkpoints:
-    """Owns `directory`. The `keep_last` newest are kept, and those of steps that are a multiple of `keep_every` for good."""
+    """Owns `directory`. The `keep_last` newest are kept, and those of steps that are a multiple of `keep_every` for good.
+
+    What was set aside is removed with the next `save`.
+    """
 
     def __init__(self, directory: Path, keep_last: int, keep_every: int | None = None) -> None:
         self._directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
@@ -45,6 +48,7 @@ class Checkpoints:
                 _remove(replaced)
             else:  # killed after the old one lost the name and before the new one had it
                 replaced.rename(final)
+        self._link()
 
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Make a checkpoint of `step` steps durable; `write` fills the directory. Returns its final path.
@@ -53,49 +57,80 @@ class Checkpoints:
         """
         final = self._directory / f"step_{step:06d}"
         temporary = self._directory / f"{_UNFINISHED}{final.name}"
-        _remove(temporary)
-        temporary.mkdir()
-        write(temporary)
-        files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.rglob("*")) if path.is_file()}
-        whole = {"schema": SCHEMA, "step": step, **state, "files": files}
-        (temporary / _STATE).write_text(json.dumps(whole, indent=1) + "\n")
-        for path in [*temporary.rglob("*"), temporary]:
-            _fsync(path)
         replaced = self._directory / f"{_REPLACED}{final.name}"
-        if final.exists():  # a directory cannot take another's name in one go
-            final.rename(replaced)
-        temporary.rename(final)
-        link = self._directory / f"{_UNFINISHED}latest"
-        link.symlink_to(final.name)
-        link.replace(self._directory / "latest")
-        _fsync(self._directory)
-        _remove(replaced)
+        _remove(temporary)
+        try:
+            _write(temporary, write, {"schema": SCHEMA, "step": step, **state})
+            if final.exists():  # a directory cannot take another's name in one go
+                final.rename(replaced)
+            temporary.rename(final)
+        finally:
+            _remove(temporary)  # half a checkpoint would keep a full disk full
+        self._link()
+        DISK.sync_path(self._directory)
+        for old in (replaced, *self._directory.glob(f"{_ASIDE}*")):
+            _remove(old)
         for old in self.all()[: -self._keep_last]:
-            if self._keep_every is not None and _step(old) % self._keep_every == 0:
+            if self._keep_every is not None and step_of(old) % self._keep_every == 0:
                 continue
             _remove(old.rename(self._directory / f"{_UNFINISHED}{old.name}"))
         return final
 
+    def set_aside(self, after: int) -> None:
+        """Hide the checkpoints of more than `after` steps until another is saved; the newest that is left is `latest`."""
+        for newer in reversed(self.all()):  # the newest first: killed in between, what is left is a run's past as well
+            if step_of(newer) > after:
+                aside = self._directory / f"{_ASIDE}{newer.name}"
+                _remove(aside)
+                newer.rename(aside)
+        self._link()
+        DISK.sync_path(self._directory)
+
+    @property
+    def floor(self) -> int:
+        """The step of the oldest of the `keep_last` newest; 0, the start of the run, while there are fewer."""
+        kept = self.all()[-self._keep_last :]
+        return step_of(kept[0]) if len(kept) == self._keep_last else 0
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest; 0, the start of the run, when there is none."""
+        return max(map(step_of, self.all()), default=0)
+
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted((path for path in self._directory.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+        return complete(self._directory)
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint and its state, verified, or None. Raises CheckpointError."""
-        found = self.all()
-        return (found[-1], verified(found[-1])) if found else None
+    def _link(self) -> None:
+        """`latest` leads to the newest, and nowhere when there is none."""
+        latest, link = self._directory / "latest", self._directory / f"{_UNFINISHED}latest"
+        if not (found := self.all()):
+            _remove(latest)
+        elif not latest.is_symlink() or latest.readlink() != Path(found[-1].name):
+            link.symlink_to(found[-1].name)
+            link.replace(latest)
 
 
-def verified(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files are all there as they were written. Raises CheckpointError."""
-    elsewhere = f"Remove {str(checkpoint)!r} to go on from the one before it"
+def complete(directory: Path) -> list[Path]:
+    """The checkpoints in a directory that have their final names, oldest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def verified(checkpoint: Path, *, contents: bool = True) -> dict[str, Any]:
+    """The state of a checkpoint whose files are all there as they were written; without `contents` by their sizes alone.
+
+    Raises DamagedError, and CheckpointError for one of a newer schema.
+    """
     try:
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
         schema, files = state["schema"], state["files"]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.name} is torn: {_STATE} cannot be read ({error!r}). {elsewhere}."
-        ) from error
+        raise DamagedError(f"checkpoint {checkpoint.name} is torn: {_STATE} cannot be read ({error!r})") from error
     if schema > SCHEMA:
         raise CheckpointError(
             f"checkpoint {checkpoint.name} has schema {schema}, this version reads up to {SCHEMA}. "
@@ -103,17 +138,23 @@ def verified(checkpoint: Path) -> dict[str, Any]:
         )
     for name, expected in files.items():
         path = checkpoint / name
-        found = _digest(path) if path.is_file() else None
-        if found != expected:
-            what = (
-                "is missing" if found is None else f"has {found['bytes']} bytes of {expected['bytes']}, or others than written"
-            )
-            raise CheckpointError(f"checkpoint {checkpoint.name} is torn: {name} {what}. {elsewhere}.")
+        if not path.is_file():
+            raise DamagedError(f"checkpoint {checkpoint.name} is torn: {name} is missing")
+        if (size := path.stat().st_size) != expected["bytes"]:
+            raise DamagedError(f"checkpoint {checkpoint.name} is torn: {name} has {size} bytes of {expected['bytes']}")
+        if contents and _digest(path) != expected:
+            raise DamagedError(f"checkpoint {checkpoint.name} is torn: {name} has other bytes than were written")
     return state
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def _write(directory: Path, write: Callable[[Path], None], state: dict[str, Any]) -> None:
+    """All of a checkpoint, durable under this name."""
+    directory.mkdir()
+    write(directory)
+    files = {str(path.relative_to(directory)): _digest(path) for path in sorted(directory.rglob("*")) if path.is_file()}
+    (directory / _STATE).write_text(json.dumps({**state, "files": files}, indent=1) + "\n")
+    for path in [*directory.rglob("*"), directory]:
+        DISK.sync_path(path)
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -131,11 +172,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -113,13 +113,13 @@ class DeepSpeedBackend(RankBackend):
 
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self._config, step)
-        if not finite:
-            self._optimizer.check_overflow = self._refuse
+        if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
+            self._optimizer._update_scale = self._refuse
         try:
             with self._ranks.named("an update"):
                 self._engine.step()
         finally:
-            vars(self._optimizer).pop("check_overflow", None)
+            vars(self._optimizer).pop("_update_scale", None)
         return float(self._engine.get_global_grad_norm()), not self._optimizer.overflow
 
     def _refuse(self, *args: Any, **named: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from buffers.clients.learner import TakenBatch
+from buffers.clients.learner import SuspectGroup, TakenBatch
 from buffers.errors import RefusedError
 from buffers.protocol.wire import Canary
 from buffers.queue.archive import ArchivedBatch, read_batches
@@ -18,7 +18,9 @@ class Feed(Protocol):
 
     def register(self, step: int, committed: int) -> None: ...
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | str: ...
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str: ...
+
+    def tried(self, suspect: SuspectGroup) -> None: ...
 
     def trained(self, step: int) -> None: ...
 
@@ -41,6 +43,9 @@ class ArchiveFeed:
             if batch.step > step:
                 raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
         return "end of the archive"
+
+    def tried(self, suspect: SuspectGroup) -> None:
+        """No group of an archive is suspected."""
 
     def register(self, step: int, committed: int) -> None:
         """Nothing to say: the next `take` names its step."""

@@ -39,6 +39,9 @@ class Leader:
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         return self._own.train(self._scatter("step", self._own.cut(updates, self._ranks.size), step=step), step)
 
+    def rehearse(self, updates: Sequence[Sequence[Row]], step: int) -> None:
+        self._own.rehearse_part(self._scatter("rehearse", self._own.cut(updates, self._ranks.size), step=step), step)
+
     def tensors(self) -> Mapping[str, RawTensor]:
         self._together("tensors")
         return self._own.tensors()
@@ -82,10 +85,12 @@ def follow(own: RankBackend, ranks: Ranks) -> None:
             return
         if name == "load":
             own.load(Path(header["directory"]))
-        elif name in ("step", "observe"):
+        elif name in ("step", "rehearse", "observe"):
             updates = _updates(header["updates"], tensors)
             if name == "step":
                 own.train(updates, header["step"])
+            elif name == "rehearse":
+                own.rehearse_part(updates, header["step"])
             else:
                 ranks.gather(_packed(own.observe_part(updates[0].batches)))
         else:

@@ -29,7 +29,9 @@ _SAME_LOGITS = 1e-3
 def load_model(directory: Path, device: torch.device) -> nn.Module:
     """A causal language model in float32, in evaluation mode; raises ConfigError when the directory holds none."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
     return cast(nn.Module, model.to(device).eval())

@@ -14,7 +14,7 @@ from buffers.errors import ConfigError
 from buffers.protocol.wire import Canary
 from buffers.tensors import RawTensor
 from learner.backend import StepReport
-from learner.batch import MicroBatch, Row, check_references, check_supports
+from learner.batch import MicroBatch, Row, check_references, check_supports, check_tokens
 from learner.config import LearnerConfig, LossConfig
 from learner.kinds import KINDS
 from learner.policy import Policy, load_model
@@ -31,10 +31,11 @@ class RankBackend(ABC):
     """One rank of a backend. Alone it is a whole `Backend`; among others it is led (see `learner/lead.py`).
 
     What is abstract is called on all ranks at once where `collective` is True, else on rank 0 only; `train`,
-    `observe_part` and `load` always on all.
+    `rehearse_part`, `observe_part` and `load` always on all.
     """
 
     collective = False
+    _policy: Policy
 
     def __init__(
         self,
@@ -63,10 +64,12 @@ class RankBackend(ABC):
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update.
 
-        Raises RecordError when the loss takes ratios to a truncated distribution that was not recorded, or a rollout lacks
-        what the reference says of it and no reference is loaded here.
+        Raises RecordError for a token that the model does not have; when the loss takes ratios to a truncated distribution
+        that was not recorded; and when a rollout lacks what the reference says of it and no reference is loaded here.
         """
         kind = KINDS[self._loss_config.kind]
+        for rows in updates:
+            check_tokens(rows, self._policy.vocabulary)
         if kind.takes_ratios and not self._loss_config.allow_uncorrected:
             for rows in updates:
                 check_supports(rows)
@@ -88,6 +91,10 @@ class RankBackend(ABC):
         """See `Backend.step`."""
         return self.train(self.cut(updates, 1)[0], step)
 
+    def rehearse(self, updates: Sequence[Sequence[Row]], step: int) -> None:
+        """See `Backend.rehearse`."""
+        self.rehearse_part(self.cut(updates, 1)[0], step)
+
     def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
         """See `Backend.observe`."""
         (update,) = self.cut([rows], 1)[0]
@@ -100,6 +107,10 @@ class RankBackend(ABC):
     def train(self, updates: Sequence[Update], step: int) -> StepReport:
         """This rank's part of a learner step; the report of rank 0 is of all."""
         return self._step().train(updates, step)
+
+    def rehearse_part(self, updates: Sequence[Update], step: int) -> None:
+        """This rank's part of a step that is not made."""
+        self._step().rehearse(updates, step)
 
     def observe_part(self, batches: Sequence[MicroBatch]) -> dict[int, Observation]:
         """Of the completions in this rank's micro-batches."""

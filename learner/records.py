@@ -1,39 +1,14 @@
-"""What the learner writes for people: one metrics object a step, and a sample of the rollouts it trained on.
-
-A resumed run continues the same files: what a lost incarnation wrote beyond the checkpoint is cut off first, so that
-steps never go back.
-"""
+"""What the learner writes for people: one metrics object a step, and a sample of the rollouts it trained on. Pure; `recording`
+owns the files."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 from buffers.record import Group, staleness
 from buffers.stages import stage_metrics
-
-
-class StepFile:
-    """A JSONL file with a `step` in every object. Owns the file; each line is flushed as it is written."""
-
-    def __init__(self, path: Path, steps_done: int) -> None:
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= steps_done]
-            os.truncate(path, sum(map(len, kept)))  # steps only rise in the file, so what is kept is its beginning
-        self._file: IO[str] = path.open("a")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object. A number that is not finite becomes null, which every reader of JSON understands."""
-        self._file.write(json.dumps(_finite(record), default=float, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
@@ -49,7 +24,8 @@ def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
 def data_metrics(
     groups: Sequence[Group], per_group: Sequence[Sequence[float | None]], step: int, max_staleness: int
 ) -> dict[str, Any]:
-    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio.
+    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio. A batch
+    from which every group was taken out has means of None.
 
     per_group: the reward of each member of each group, None where it does not count.
     """
@@ -63,19 +39,19 @@ def data_metrics(
     metrics: dict[str, Any] = {
         "reward": _mean(rewards),
         "reward_std": _mean(spreads),
-        "frac_reward_zero_std": sum(spread < 1e-6 for spread in spreads) / len(spreads),
+        "frac_reward_zero_std": _mean([float(spread < 1e-6) for spread in spreads]),
         "rewards/failed_ratio": sum(score.failure is not None for score in scores) / max(1, len(scores)),
         "completions/mean_length": _mean(lengths),
-        "completions/max_length": max(lengths),
-        "completions/clipped_ratio": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "completions/max_length": max(lengths, default=0),
+        "completions/clipped_ratio": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
         "num_tokens": num_tokens,
-        "staleness/mean": sum(age * count for age, count in ages.items()) / num_tokens,
-        "staleness/max": max(ages),
+        "staleness/mean": sum(age * count for age, count in ages.items()) / max(1, num_tokens),
+        "staleness/max": max(ages, default=0),
         "staleness/histogram": {str(age): count for age, count in ages.items()},
         "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
     }
     metrics |= stage_metrics(rollout.timings for rollout in rollouts)
-    for name in rollouts[0].scores:
+    for name in rollouts[0].scores if rollouts else ():
         values = [rollout.scores[name].value for rollout in rollouts]
         metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
         failures = [rollout.scores[name].failure for rollout in rollouts]
@@ -112,14 +88,6 @@ def sample_record(
             for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mean(values: Sequence[float]) -> float | None:

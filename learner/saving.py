@@ -35,8 +35,10 @@ class Saver:
         self._checkpoints, self._background = checkpoints, background
         self._thread: threading.Thread | None = None
         self._raised: BaseException | None = None
-        self.durable: int | None = None
-        """Step of the newest checkpoint that was made durable here."""
+        self.durable = checkpoints.newest
+        """Step of the newest checkpoint, 0 when there is none."""
+        self.floor = checkpoints.floor
+        """Step of the oldest checkpoint that is kept to go on from: what was trained on before it is needed no more."""
         self.failed = 0
         """Checkpoints that could not be written."""
         self.reason = ""
@@ -73,5 +75,5 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._raised = error
         else:
-            self.durable, self.reason = step, ""
+            self.durable, self.floor, self.reason = step, self._checkpoints.floor, ""
         self.seconds = time.monotonic() - began

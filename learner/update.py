@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +87,11 @@ class Step:
         applied = all(self._update(update, proximal.get(update.number), step, sums) for update in updates)
         return sums.report(self.ranks, applied, self.loss.is_cap)
 
+    def rehearse(self, updates: Sequence[Update], step: int) -> None:
+        """All of `train` but the updates, which are refused as those are whose gradient is not finite."""
+        replace(self, machine=_Rehearsal(self.machine)).train(updates, step)
+        self.machine.begin()
+
     def _proximal(self, updates: Sequence[Update]) -> dict[int, list[Tensor]]:
         """Log-probabilities before the first update, of what is not computed then anyway; by the number of the update."""
         if self.loss.proximal == "interpolate":  # the loss finds it between the other two
@@ -152,3 +157,16 @@ class Step:
         loss = value_loss(value_N, batch.value_N, batch.return_N, self.value_clip).sum()
         sums.add_critic(loss, value_N, batch.return_N)
         return self.learner.critic.coefficient * loss / update.counts.num_tokens
+
+
+class _Rehearsal:
+    """A machine that applies no update and says that it did, so that the next one is made as well."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.device = machine.device
+        self.predict, self.reference = machine.predict, machine.reference
+        self.begin, self.backward = machine.begin, machine.backward
+
+    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+        return self._machine.apply(step, finite=False)[0], True

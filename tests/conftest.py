@@ -118,6 +118,14 @@ def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 120.0) 
     pytest.fail(f"waited {timeout_s:.0f} s for {what}")
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also of one that nothing has reaped yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """`command("train", "run.toml")` starts the real program; whatever is left of it is ended with the test."""

@@ -32,7 +32,9 @@ class ReferenceModel:
         torch.set_num_threads(threads)
         self.device = torch.device(device)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype))
+            model = AutoModelForCausalLM.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
+            )
         except (OSError, ValueError) as error:
             raise RewardError(f"the reference {str(path)!r} cannot be loaded: {error}") from error
         self._model = model.to(self.device).eval()

@@ -25,8 +25,10 @@ class RewardModel:
         torch.set_num_threads(threads)
         self._label, self.device = label, torch.device(device)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            model = AutoModelForSequenceClassification.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype))
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
+            )
         except (OSError, ValueError) as error:
             raise RewardError(f"reward model {str(path)!r} cannot be loaded: {error}") from error
         self._model = model.to(self.device).eval()

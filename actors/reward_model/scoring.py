@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.own_code import check_own_code
 from actors.reading.check import check_reads_along
 from actors.rewards.settings import Stream, reward
 from buffers.errors import ConfigError
@@ -33,6 +34,7 @@ def check(path: str = "", label: int = 0, **others: Any) -> None:
         raise ConfigError(f"reward_model: path = {path!r} is no Hugging Face model: it needs config.json and *.safetensors")
     if not any((directory / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(f"reward_model: path = {path!r} has no tokenizer; save one there (tokenizer.save_pretrained)")
+    check_own_code(directory, "reward_model: path")
     config = json.loads((directory / "config.json").read_text())
     architectures = config.get("architectures") or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):

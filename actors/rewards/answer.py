@@ -9,14 +9,20 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from buffers.score import Score
+from buffers.errors import RecordError
+from buffers.score import MAX_SCORE, Score
 
 if TYPE_CHECKING:
     from buffers.record import Float32Array
 
 # A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
 MAX_FAILURE_CHARS = 500
+# The log has the traceback of a reward's first failure.
+_MAX_TRACEBACK_CHARS = 20_000
+# A server that asks to be left alone for a day is asked again earlier: a score must not be waited for without an end.
+_LONGEST_PAUSE_S = 600.0
 _MAX_METRICS = 32
+_MAX_METRIC_CHARS = 100
 
 
 class Logprobs(NamedTuple):
@@ -55,17 +61,27 @@ def failed(error: BaseException, retry_on: tuple[type[BaseException], ...] = ())
     """The answer of a call that raised, with its traceback. Call it while the exception is being handled."""
     # TracebackException survives an exception whose own __str__ raises.
     told = traceback.TracebackException.from_exception(error)
-    retry_after_s = float(getattr(error, "after_s", 0.0)) if isinstance(error, retry_on) else None
+    asked_s = getattr(error, "after_s", 0.0)
+    pause_s = float(min(asked_s, _LONGEST_PAUSE_S)) if isinstance(asked_s, int | float) and asked_s > 0 else 0.0
     return Answer(
         None,
         f"{type(error).__name__}: {told}"[:MAX_FAILURE_CHARS],
-        "".join(told.format()),
-        retry_after_s=retry_after_s,
+        "".join(told.format())[:_MAX_TRACEBACK_CHARS],
+        retry_after_s=pause_s if isinstance(error, retry_on) else None,
     )
 
 
 def read(result: Any) -> Answer:
     """One returned score: a finite number (bool counts), None, a `Score`, or a failure that says what it was."""
+    try:
+        answer = _read(result)
+        answer.score()  # which is to be made of it where it is awaited; what that refuses is refused here
+    except (RecordError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        return Answer(None, f"returned {shown(result)}: {error}"[:MAX_FAILURE_CHARS])
+    return answer
+
+
+def _read(result: Any) -> Answer:
     if isinstance(result, Score):
         return _read_score(result)
     if isinstance(result, Logprobs):
@@ -81,7 +97,9 @@ def read(result: Any) -> Answer:
     if not isinstance(result, numbers.Real):
         return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
     value = float(result)
-    return Answer(value) if math.isfinite(value) else Answer(None, f"returned {value}; a score must be finite")
+    if not abs(value) <= MAX_SCORE:  # nor is it true of what is not a number
+        return Answer(None, f"returned {value}; a score must be finite and within +-{MAX_SCORE:g}")
+    return Answer(value)
 
 
 def read_list(result: Any, count: int) -> tuple[Answer, ...]:
@@ -105,7 +123,8 @@ def shown(result: Any) -> str:
 
 def _read_score(score: Score) -> Answer:
     if score.failure is not None:
-        return Answer(None, str(score.failure)[:MAX_FAILURE_CHARS], metrics=_plain(score.metrics))
+        reason = str(score.failure)[:MAX_FAILURE_CHARS] or "failed, and the reward says no reason"
+        return Answer(None, reason, metrics=_plain(score.metrics))
     answer = read(score.value)
     return answer._replace(metrics=_plain(score.metrics))
 
@@ -118,4 +137,4 @@ def _read_logprobs(told: Logprobs) -> Answer:
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
     """As plain numbers, whatever kind they were; few enough to travel with every rollout."""
-    return {str(name): float(value) for name, value in list(metrics.items())[:_MAX_METRICS]}
+    return {str(name)[:_MAX_METRIC_CHARS]: float(value) for name, value in list(metrics.items())[:_MAX_METRICS]}

@@ -48,6 +48,7 @@ class RewardSpec:
 
     target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` when the form is told.
     fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
+    holds_model: its processes load something before the first call (`prepare`), whose size only it knows.
     The rest is what `@reward` says (`actors.rewards.settings.reward`); None is the default of the configuration.
     """
 
@@ -68,6 +69,7 @@ class RewardSpec:
     workers: int = 0
     stop_when: tuple[str, ...] = ()
     stream_tokens: int = 0
+    holds_model: bool = False
 
     def __post_init__(self) -> None:
         # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
@@ -158,6 +160,7 @@ def _spec(
         workers=settings.workers,
         stop_when=settings.stop_when,
         stream_tokens=settings.stream_tokens,
+        holds_model=settings.prepare is not None,
     )
 
 

@@ -22,7 +22,7 @@ SETTINGS = "__reward_settings__"
 class TransientError(RewardError):
     """Raised by a reward whose cause will pass: a busy server, a lost connection. Tried again when it has `retries`.
 
-    after_s: seconds the other side asked to be left alone.
+    after_s: seconds the other side asked to be left alone; 600 at most are waited.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:

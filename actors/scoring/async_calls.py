@@ -21,7 +21,7 @@ from multiprocessing.connection import Pipe, wait
 from actors.rewards import Answer, RewardSpec, failed
 from actors.scoring.async_worker import SHOW_STACK, serve
 from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
-from actors.scoring.processes import WorkerContext
+from actors.scoring.processes import WorkerContext, ended
 from actors.scoring.turns import TurnBoard
 from buffers.errors import DeadlineError, RewardError
 
@@ -46,8 +46,9 @@ class AsyncCalls:
     refuses to end, is replaced: the call at fault fails, the others are begun again. Where nobody can be named, all fail.
     """
 
-    def __init__(self, specs: tuple[RewardSpec, ...], max_concurrency: int, answered: Answered) -> None:
+    def __init__(self, specs: tuple[RewardSpec, ...], max_concurrency: int, memory_mb: int | None, answered: Answered) -> None:
         self._specs = specs
+        self._memory_mb = memory_mb
         self._max_concurrency = max_concurrency
         self._answered = answered
         self._waiting: deque[Call] = deque()
@@ -95,7 +96,7 @@ class AsyncCalls:
     def _run(self) -> None:
         failed_starts = 0
         while not self._closing and self._broken is None:
-            child = self._child = _Child(self._specs)
+            child = self._child = _Child(self._specs, self._memory_mb)
             reason, at_fault = self._attend(child)
             child.end()
             if self._closing:
@@ -130,7 +131,7 @@ class AsyncCalls:
             except BlockingIOError:
                 return f"timed out: the event loop of asynchronous rewards took no call for {GRACE_S:g} s", child.runs_now()
             except (EOFError, OSError):
-                return f"the process of asynchronous rewards ended with {child.exit_code()}", child.runs_now()
+                return child.ended(), child.runs_now()
             if (ends := self._look(child)) is not None:
                 return ends
         return "closed", None
@@ -188,13 +189,14 @@ class AsyncCalls:
 class _Child:
     """One child process, its connection, the calls in flight by id, and their deadlines in monotonic seconds."""
 
-    def __init__(self, specs: tuple[RewardSpec, ...]) -> None:
+    def __init__(self, specs: tuple[RewardSpec, ...], memory_mb: int | None) -> None:
+        self._memory_mb = memory_mb
         self.connection, theirs = Pipe()
         # The child reads at once unless a reward holds the interpreter lock; a send must not wait for that for ever.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
         self._board = TurnBoard()
-        self.process = WorkerContext().Process(target=serve, args=(theirs, specs, self._board), name="async-rewards")
+        self.process = WorkerContext().Process(target=serve, args=(theirs, specs, memory_mb, self._board), name="async-rewards")
         self.process.start()
         theirs.close()
         self.is_ready = False
@@ -231,9 +233,10 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, SHOW_STACK)
 
-    def exit_code(self) -> str:
+    def ended(self) -> str:
+        """Why it is not there any more."""
         self.process.join(GRACE_S)
-        return f"exit code {self.process.exitcode}"
+        return ended(self.process.exitcode, self._memory_mb)
 
     def end(self) -> None:
         self.process.kill()

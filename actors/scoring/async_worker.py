@@ -17,16 +17,16 @@ from multiprocessing.connection import Connection
 
 from actors.rewards import Answer, RewardSpec
 from actors.scoring.calls import Answers, Call, ready, timed_out
-from actors.scoring.processes import obey_parent
+from actors.scoring.processes import OUT_OF_MEMORY, obey_parent
 from actors.scoring.turns import TurnBoard, Watched
 
 # Asks the child to write where it stands to its stderr; works while a reward holds the interpreter lock.
 SHOW_STACK = signal.SIGUSR1
 
 
-def serve(connection: Connection, specs: tuple[RewardSpec, ...], board: TurnBoard) -> None:
+def serve(connection: Connection, specs: tuple[RewardSpec, ...], memory_mb: int | None, board: TurnBoard) -> None:
     """Runs until the parent kills the process or is gone."""
-    obey_parent()
+    obey_parent(memory_mb)
     faulthandler.register(SHOW_STACK, all_threads=False)
     for spec in specs:
         ready(spec)
@@ -74,5 +74,8 @@ async def _call(call: Call, board: TurnBoard) -> Answers:
         async with scope:
             result = await Watched(reward.function(**reward.arguments(call)), board, call.id)
         return reward.read(call, result, began)
+    except MemoryError:
+        board.begin(call.id)  # the parent reads there whose fault it was
+        os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         return (timed_out(call.timeout_s),) if scope.expired() else reward.failed(error, began)

@@ -166,10 +166,11 @@ class Dispatcher:
         self._runners[_room(spec)].submit(call)
 
     def _runner(self, specs: tuple[RewardSpec, ...]) -> SyncCalls | AsyncCalls:
+        memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
         if specs[0].kind == "async":
-            return AsyncCalls(specs, self._config.max_concurrency, self._heard)
+            return AsyncCalls(specs, self._config.max_concurrency, memory_mb, self._heard)
         longest_s = max(map(self._timeout_s, specs))
-        return SyncCalls(specs, longest_s, specs[0].workers or self._config.workers, self._heard)
+        return SyncCalls(specs, longest_s, specs[0].workers or self._config.workers, memory_mb, self._heard)
 
     def _heard(self, call_id: int, answers: Answers) -> None:
         """Called from the runners' threads."""

@@ -1,64 +1,162 @@
 """Processes that end when they are told to, and never outlive the actor. Used for every worker that runs a reward.
 
 A worker ignores the signals that a terminal or a scheduler sends to everybody: the actor decides when it ends, and ends
-it with SIGKILL, together with whatever programs the reward started.
+it with SIGKILL, together with whatever programs the reward started. On Linux a guard stands between the two (`guard`),
+which finds those programs wherever they went, and also when the actor was killed. Nothing here has a name in the file
+system: what is killed leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from typing import Any
+
+from actors.scoring import guard
+from actors.scoring.token_lock import TokenLock
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_GUARD_START_S = 60.0
+# How a worker ends whose reward ran out of memory: what it holds is given back, and the call says why it failed.
+OUT_OF_MEMORY = 112
 
 
 class WorkerProcess(SpawnProcess):
-    """A fresh interpreter that is ended with SIGKILL, whichever way it is asked to end."""
+    """A fresh interpreter that is ended with SIGKILL, whichever way it is asked to end, with every process it started."""
 
-    def terminate(self) -> None:
-        self.kill()
+    if sys.platform == "linux":
+
+        @staticmethod
+        def _Popen(process_obj: Any) -> GuardedPopen:
+            return GuardedPopen(process_obj)
+
+    else:
+
+        def terminate(self) -> None:
+            self.kill()
+
+        def kill(self) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                if self.pid is not None and self.exitcode is None:
+                    os.killpg(self.pid, signal.SIGKILL)
+            # Before `obey_parent` has run there is no group of its own.
+            super().kill()
+
+
+class GuardedPopen(popen_spawn_posix.Popen):
+    """A worker behind its guard. `pid` is the worker's; what is waited for is the guard, which ends last and as it did.
+
+    The pipe that brings the worker what it is to run stays open: when it closes, on purpose or with this process, the guard
+    ends everything. Raises OSError when the guard does not come up.
+    """
+
+    _fds: list[int]  # what the worker is given
+
+    def _launch(self, process_obj: Any) -> None:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        packed = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), packed)
+            reduction.dump(process_obj, packed)
+        finally:
+            set_spawning_popen(None)
+        life, own_life = os.pipe()
+        self.sentinel, told = os.pipe()
+        self._end = util.Finalize(self, os.close, (own_life,))
+        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
+        python = spawn.get_executable()
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=life)
+        guarded = [python, "-I", "-S", guard.__file__, str(life), str(told), *command]
+        try:
+            self._guard = util.spawnv_passfds(os.fsencode(python), guarded, [*self._fds, tracker, life, told])
+        finally:
+            os.close(life)
+            os.close(told)
+        self.pid = self._read_pid()
+        with open(own_life, "wb", closefd=False) as pipe:
+            pipe.write(packed.getbuffer())
+
+    def _read_pid(self) -> int:
+        if wait([self.sentinel], _GUARD_START_S) and (said := os.read(self.sentinel, 32)):
+            return int(said)
+        os.kill(self._guard, signal.SIGKILL)
+        os.waitpid(self._guard, 0)
+        raise OSError(f"the guard of a reward worker did not start within {_GUARD_START_S:.0f} s")
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                ended, status = os.waitpid(self._guard, flag)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
 
     def kill(self) -> None:
-        """End the worker and every process it started."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.pid is not None and self.exitcode is None:
-                os.killpg(self.pid, signal.SIGKILL)
-        # Before `obey_parent` has run there is no group of its own.
-        super().kill()
+        self._end()
+
+    terminate = kill
+
+    def close(self) -> None:
+        self._end()
+        super().close()
 
 
 class WorkerContext(SpawnContext):
-    """The multiprocessing context whose processes are workers."""
+    """The multiprocessing context whose processes are workers, and whose locks have no names."""
 
     Process = WorkerProcess
 
+    def RLock(self) -> Any:
+        return TokenLock()
 
-def obey_parent() -> None:
+
+def obey_parent(memory_mb: int | None) -> None:
     """To be called first in a worker: leave the actor's process group, ignore its signals, die when it dies.
 
+    memory_mb: as `scoring.worker_memory_mb`. It bounds what the process may write to and shares with none (RLIMIT_DATA), of
+    which nearly all is really used; address space (RLIMIT_AS) is reserved far beyond that by torch and CUDA. Linux only.
     Starts one daemon thread, which waits for the actor's death and for nothing else; so it has no deadline.
     """
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Not SIG_IGN: programs that the reward starts would inherit it and be hard to stop.
         signal.signal(number, lambda *_: None)
+    # Into a pipe a print would wait for thousands of others, and be lost with a worker that is killed.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     if sys.platform == "linux":
-        # The kernel's own promise; it holds even while a reward keeps the interpreter lock (a long regular expression).
-        # It speaks of the thread that started the worker: a pool lives in a thread that lives as long as the pool.
+        # The kernel's own promise, should the guard be killed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if memory_mb is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
 
 
 def _follow_parent() -> None:
-    """Covers other systems, and a parent that died before the kernel was asked."""
+    """Covers other systems, and a guard that died before the kernel was asked."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
+
+
+def ended(exit_code: int | None, memory_mb: int | None) -> str:
+    """Why a call failed whose worker process has ended."""
+    limit = "" if memory_mb is None else f"limit {memory_mb} MB (scoring.worker_memory_mb)"
+    if exit_code == OUT_OF_MEMORY:
+        return f"out of memory: {limit or 'the system gave no more'}"
+    # Libraries in C abort where Python raises MemoryError.
+    perhaps = f", perhaps out of memory: {limit}" if limit and exit_code in (-signal.SIGABRT, -signal.SIGSEGV) else ""
+    return f"its worker process ended with exit code {exit_code}{perhaps}"

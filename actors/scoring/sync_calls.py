@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from actors.rewards import Answer, RewardSpec, failed
 from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
-from actors.scoring.processes import WorkerContext, obey_parent
+from actors.scoring.processes import OUT_OF_MEMORY, WorkerContext, ended, obey_parent
 from buffers.errors import DeadlineError, RewardError
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,17 @@ class SyncCalls:
 
     Owns: a pebble pool with its worker processes and three threads. Waits for: nothing; answers come from pebble's
     threads. Woken by: `submit` and `check`, both called by the dispatcher. On close: the workers are killed.
-    longest_s: the longest time-out of its calls.
+    longest_s: the longest time-out of its calls. memory_mb: what each worker may take, None for no limit.
     A pool that breaks (a worker killed between two calls) or falls silent is replaced; its calls are answered as failed.
     """
 
-    def __init__(self, specs: tuple[RewardSpec, ...], longest_s: float, workers: int, answered: Answered) -> None:
+    def __init__(
+        self, specs: tuple[RewardSpec, ...], longest_s: float, workers: int, memory_mb: int | None, answered: Answered
+    ) -> None:
         self._specs = specs
         self._longest_s = longest_s
         self._workers = workers
+        self._memory_mb = memory_mb
         self._answered = answered
         self._waiting: dict[int, None] = {}
         self._failed_starts = 0
@@ -81,7 +85,10 @@ class SyncCalls:
 
     def _start(self) -> ProcessPool:
         pool = ProcessPool(
-            max_workers=self._workers, initializer=start_worker, initargs=(self._specs,), context=WorkerContext()
+            max_workers=self._workers,
+            initializer=start_worker,
+            initargs=(self._specs, self._memory_mb),
+            context=WorkerContext(),
         )
         self._progress_s = time.monotonic()
         # An empty call starts the workers now, so that imports overlap with the engine's start.
@@ -104,7 +111,7 @@ class SyncCalls:
         elif isinstance(error, TimeoutError):
             answers = (timed_out(call.timeout_s),)
         elif isinstance(error, ProcessExpired):
-            answers = (Answer(None, f"its worker process ended with exit code {error.exitcode}"),)
+            answers = (Answer(None, ended(error.exitcode, self._memory_mb)),)
         else:
             answers = (failed(error),)  # What was to be sent cannot be pickled.
         self._answered(call.id, answers)
@@ -118,9 +125,9 @@ def _stop(pool: ProcessPool) -> None:
 # What runs in the worker process.
 
 
-def start_worker(specs: tuple[RewardSpec, ...]) -> None:
+def start_worker(specs: tuple[RewardSpec, ...], memory_mb: int | None) -> None:
     """Load the rewards before the first call, so that imports do not count against its time-out."""
-    obey_parent()
+    obey_parent(memory_mb)
     for spec in specs:
         ready(spec)
 
@@ -136,6 +143,8 @@ def run_call(call: Call) -> Answers:
             reward.prefetch(call)
             return (Answer(None, began=began, ended=time.time()),)
         return reward.read(call, reward.function(**reward.arguments(call)), began)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         return reward.failed(error, began)
 

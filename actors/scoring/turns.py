@@ -6,13 +6,16 @@ child writes into shared memory which call runs now and since when; the parent l
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Coroutine, Generator
+from multiprocessing import util
+from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
-from actors.scoring.processes import WorkerContext
-
-_NOBODY = -1.0
+_NOBODY, _BYTES = -1.0, 16
 
 
 class Turn(NamedTuple):
@@ -23,10 +26,27 @@ class Turn(NamedTuple):
 
 
 class TurnBoard:
-    """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process."""
+    """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
+
+    The memory is a file without a name: multiprocessing's own would leave a directory behind when everything is killed.
+    """
 
     def __init__(self) -> None:
-        self._board = WorkerContext().RawArray("d", [_NOBODY, 0.0])
+        with tempfile.TemporaryFile() as file:
+            file.truncate(_BYTES)
+            self._share(os.dup(file.fileno()))
+        self.end()
+
+    def __getstate__(self) -> Any:
+        return DupFd(self._descriptor)
+
+    def __setstate__(self, descriptor: Any) -> None:
+        self._share(descriptor.detach())
+
+    def _share(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        util.Finalize(self, os.close, (descriptor,))
+        self._board = memoryview(mmap.mmap(descriptor, _BYTES)).cast("d")
 
     def begin(self, call_id: int) -> None:
         self._board[1] = time.monotonic()

@@ -92,6 +92,10 @@ class TorchEngine:
         return self._version
 
     @property
+    def progress(self) -> int:
+        return self.num_sampled
+
+    @property
     def num_unfinished(self) -> int:
         return self._scheduler.num_unfinished
 

@@ -35,7 +35,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     model = _load_model(model_dir, config)
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     max_length = find_max_length(model.config)
     return TorchEngine(
         model,

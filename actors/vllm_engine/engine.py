@@ -10,7 +10,7 @@ spin while vLLM decodes.
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -58,11 +58,16 @@ class VLLMEngine:
         self.on_update, self._version = on_update, version
         self._unfinished: set[RolloutKey] = set()
         self._taken: list[Completion] = []
+        self._num_answered = 0
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def progress(self) -> int:
+        return self._num_answered
 
     @property
     def num_unfinished(self) -> int:
@@ -116,6 +121,7 @@ class VLLMEngine:
         waits = bool(self._unfinished) and not self._taken
         ended = self._taken + self._session.take(_STEP_WAIT_S if waits else 0)
         self._taken = []
+        self._num_answered += 1
         self._unfinished.difference_update(completion.key for completion in ended)
         return ended
 
@@ -131,8 +137,10 @@ class VLLMEngine:
             self._adopt(version, tensors)
 
     def _adopt(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
-        with tempfile.TemporaryDirectory(prefix="async-rlhf-", dir=_memory()) as directory:
-            file = Path(directory) / "weights.safetensors"
+        # A file in memory without a name: nothing is left of it when the actor is killed. vLLM's processes open it as this
+        # process's descriptor.
+        with os.fdopen(os.memfd_create("weights"), "wb") as memory:
+            file = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
             write_weights(file, tensors)
             self._session.adopt(version, file, recompute=self.on_update == "interrupt")
         self._version = version
@@ -143,9 +151,3 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM and its processes."""
         self._session.close()
-
-
-def _memory() -> Path | None:
-    """Where files are kept in memory, where the system has that."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else None

@@ -33,7 +33,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     model = _skeleton(model_dir, config.dtype)
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
     # Only now: vLLM reads the environment when it is imported.

@@ -5,16 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from async_rlhf.launch.program import Node
+from async_rlhf.launch.tether import environment
+from async_rlhf.run_lock import RunLock
+
+_KILL_S = 30.0
+# Of a log's end; a role's reason is its last lines.
+_LAST_BYTES = 1 << 16
 
 
 class LocalProcess:
-    """A child process. The pipe to its standard input stays open while the supervisor lives; it ends when that closes."""
+    """A child process. The pipe to its standard input stays open while the supervisor lives; it ends when that closes.
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
+    Owns the reading end of its beats; both are closed when its end has been seen.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], beats: int, log: Path, log_bytes: int) -> None:
+        os.set_blocking(beats, False)
+        self._child, self._log, self._log_bytes = child, log, log_bytes
+        self._beats = os.fdopen(beats, "rb", buffering=0)
 
     @property
     def pid(self) -> int:
@@ -24,27 +36,61 @@ class LocalProcess:
         code = self._child.poll()
         if code is not None and self._child.stdin is not None:
             self._child.stdin.close()
+            self._beats.close()
         return code
+
+    def heard(self) -> bytes:
+        return b"" if self._beats.closed else self._beats.read(1 << 16) or b""
+
+    def last_words(self) -> str:
+        with suppress(OSError), self._log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = self._log_bytes if self._log_bytes <= size else 0  # else it was cut
+            file.seek(max(begin, size - _LAST_BYTES))
+            lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
+            fatal = (line.removeprefix("fatal: ") for line in reversed(lines) if line.startswith("fatal: "))
+            return next(fatal, lines[-1] if lines else "")
+        return ""
 
     def kill(self) -> None:
         self._child.kill()
-        self._child.wait(timeout=30)
+        with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it: `poll` will say when
+            self._child.wait(timeout=_KILL_S)
         self.poll()
 
 
 class LocalLauncher:
-    """See `program.Launcher`."""
+    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends."""
+
+    def __init__(self, lock: RunLock | None = None) -> None:
+        self._lock = lock
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
+        lock = None if self._lock is None else self._lock.descriptor
         command = [sys.executable, "-m", "async_rlhf.roles", node.role, str(run_dir), *node.arguments]
-        environment = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONHASHSEED": "0",  # some tasks draw from sets: every actor must see the same prompts
-            "HF_HUB_OFFLINE": "1",  # models are local directories; nothing is ever fetched
-            "TOKENIZERS_PARALLELISM": "false",
-            "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
-        }
         with node.log.open("ab") as log:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        return LocalProcess(child)
+            hears, beats = os.pipe()
+            variables = {
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONHASHSEED": "0",  # some tasks draw from sets: every actor must see the same prompts
+                "HF_HUB_OFFLINE": "1",  # models are local directories; nothing is ever fetched
+                "TOKENIZERS_PARALLELISM": "false",
+                "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
+                **environment(beats, lock),
+            }
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    pass_fds=(beats,) if lock is None else (beats, lock),
+                )
+            except BaseException:
+                os.close(hears)
+                raise
+            finally:
+                os.close(beats)
+            return LocalProcess(child, hears, node.log, log.tell())

@@ -18,7 +18,7 @@ class Node:
 
 
 class Process(Protocol):
-    """A started node."""
+    """A started node, and the only way to its end, its beats and its last words."""
 
     @property
     def pid(self) -> int: ...
@@ -27,19 +27,30 @@ class Process(Protocol):
         """Exit code, or None while it runs; negative is the signal that ended it."""
         ...
 
+    def heard(self) -> bytes:
+        """What it has sent since the last call, one byte a word (`tether.BEAT`, `tether.PROGRESS`). Never waits."""
+        ...
+
+    def last_words(self) -> str:
+        """Why it ended, by its own account in this life: what it called fatal, else its log's last line, else nothing."""
+        ...
+
     def kill(self) -> None:
-        """End it now, and wait until it has."""
+        """End it now, also when it is frozen, and wait until it has ended (30 s at most: then the kernel holds it)."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts nodes. Whatever it starts must not outlive the supervisor."""
+    """Starts nodes. Whatever it starts must not outlive the supervisor by more than a moment, and holds the run's lock."""
 
-    def start(self, run_dir: Path, node: Node) -> Process: ...
+    def start(self, run_dir: Path, node: Node) -> Process:
+        """Raises OSError when it cannot be started now."""
+        ...
 
 
-def hub_node(address: str, log: Path) -> Node:
-    return Node("hub", "hub", (address,), log)
+def hub_node(addresses: tuple[str, ...], log: Path) -> Node:
+    """addresses: where it listens; the first is for this machine's processes."""
+    return Node("hub", "hub", addresses, log)
 
 
 def learner_node(address: str, log: Path) -> Node:

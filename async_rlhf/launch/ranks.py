@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from async_rlhf.exit_codes import CONFIGURATION, FAILED
+from async_rlhf.exit_codes import FAILED, FATAL
 from async_rlhf.launch.program import Launcher, Process, rank_node
 
 _LOOK_S = 0.2
@@ -57,7 +57,9 @@ class RankProcesses:
         """Which rank has ended, and how; None when all run."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                return f"rank {rank} ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
+                if code < 0:
+                    return f"rank {rank} ended by signal {-code}"
+                return f"rank {rank} ended with code {code} ({process.last_words()})"
         return None
 
     def close(self, *, told: bool) -> None:
@@ -75,7 +77,7 @@ class RankProcesses:
             codes = {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
             if codes:
                 text = self.ended() or ""
-                refused = CONFIGURATION in codes.values()  # it said why in its own log; starting again would not help
+                code = next((code for code in codes.values() if code in FATAL), FAILED)  # starting again would not help
                 if not self._closing.wait(_GRACE_S):
-                    self._end(CONFIGURATION if refused else FAILED, f"the learner's {text}; see its log")
+                    self._end(code, f"the learner's {text}; see its log")
                 return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from buffers.clients.connection import Connection
+from buffers.clients.connection import Connection, Patience
 from buffers.config import WeightsConfig
 from buffers.errors import DeadlineError, RefusedError
 from buffers.protocol import packing, wire
@@ -17,6 +20,7 @@ from buffers.weights.fetching import Fetching
 from buffers.weights.weight_set import WeightSet
 
 _MAX_REFUSED = 256  # refused puts that are remembered
+_CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is known as such after three
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,20 @@ class ActorState:
     fence: int
     version: int
     holding: tuple[tuple[int, int], ...]
+    progress: tuple[tuple[int, int], ...] = ()
+    """(number, amount) of each group: an amount that rises whenever something of the group was done."""
 
 
 class ActorClient:
     """An actor's end: credits and weights in, groups out. Never blocks; `poll` does everything.
 
-    Waits for nothing but the hub's messages. When the hub was restarted, or the connection to it was lost, it says Hello
-    with everything the actor holds and repeats the puts that were not acknowledged. Between a Hello and its Welcome no
-    credit counts: the hub gave it before it knew what the actor holds, and gives it to somebody again.
-    Raises DeadlineError when the hub is silent for `timeout_s`, WireError for a group larger than the hub takes.
+    Owns the connection and, after `keep_beating`, a thread that beats while the actor's own is busy elsewhere (an engine that
+    loads weights); what it sends is the state it was given last, so that it proves life and no progress. Waits for nothing
+    but the hub's messages. When the hub was restarted, or the connection to it was lost, it says Hello with everything the
+    actor holds and repeats the puts that were not acknowledged. Between a Hello and its Welcome no credit counts: the hub gave
+    it before it knew what the actor holds, and gives it again. shared: digests of what the hub must have in common.
+    Raises DeadlineError when the hub is silent for `timeout_s` while it was listened to, WireError for a group larger than the
+    hub takes, RefusedError when the hub does not take this actor.
     """
 
     def __init__(
@@ -47,13 +56,20 @@ class ActorClient:
         timeout_s: float,
         connect: Connect = SocketLink,
         weights: WeightsConfig | None = None,
+        shared: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._connection = Connection(connect(address, name))
         self._link = self._connection.link
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
+        self._life, self._shared = secrets.token_hex(8), dict(shared)
+        self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats
+        self._closed = threading.Event()
+        self._newest: tuple[ActorState, wire.Telemetry] | None = None
         self._said_hello = self._welcome = False
         self._hello_request = 0
-        self._heard = self._beaten = self._link.clock()
+        self._hello_at = self._beaten = self._link.clock()
+        self._num_claims = 0  # of the name, in a row, that were refused
+        self._patience = Patience(self._link.clock, timeout_s)
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._later: dict[int, float] = {}  # when to put these again
         self._credits: list[wire.CreditItem] = []
@@ -61,44 +77,74 @@ class ActorClient:
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
-    def poll(self, state: ActorState, telemetry: Mapping[str, float], timeout_s: float = 0.0) -> None:
+    def poll(self, state: ActorState, telemetry: wire.Telemetry, timeout_s: float = 0.0) -> None:
         """Receive everything there is, waiting up to `timeout_s` for the first message or a `wake`; beat when it is time."""
-        now = self._link.clock()
-        self._fetching.serving = (state.fence, state.version)
-        if self._link.was_remade() or not self._said_hello:
-            self._hello(state)
-        elif now - self._beaten >= self._beat_s:
-            self.beat(state, telemetry)
-        if now - self._heard > self._timeout_s:
-            raise DeadlineError(f"{self._name} heard nothing from the hub for {self._timeout_s:.0f} s")
-        if self._fetching.has_work:
-            timeout_s = 0.0
-        while (received := self._connection.receive(timeout_s)) is not None:
-            timeout_s = 0.0
-            self._heard = self._link.clock()
-            self._handle(*received)
-        self._fetching.advance()
-        self._put_again()
+        with self._using:
+            now = self._link.clock()
+            self._newest = state, telemetry
+            self._fetching.serving = (state.fence, state.version)
+            if self._link.was_remade() or (not self._said_hello and now >= self._hello_at):
+                self._hello(state)
+            elif self._said_hello and now - self._beaten >= self._beat_s:
+                self.beat(state, telemetry)
+            if self._fetching.has_work:
+                timeout_s = 0.0
+            while (received := self._connection.receive(timeout_s)) is not None:
+                timeout_s = 0.0
+                self._patience.heard()
+                self._handle(*received)
+            if self._link.is_receiving():
+                self._patience.heard()
+            if self._patience.is_over():
+                raise DeadlineError(f"{self._name} heard nothing from the hub for {self._timeout_s:.0f} s")
+            self._fetching.advance()
+            self._put_again()
+
+    def works_on(self, state: ActorState) -> None:
+        """What beats say until the next `poll`."""
+        with self._using:
+            self._newest = state, self._newest[1] if self._newest is not None else wire.Telemetry()
+
+    def keep_beating(self) -> None:
+        """From now on beats go out in time whatever the calling thread does, until `close`."""
+        threading.Thread(target=self._beat_on, name="beats", daemon=True).start()
+
+    def _beat_on(self) -> None:
+        while not self._closed.wait(self._beat_s):
+            with self._using, suppress(DeadlineError):  # what cannot be sent, the actor's own thread finds out
+                late = self._link.clock() - self._beaten >= 1.5 * self._beat_s
+                if late and self._said_hello and self._newest is not None and not self._closed.is_set():
+                    self.beat(*self._newest)
 
     def wake(self) -> None:
         """End a waiting `poll`; may be called from any thread."""
         self._link.wake()
 
-    def beat(self, state: ActorState, telemetry: Mapping[str, float]) -> None:
+    def beat(self, state: ActorState, telemetry: wire.Telemetry) -> None:
         """Tell the hub the actor's state now (new version, new capacity) rather than at the next beat."""
-        self._beaten = self._link.clock()
-        beat = wire.Beat(capacity=state.capacity, fence=state.fence, version=state.version, telemetry=dict(telemetry))
-        self._connection.send(beat)
+        with self._using:
+            self._beaten, self._newest = self._link.clock(), (state, telemetry)
+            self._connection.send(
+                wire.Beat(
+                    capacity=state.capacity,
+                    fence=state.fence,
+                    version=state.version,
+                    telemetry=telemetry,
+                    progress=list(state.progress),
+                )
+            )
 
     def put(self, group: Group, *, constant: bool = False) -> None:
         """Send a group; it is kept and repeated until the hub says what became of it. constant: as in `wire.Put`."""
         header, arrays = packing.pack_group(group)
-        self._unacknowledged[group.number] = (wire.Put(group=header, constant=constant), arrays)
-        self._connection.send(self._unacknowledged[group.number][0], arrays)
+        with self._using:
+            self._unacknowledged[group.number] = (wire.Put(group=header, constant=constant), arrays)
+            self._connection.send(self._unacknowledged[group.number][0], arrays)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Give groups up that cannot keep the bound any more."""
-        self._connection.send(wire.Release(numbers=list(numbers)))
+        with self._using:
+            self._connection.send(wire.Release(numbers=list(numbers)))
 
     def credits(self) -> list[wire.CreditItem]:
         """The credits that came since the last call."""
@@ -114,9 +160,11 @@ class ActorClient:
         return [(number, put.group.attempt) for number, (put, _) in self._unacknowledged.items()]
 
     def close(self) -> None:
-        with suppress(DeadlineError):
-            self._connection.send(wire.Bye())
-        self._connection.close()
+        self._closed.set()
+        with self._using:
+            with suppress(DeadlineError):
+                self._connection.send(wire.Bye())
+            self._connection.close()
 
     def _hello(self, state: ActorState) -> None:
         self._said_hello, self._welcome = True, False
@@ -124,10 +172,16 @@ class ActorClient:
         self._fetching.reset()
         self._credits.clear()
         self._later.clear()  # it is said again below
-        holding = sorted({*state.holding, *self.unacknowledged})
-        self._hello_request = self._connection.send(
-            wire.Hello(actor=self._name, capacity=state.capacity, fence=state.fence, version=state.version, holding=holding)
+        hello = wire.Hello(
+            actor=self._name,
+            life=self._life,
+            shared=self._shared,
+            capacity=state.capacity,
+            fence=state.fence,
+            version=state.version,
+            holding=sorted({*state.holding, *self.unacknowledged}),
         )
+        self._hello_request = self._connection.send(hello)
         for put, arrays in self._unacknowledged.values():
             self._connection.send(put, arrays)
 
@@ -139,6 +193,13 @@ class ActorClient:
             if number in self._unacknowledged:
                 self._connection.send(*self._unacknowledged[number])
 
+    def _claim_again(self, detail: str) -> None:
+        """The hub takes the one that has the name for living, or cannot know yet that it ended: ask again for a while."""
+        self._num_claims += 1
+        if self._num_claims > _CLAIMS:
+            raise RefusedError("name-taken", detail)
+        self._said_hello, self._hello_at = False, self._link.clock() + self._beat_s
+
     def _answered(self, number: int, attempt: int) -> None:
         waiting = self._unacknowledged.get(number)
         if waiting is not None and waiting[0].group.attempt == attempt:
@@ -148,6 +209,7 @@ class ActorClient:
         match message:
             case wire.Welcome(max_frame_bytes=limit):
                 self._welcome = request == self._hello_request
+                self._num_claims = 0
                 self._connection.max_frame_bytes = limit
             case wire.Credits(credits=credits):
                 if self._welcome:
@@ -169,6 +231,8 @@ class ActorClient:
             case wire.Refused(reason="unknown-actor"):
                 if request > self._hello_request:  # else it was sent before the last Hello
                     self._said_hello = False
+            case wire.Refused(reason="name-taken", detail=detail):
+                self._claim_again(detail)
             case wire.Refused(reason="weights"):
                 self._fetching.refused(request)
             case wire.Refused(reason=reason, detail=detail):

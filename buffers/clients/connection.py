@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from buffers.errors import DeadlineError, RefusedError
 from buffers.protocol import wire
 from buffers.transport.link import Link
 
-_RETRY_S = 2.0  # a request unanswered so long is sent again: the hub may have been restarted
+_RETRY_S = 2.0  # a request unanswered so long is sent again, and then after twice as long: it may have been lost
+_MAX_GAP_S = 5.0  # of a silence: what is longer this process slept through
 _UNREADABLE = 0  # the request number of an answer to what the hub could not read
 
 
 class HubRestartedError(RefusedError):
     """The hub does not know this learner any more: register and publish again."""
+
+
+class Patience:
+    """How long the other side has been silent while this one listened. A process that was stopped, or busy elsewhere, heard
+    nothing because it did not listen: of each gap between two looks only `_MAX_GAP_S` count.
+    """
+
+    def __init__(self, clock: Callable[[], float], limit_s: float) -> None:
+        self._clock, self._limit_s = clock, limit_s
+        self.heard()
+
+    def heard(self) -> None:
+        self._silent_s, self._looked_at = 0.0, self._clock()
+
+    def is_over(self) -> bool:
+        """To be asked whenever the link has been looked at."""
+        now = self._clock()
+        self._silent_s += min(_MAX_GAP_S, now - self._looked_at)
+        self._looked_at = now
+        return self._silent_s >= self._limit_s
 
 
 class Connection:
@@ -44,21 +65,24 @@ class Connection:
     ) -> tuple[wire.Message, wire.Frames]:
         """Send and wait for the answer, repeating the request while the hub is away.
 
-        A Waiting answer proves the hub alive and moves the deadline. Raises RefusedError, or DeadlineError naming what
-        was asked.
+        A Waiting answer proves the hub alive and moves the deadline, and so do bytes of an answer that is not whole yet.
+        Raises RefusedError, or DeadlineError naming what was asked.
         """
         self._last_request += 1
-        heard = resend_at = self.link.clock()
+        patience = Patience(self.link.clock, timeout_s)
+        again = _Again(self.link)
         detail = "the hub never answered"
-        while (now := self.link.clock()) - heard < timeout_s:
-            if now >= resend_at:
+        while not patience.is_over():
+            if again.is_due():
                 self._send(self._last_request, message, arrays)
-                resend_at = now + _RETRY_S
             answer = self.receive(min(_RETRY_S, timeout_s))
+            if answer is None and self.link.is_receiving():
+                patience.heard()
+                again.put_off()
             if answer is None or not self._is_answer(answer[0], answer[1]):
                 continue
-            heard = self.link.clock()
-            resend_at = heard + _RETRY_S
+            patience.heard()
+            again.put_off()
             if isinstance(answer[1], wire.Waiting):
                 detail = answer[1].detail
             else:
@@ -72,23 +96,22 @@ class Connection:
         What the answers say is dropped but for a refusal. Raises as `ask` does.
         """
         coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
-        heard = resend_at = self.link.clock()
+        patience, again = Patience(self.link.clock, timeout_s), _Again(self.link)
+        again.put_off()
         while True:
             for message, arrays in itertools.islice(coming, ahead - len(open_requests)):
                 open_requests[self.send(message, arrays)] = message, arrays
-                resend_at = self.link.clock() + _RETRY_S
             if not open_requests:
                 return
             answer = self.receive(min(_RETRY_S, timeout_s))
-            now = self.link.clock()
             if answer is not None and (answer[0] in open_requests or answer[0] == _UNREADABLE):
                 _raise_refusal(answer[1])
                 if open_requests.pop(answer[0], None) is not None:
-                    heard = now
-            if now - heard >= timeout_s:
+                    patience.heard()
+                    again.put_off()
+            if patience.is_over():
                 raise DeadlineError(f"waited {timeout_s:.0f} s for the answers to {len(open_requests)} messages")
-            if now >= resend_at:
-                resend_at = now + _RETRY_S
+            if again.is_due():
                 for request, (message, arrays) in open_requests.items():
                     self._send(request, message, arrays)
 
@@ -104,6 +127,28 @@ class Connection:
 
     def close(self) -> None:
         self.link.close()
+
+
+class _Again:
+    """When a request is to be sent: now, when the connection was made anew, and after pauses that double, for ZeroMQ may have
+    dropped it at a side that was overrun. Not more often: an answer may be large and the link slow.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._pause_s = link, _RETRY_S
+        self._at = link.clock()
+
+    def is_due(self) -> bool:
+        """Whether to send; the next time is then set."""
+        now = self._link.clock()
+        if now < self._at and not self._link.was_remade():
+            return False
+        self._at, self._pause_s = now + self._pause_s, 2 * self._pause_s
+        return True
+
+    def put_off(self) -> None:
+        """Something came: the hub is there and knows what was asked."""
+        self._at = self._link.clock() + self._pause_s
 
 
 def _raise_refusal(answer: wire.Message) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from buffers.clients.connection import Connection
+from buffers.errors import WireError
 from buffers.protocol import wire
 from buffers.transport.link import Connect, SocketLink
 
@@ -28,8 +29,10 @@ class Control:
         self._connection, self._timeout_s = connection, timeout_s
 
     def status(self) -> dict[str, Any]:
+        """Raises WireError when what answers is no hub."""
         answer, _ = self._connection.ask(wire.GetStatus(), timeout_s=self._timeout_s)
-        assert isinstance(answer, wire.Status)
+        if not isinstance(answer, wire.Status):
+            raise WireError(f"the hub answered {answer.type!r} when asked for its status")
         return answer.status
 
     def drain(self) -> None:
@@ -39,6 +42,10 @@ class Control:
     def gone(self, actor: str) -> None:
         """This actor's process has ended."""
         self._connection.ask(wire.Gone(actor=actor), timeout_s=self._timeout_s)
+
+    def quarantine(self, group: int, reason: str) -> None:
+        """This group is taken back. Raises RefusedError when it was trained on, or is being."""
+        self._connection.ask(wire.Quarantine(number=group, reason=reason), timeout_s=self._timeout_s)
 
     def halt(self) -> None:
         """The hub writes its ledger and exits."""

@@ -24,6 +24,19 @@ class TakenBatch:
     telemetry: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class SuspectGroup:
+    """One group of a batch that ended learners: to be tried alone, without an update, and then named in `tried`."""
+
+    step: int
+    number: int
+    frames: wire.Frames
+
+    def group(self) -> Group:
+        """Raises WireError when it cannot be read."""
+        return packing.decode_put(self.frames)
+
+
 class LearnerClient:
     """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
 
@@ -47,10 +60,10 @@ class LearnerClient:
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
-        """Batch `step`, or the reason why none will come. Waits as long as the hub says that it is coming."""
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
+        """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming."""
         taken = self._take(step, aim)
-        if isinstance(taken, str):
+        if isinstance(taken, str | SuspectGroup):
             return taken
         batch, frames = taken
         groups = tuple(packing.decode_put(frames[i : i + 3]) for i in range(0, len(frames), 3))
@@ -59,12 +72,21 @@ class LearnerClient:
     def take_packed(self, step: int) -> wire.Frames | str:
         """As `take`, but the groups as they came: three frames each, header and arrays of its Put."""
         taken = self._take(step)
+        assert not isinstance(taken, SuspectGroup)
         return taken if isinstance(taken, str) else taken[1]
 
-    def _take(self, step: int, aim: int | None = None) -> tuple[wire.Batch, wire.Frames] | str:
+    def tried(self, suspect: SuspectGroup) -> None:
+        """The group alone was no trouble."""
+        message = wire.Tried(fence=self.fence, step=suspect.step, number=suspect.number, done=True)
+        self._connection.ask(message, timeout_s=self._timeout_s)
+
+    def _take(self, step: int, aim: int | None = None) -> tuple[wire.Batch, wire.Frames] | SuspectGroup | str:
         answer, frames = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
         if isinstance(answer, wire.Ended):
             return answer.reason
+        if isinstance(answer, wire.Trial):
+            self._connection.send(wire.Tried(fence=self.fence, step=step, number=answer.number, done=False))
+            return SuspectGroup(step, answer.number, frames)
         assert isinstance(answer, wire.Batch)
         return answer, frames
 

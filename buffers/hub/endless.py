@@ -1,4 +1,4 @@
-"""Cuts a peer whose message never ends.
+"""Whether a message that has begun still arrives; cuts a peer whose message never ends.
 
 ZeroMQ keeps the parts of a message until the last has come; its limits are on one part (MAXMSGSIZE) and on the number of
 whole messages that wait (HWM), so one peer could fill the memory with one message. Its own library does not send an
@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
-import sys
 
-_BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info (linux/tcp.h)
-_HAS_COUNT = sys.platform == "linux"
+from buffers.transport.frames import bytes_received
 
 
 class Endless:
-    """Owns the bytes that each open connection had received when it was looked at after its last whole message."""
+    """Owns the bytes that each open connection had received when it was looked at after its last whole message.
+
+    arriving: the connections over which bytes had come at the last look, since the one before.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}
+        self._received: dict[int, int] = {}
         self._looked_at: set[int] = set()
+        self.arriving: set[int] = set()
 
     def opened(self, descriptor: int) -> None:
-        self._before[descriptor] = 0
+        self._before[descriptor] = self._received[descriptor] = 0
         self._looked_at.discard(descriptor)
 
     def ended(self, descriptor: int) -> None:
         self._before.pop(descriptor, None)
+        self._received.pop(descriptor, None)
 
     def heard(self, descriptor: int) -> None:
         """A whole message came over this connection."""
@@ -46,25 +49,21 @@ class Endless:
         and between two looks anything may come.
         """
         num_cut = 0
+        self.arriving.clear()
         for descriptor, before in list(self._before.items()):
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    received = _bytes_received(connection)
+                    received = bytes_received(connection)
+                    if received > self._received[descriptor]:
+                        self._received[descriptor] = received
+                        self.arriving.add(descriptor)
                     if descriptor not in self._looked_at:
                         self._before[descriptor] = received
                         self._looked_at.add(descriptor)
                     elif received - before > max_bytes:
                         connection.shutdown(socket.SHUT_RDWR)
-                        del self._before[descriptor]
+                        self.ended(descriptor)
                         num_cut += 1
             except OSError:
                 self.ended(descriptor)  # it has just been closed
         return num_cut
-
-
-def _bytes_received(connection: socket.socket) -> int:
-    """Since it was opened; 0 where nobody counts."""
-    if not _HAS_COUNT or connection.family == socket.AF_UNIX:
-        return 0
-    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-    return int(_BYTES_RECEIVED.unpack(information)[0]) if len(information) == _BYTES_RECEIVED.size else 0

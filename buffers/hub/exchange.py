@@ -1,10 +1,12 @@
 """The hub's side of every conversation: frames in, `admission` decides, `journal` remembers, frames out.
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
-the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed.
+the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
+fits the run (`schema`). The actors' comings and goings are `sessions`', the learner's requests `tenure`'s.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
-    a bad frame        is counted by its reason, dropped, and answered with Refused
+    a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
+                       the hub's own, with its traceback in the log, once for each place it comes from
     a full disk        a Put is answered with Later, what else must be remembered with Waiting; nothing is acknowledged and
                        nothing given or published until there is room, and the status says so
 
@@ -21,17 +23,19 @@ from types import MappingProxyType
 from typing import Any
 
 from buffers.config import QueueConfig, WeightsConfig
-from buffers.errors import DiskFullError, RefusedError, WeightsError, WireError
+from buffers.errors import DiskFullError, JournalError, RefusedError, WireError
 from buffers.hub import status
 from buffers.hub.outbox import Outbox
 from buffers.hub.peers import Peers
 from buffers.hub.refusals import Refusals
+from buffers.hub.sessions import ActorSessions
 from buffers.hub.tenure import Tenure
 from buffers.protocol import packing, wire
-from buffers.queue.admission import Actor, Admission
+from buffers.protocol.schema import GroupSchema
 from buffers.queue.bound import Bound
 from buffers.queue.journal import Journal
 from buffers.queue.quarantine import Quarantine
+from buffers.queue.recovery import recovered
 from buffers.transport import roles
 from buffers.weights.publication import Publication
 from buffers.weights.store import WeightStore
@@ -57,12 +61,15 @@ class Exchange:
         weights_config: WeightsConfig | None = None,
         quarantine: Quarantine | None = None,
         counters: Mapping[str, int] = MappingProxyType({}),
+        schema: GroupSchema | None = None,
+        shared: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._journal, self._publication = config, journal, Publication(weights, weights_config)
         self._clock, self._incarnation = clock, incarnation
-        self._admission = _restored(config, bound, journal)
-        self._quarantine, self._counters = quarantine, counters
+        self._admission = recovered(config, bound, journal)
+        self._quarantine, self._counters, self._schema = quarantine, counters, schema
         self._peers = Peers()
+        self._sessions = ActorSessions(self._admission, self._peers, self._publication, config, shared, incarnation)
         self._refusals = Refusals()
         self.outbox = Outbox()
         self._tenure = Tenure(self._admission, journal, self._publication, self._peers, self.outbox, incarnation)
@@ -108,30 +115,44 @@ class Exchange:
             request, message, arrays = wire.decode(frames, max_frame_bytes=self._config.max_frame_bytes)
             roles.check(holder, message)
             answer = self._handle(identity, request, message, [frames[0], *arrays])
+            if answer is not None:
+                self.outbox.say(identity, answer, request=request)
         except DiskFullError as error:
-            answer = self._note_full(error)
-        except (WireError, RefusedError, WeightsError) as error:
+            self.outbox.say(identity, self._note_full(error), request=request)
+        except JournalError:
+            raise
+        except Exception as error:  # noqa: BLE001 (one peer's message, whatever it met, must not end the others' run)
             request = request or getattr(error, "request", 0)
-            answer = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
-        if answer is not None:
-            self.outbox.say(identity, answer, request=request)
+            refused = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
+            self.outbox.say(identity, refused, request=request)
+
+    def arrives(self, identity: bytes) -> None:
+        """Bytes of a message that is not whole yet arrive from this peer."""
+        self._sessions.arrives(identity, self._clock())
 
     def _handle(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> wire.Message | None:
         """The answer to one message, or None when it needs none or is answered later. `frames` are as they came."""
         match message:
             case wire.Put():
                 return self._put(identity, request, message, frames)
+            case wire.Hello() if self._stop_reason:
+                return wire.Stop(reason=self._stop_reason)
             case wire.Hello():
-                return self._hello(identity, message)
+                return self._sessions.hello(identity, message, self._clock())
             case wire.Beat() | wire.Release() | wire.Bye():
-                return self._hear(identity, message)
+                name = self._sessions.known(identity, self._clock())
+                return self._sessions.hear(name, message, self._clock())
             case wire.Fetch() | wire.FetchChunk():
                 self.outbox.say(identity, *self._publication.serve(message), request)
                 return None
             case wire.GetStatus():
                 return wire.Status(status=self.status())
             case wire.Gone(actor=name):
-                self._leave(name, "ended: its process is gone")
+                self._sessions.leave(name, "ended: its process is gone")
+            case wire.Quarantine(number=number, reason=reason):
+                self._admission.quarantine(number, reason)
+                self.outbox.hold(identity, wire.Done(), request)
+                return None
             case wire.Drain():
                 self._admission.draining = True
             case wire.Halt():
@@ -140,49 +161,11 @@ class Exchange:
                 return self._tenure.hear(identity, request, message, frames[1:], self._full)
         return wire.Done()
 
-    # -- actors ------------------------------------------------------------------------------------------------------
-
-    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Message:
-        if self._stop_reason:
-            return wire.Stop(reason=self._stop_reason)
-        name, before = hello.actor, self._peers.name(identity)
-        if before is not None and before != name:
-            self._leave(before, f"said hello as {name}")
-        self._peers.join(name, identity)
-        actor = Actor(hello.capacity, hello.fence, hello.version, self._clock())
-        self._admission.join(name, actor, hello.holding)
-        _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
-        return wire.Welcome(incarnation=self._incarnation, max_frame_bytes=self._config.max_frame_bytes)
-
-    def _known(self, identity: bytes) -> str:
-        """Name of the living actor behind an identity; hearing from it keeps its leases."""
-        name = self._peers.name(identity)
-        if name is None or name not in self._admission.actors:
-            raise RefusedError("unknown-actor", "say hello first (the hub was restarted, or thought you dead)")
-        self._admission.actors[name].heard_at = self._clock()
-        return name
-
-    def _hear(self, identity: bytes, message: wire.Beat | wire.Release | wire.Bye) -> wire.Message:
-        name = self._known(identity)
-        match message:
-            case wire.Beat():
-                actor, peer = self._admission.actors[name], self._peers[name]
-                self._publication.serves(actor, peer, message.fence, message.version)
-                actor.capacity, peer.telemetry = message.capacity, dict(message.telemetry)
-            case wire.Release(numbers=numbers):
-                self._admission.release(name, numbers)
-            case wire.Bye():
-                self._leave(name, "said goodbye")
-        return wire.Done()
-
-    def _leave(self, name: str, reason: str) -> None:
-        self._admission.leave(name, reason)
-        self._peers.forget(name)
-
     def _put(self, identity: bytes, request: int, put: wire.Put, frames: wire.Frames) -> wire.Message | None:
-        name, group = self._known(identity), put.group
+        name, group = self._sessions.known(identity, self._clock()), put.group
+        self._admission.fleet.actors[name].has_put(group.number, self._clock())
         try:
-            entry = packing.check_group(group, frames)
+            entry = packing.check_group(group, frames, self._schema)
         except WireError as error:
             self._admission.blame(name, group.number, str(error))
             raise
@@ -214,14 +197,14 @@ class Exchange:
             # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
             self._write_quarantine()
             self._num_dead = num_dead
-            self._journal.state(self._admission.remember())
+            self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
         for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
             self.outbox.say(identity, adopt)
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
             self.outbox.hold(self._peers[name].identity, wire.Credits(credits=items))
         if admission.published is not None:
-            self._publication.store.drop_below(admission.lowest_needed_version())
+            self._publication.drop_old(admission, self._peers)
         if reason := self._tenure.answer():
             self._stop_reason = reason
             for identity in self._peers.identities:
@@ -230,16 +213,11 @@ class Exchange:
     def _write_quarantine(self) -> None:
         if self._quarantine is not None:
             with self._journal.disk():
-                self._quarantine.write(self._admission.failures.quarantined)
+                self._quarantine.write(self._admission.fleet.failures.quarantined)
 
     def tick(self) -> None:
         """Time has passed: silent actors lose their leases, a waiting learner is told for whom it waits."""
-        for name in self._publication.late(self._admission, self._peers, self._clock()):
-            self._leave(name, "adopted no weights in its time")
-            _log.warning("%s adopted no weights in its time: its groups go to others", name)
-        for name in self._admission.expire(self._clock()):
-            self._peers.forget(name)
-            _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
+        self._sessions.tick(self._clock())
         self._refusals.report()
         self._retry = True
         self._tenure.remind(self._full)
@@ -259,12 +237,3 @@ class Exchange:
             **status.describe(self._admission, self._peers, self._clock()),
             **self._counters,
         }
-
-
-def _restored(config: QueueConfig, bound: Bound, journal: Journal) -> Admission:
-    admission = Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s, max_bytes=config.max_bytes)
-    replay = journal.replay
-    admission.restore(replay.state, replay.entries)
-    for step in sorted(replay.batches):
-        admission.assign(step, replay.batches[step])
-    return admission

@@ -52,6 +52,7 @@ class Gate:
             ("connections", "connections_ended", "handshakes_failed", "refused_handshakes", "endless_messages"), 0
         )
         self._endless = Endless()
+        self._identities: dict[int, bytes] = {}  # who sent the newest message over an open connection, by its descriptor
         self._reported = dict(self.counters)
         self._refused: set[str] = set()
         if access is not None:
@@ -67,11 +68,16 @@ class Gate:
             return None
         message, descriptor, name = received
         self._endless.heard(descriptor)
+        self._identities[descriptor] = message[0]
         return message, self._holders[name] if self._holders else None
 
     def cut_endless(self, max_bytes: int) -> None:
         """Cut peers that have sent more than this of one message; to be called when `receive` gave None."""
         self.counters["endless_messages"] += self._endless.cut(max_bytes)
+
+    def arriving(self) -> list[bytes]:
+        """The peers from whom bytes came between the last two calls of `cut_endless` (over TCP, on Linux)."""
+        return [self._identities[each] for each in self._endless.arriving if each in self._identities]
 
     def attend(self) -> None:
         """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""
@@ -116,5 +122,6 @@ class Gate:
             self.counters["connections_ended"] -= 1  # its end is told next, and was counted here
         else:
             self._endless.ended(value)
+            self._identities.pop(value, None)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1

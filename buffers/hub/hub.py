@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -28,6 +29,7 @@ from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub import status
 from buffers.hub.exchange import Exchange
 from buffers.hub.gate import UNREAD_BY_ZMQ, Gate
+from buffers.protocol.schema import GroupSchema
 from buffers.protocol.wire import MAX_HEADER_BYTES
 from buffers.queue.bound import Bound
 from buffers.queue.journal import Journal
@@ -45,14 +47,14 @@ _SEND_HWM = 1000
 
 
 class Hub:
-    """Replay queue, weight channel and ledger behind one address.
+    """Replay queue, weight channel and ledger behind one socket.
 
     Raises JournalError when the directory belongs to a living hub or is damaged, zmq.ZMQError when the address is taken.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str | Sequence[str],
         directory: Path,
         config: QueueConfig,
         bound: Bound,
@@ -60,8 +62,12 @@ class Hub:
         access: keys.HubKeys | None = None,
         weights: WeightsConfig | None = None,
         prompt_of: Callable[[int], int] | None = None,
+        schema: GroupSchema | None = None,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        beat: Callable[[], None] | None = None,
     ) -> None:
-        self._clock, self._ledger = clock, directory / "ledger.json"
+        """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop."""
+        self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
         self._journal = Journal(
             directory / "queue",
             segment_bytes=config.segment_bytes,
@@ -82,13 +88,15 @@ class Hub:
         self._gate = Gate(self._context, self._socket, access)
         # The largest message is a Put: a header and two arrays.
         self._max_unfinished = MAX_HEADER_BYTES + 2 * config.max_frame_bytes + UNREAD_BY_ZMQ
-        quarantined = self._journal.replay.state.quarantined
+        state = self._journal.replay.state
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
-            Quarantine(directory / "quarantine.jsonl", prompt_of, quarantined), self._gate.counters,
+            Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)), self._gate.counters,
+            schema, shared,
         )  # fmt: skip
         try:
-            self._socket.bind(address)
+            for address in [addresses] if isinstance(addresses, str) else addresses:
+                self._socket.bind(address)
         except zmq.ZMQError:
             self._gate.close()
             self._context.destroy(linger=0)
@@ -109,8 +117,11 @@ class Hub:
                 if self._take_in() and self._clock() >= next_look:
                     next_look = self._clock() + _LOOK_S
                     self._gate.cut_endless(self._max_unfinished)
+                    for identity in self._gate.arriving():
+                        self._exchange.arrives(identity)
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
+                    self._beat()
                     self._exchange.tick()
                     self._gate.report()
                     self._write_ledger()

@@ -6,8 +6,9 @@ of the counters, so it does not grow with the number of actors that ever joined.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+
+from buffers.protocol.message import Telemetry
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Peer:
     """The weights (fence, version) it was told to adopt last."""
     behind_since: float | None = None
     """Since when (seconds of the hub's clock) it serves other weights than it was told to, and has adopted nothing."""
-    telemetry: dict[str, float] = field(default_factory=dict)
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 class Peers:
@@ -33,7 +34,7 @@ class Peers:
     def join(self, name: str, identity: bytes) -> None:
         """An actor (re)joins; whoever had its name is no longer known."""
         before = self._peers.get(name)
-        telemetry = before.telemetry if before is not None and before.identity == identity else {}
+        telemetry = before.telemetry if before is not None and before.identity == identity else Telemetry()
         if before is not None:
             self._names.pop(before.identity, None)
             if before.identity != identity:
@@ -59,17 +60,22 @@ class Peers:
         return list(self._names)
 
     def telemetry(self) -> dict[str, float]:
-        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left.
-
-        A sum that is no number any more is left out.
-        """
+        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left."""
         total = dict(self._left)
         for peer in self._peers.values():
-            _add(total, peer.telemetry)
-        return {name: value for name, value in total.items() if math.isfinite(value)}
+            _add(total, peer.telemetry.model_dump())
+        return total
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """So long the hub did not listen."""
+        for peer in self._peers.values():
+            if peer.behind_since is not None:
+                peer.behind_since = min(now, peer.behind_since + seconds)
 
     def _keep_counters(self, peer: Peer) -> None:
-        _add(self._left, {name: value for name, value in peer.telemetry.items() if name.endswith(("_total", "_s"))})
+        _add(
+            self._left, {name: value for name, value in peer.telemetry.model_dump().items() if name.endswith(("_total", "_s"))}
+        )
 
 
 def _add(total: dict[str, float], values: dict[str, float]) -> None:

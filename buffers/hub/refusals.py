@@ -5,12 +5,14 @@ must not fill the disk.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 
 from buffers.errors import RefusedError, WeightsError, WireError
 from buffers.protocol.wire import Refused
 
 _log = logging.getLogger(__name__)
+_MAX_PLACES = 100
 
 
 class Refusals:
@@ -20,14 +22,27 @@ class Refusals:
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._last = ""
+        self._known: set[tuple[str, int | None]] = set()  # where unforeseen errors came from
 
-    def note(self, error: WireError | RefusedError | WeightsError, who: str) -> Refused:
-        """Count it; the answer for who said it."""
-        reason = "weights" if isinstance(error, WeightsError) else error.reason
-        detail = error.detail if isinstance(error, RefusedError) else str(error)
+    def note(self, error: Exception, who: str) -> Refused:
+        """Count it; the answer for who sent it. What is none of our errors is a defect, and counted as `unforeseen`."""
+        if isinstance(error, WireError | RefusedError):
+            reason, detail = error.reason, error.detail if isinstance(error, RefusedError) else str(error)
+        elif isinstance(error, WeightsError):
+            reason, detail = "weights", str(error)
+        else:
+            reason, detail = "unforeseen", f"a defect of the hub: {error!r}"[:300]
+            self._log_once(error, who)
         self.counts[reason] += 1
         self._last = f"{reason} from {who}: {detail}"
         return Refused(reason=reason, detail=detail)
+
+    def _log_once(self, error: Exception, who: str) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = place.filename, place.lineno
+        if where not in self._known and len(self._known) < _MAX_PLACES:
+            self._known.add(where)
+            _log.error("unforeseen, in a message from %s; please report it", who, exc_info=error)
 
     def report(self) -> None:
         """One line for everything since the last report."""

@@ -24,20 +24,20 @@ def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
         "ledger": admission.ledger.as_dict(),
         "actors": {
             name: {
-                **peers[name].telemetry,
+                **peers[name].telemetry.model_dump(),
                 "version": actor.version,
                 "capacity": actor.capacity,
                 "groups": len(actor.leases),
                 "silent_s": round(now - actor.heard_at, 3),
             }
-            for name, actor in admission.actors.items()
+            for name, actor in admission.fleet.actors.items()
         },
     }
 
 
 def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
     """The actors' counters summed, how many there are, the queue's depth, and groups filtered: for the step record."""
-    depth, actors = float(admission.num_queued), float(len(admission.actors))
+    depth, actors = float(admission.num_queued), float(len(admission.fleet.actors))
     filtered = float(admission.num_filtered)
     return {**peers.telemetry(), "queue/depth": depth, "groups/filtered": filtered, "actors": actors}
 
@@ -45,9 +45,9 @@ def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
 def waiting_for(admission: Admission) -> str:
     """For whom the learner waits, in words."""
     ledger = admission.ledger
-    if not admission.actors:
+    if not admission.fleet.actors:
         return "no actor has joined"
-    holders = ", ".join(f"{name}: {len(actor.leases)}" for name, actor in admission.actors.items())
+    holders = ", ".join(f"{name}: {len(actor.leases)}" for name, actor in admission.fleet.actors.items())
     return f"{ledger.queued} groups are ready, {ledger.leased} are being made ({holders})"
 
 

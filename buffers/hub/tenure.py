@@ -36,6 +36,7 @@ class Tenure:
         self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
         self._registration: tuple[bytes, int, wire.Registered] | None = None
         self._parked: tuple[bytes, int, wire.Take] | None = None
+        self._newest_request = 0  # of the present learner
 
     @property
     def waits(self) -> bool:
@@ -51,6 +52,11 @@ class Tenure:
             return self._register(identity, request, message, full)
         admission = self._admission
         self._check_fence(message)
+        if self._registration is not None and identity == self._registration[0]:
+            overtaken = request < self._newest_request
+            self._newest_request = max(self._newest_request, request)
+            if overtaken and isinstance(message, wire.Take | wire.Tried):
+                return None  # repeated, and what was said since decides
         # Who goes on from here has trained on the batch before, also when the message that said so was lost.
         if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
             admission.trained(admission.step)
@@ -59,6 +65,8 @@ class Tenure:
                 admission.aim = message.aim
                 self._parked = (identity, request, message)
                 return None
+            case wire.Tried():
+                admission.tried(message.step, message.number, done=message.done)
             case wire.Trained():
                 if message.step >= admission.step:  # a repeated message changes nothing
                     admission.trained(message.step)
@@ -92,6 +100,10 @@ class Tenure:
             if fresh:
                 self._journal.take(take.step, numbers)
             self._parked = None
+            alone = admission.trial(take.step)
+            if alone is not None:
+                self._outbox.hold(identity, wire.Trial(step=take.step, number=alone), request, [alone])
+                return ""
             batch = wire.Batch(step=take.step, telemetry=status.fleet(admission, self._peers))
             self._outbox.hold(identity, batch, request, numbers)
         elif admission.at_end:
@@ -133,7 +145,7 @@ class Tenure:
         deletable = admission.register(fence, register.step, register.committed, register.learner)
         self._journal.state(admission.remember(), deletable)
         answer = wire.Registered(fence=fence, incarnation=self._incarnation)
-        self._registration, self._parked = (identity, request, answer), None
+        self._registration, self._parked, self._newest_request = (identity, request, answer), None, request
         self._publication.forget()
         self._outbox.hold(identity, answer, request)
         _log.info("learner registered at step %d under fence %d", register.step, fence)

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from buffers.errors import RecordError, WireError
+from buffers.protocol.schema import GroupSchema
 from buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
 from buffers.queue.ledger import Entry
 from buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, Score, Span, Support
@@ -91,11 +92,12 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def check_group(header: GroupHeader, frames: Frames) -> Entry:
-    """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked.
+def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None = None) -> Entry:
+    """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked, or is
+    none of this run.
 
-    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, and `record` for everything else. Does
-    not make the group, which costs ten times as much, unless something in it is rare.
+    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (see there), and `record` for
+    everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
     """
     ids, logprobs = _arrays(header, frames[1:])
     low, high = float(logprobs.min()), float(logprobs.max())
@@ -108,8 +110,12 @@ def check_group(header: GroupHeader, frames: Frames) -> Entry:
         lengths = [span[1] for span in spans]
         if sum(lengths) != num_tokens or min(lengths) < 1:
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
-    if header.number < 0 or header.attempt < 0 or header.metrics or header.num_support.count(None) < len(header.num_support):
-        unpack_group(header, frames[1:])
+    if schema is not None:
+        schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
+    if header.metrics or header.num_support.count(None) < len(header.num_support):
+        group = unpack_group(header, frames[1:])
+        if schema is not None:
+            schema.check_supports(group)
     versions = [span[0] for spans in header.spans for span in spans]
     return Entry(header.attempt, min(versions), max(versions), sum(header.num_tokens), sum(map(len, frames)))
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from buffers.protocol.message import MessageBase, Name
+from buffers.protocol.message import Amount, Count, MessageBase, Name, Version
 
 Digest = Annotated[str, Field(min_length=1, max_length=32)]
 
@@ -20,7 +20,7 @@ Digest = Annotated[str, Field(min_length=1, max_length=32)]
 class TensorSpec(MessageBase):
     name: Name
     dtype: Name
-    shape: list[int]
+    shape: list[Count] = Field(max_length=16)
     digest: Name
 
 
@@ -30,15 +30,15 @@ class Canary(MessageBase):
     Whoever adopts the weights must find the same, to the precision of its arithmetic.
     """
 
-    ids: list[int] = Field(min_length=2, max_length=4096)
-    logprobs: list[float] = Field(max_length=4096)
+    ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field(min_length=2, max_length=4096)
+    logprobs: list[Amount] = Field(max_length=4096)
 
 
 class Place(MessageBase):
     """Sealed memory of a living process of the same machine (see `shared`)."""
 
-    pid: int = Field(ge=1)
-    descriptor: int = Field(ge=0)
+    pid: Count = Field(ge=1)
+    descriptor: Count
     token: Digest
 
 
@@ -47,16 +47,16 @@ class DeltaSpec(MessageBase):
 
     base: Digest
     result: Digest
-    num_bytes: int = Field(ge=0)
+    num_bytes: Count
 
 
 class Publish(MessageBase):
     """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
 
     type: Literal["publish"] = "publish"
-    fence: int
-    version: int
-    num_bytes: int = Field(ge=0)
+    fence: Count
+    version: Version
+    num_bytes: Count
     tensors: list[TensorSpec]
     canary: Canary | None = None
     place: Place | None = None
@@ -79,9 +79,9 @@ class Chunk(MessageBase):
     """Followed by one frame of bytes: part `index` of the set, or of the delta that results in content digest `delta`."""
 
     type: Literal["chunk"] = "chunk"
-    fence: int
-    version: int
-    index: int = Field(ge=0)
+    fence: Count
+    version: Version
+    index: Count
     delta: Digest | None = None
 
 
@@ -89,8 +89,8 @@ class Check(MessageBase):
     """Everything was sent: verify one more piece."""
 
     type: Literal["check"] = "check"
-    fence: int
-    version: int
+    fence: Count
+    version: Version
 
 
 class Checked(MessageBase):
@@ -104,16 +104,16 @@ class Adopt(MessageBase):
     """Serve this version, published by the learner incarnation `fence`."""
 
     type: Literal["adopt"] = "adopt"
-    fence: int
-    version: int
+    fence: Count
+    version: Version
 
 
 class Fetch(MessageBase):
     """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
 
     type: Literal["fetch"] = "fetch"
-    fence: int
-    version: int
+    fence: Count
+    version: Version
     maps: bool = False
     holds: Digest | None = None
 
@@ -122,9 +122,9 @@ class Manifest(MessageBase):
     """deltas: to be applied to what the asker holds, one after the other, instead of fetching the whole set."""
 
     type: Literal["manifest"] = "manifest"
-    fence: int
-    version: int
-    num_bytes: int = Field(ge=0)
+    fence: Count
+    version: Version
+    num_bytes: Count
     tensors: list[TensorSpec]
     canary: Canary | None = None
     place: Place | None = None
@@ -135,7 +135,7 @@ class FetchChunk(MessageBase):
     """Part `index` of the set, or of the delta that results in content digest `delta`."""
 
     type: Literal["fetch_chunk"] = "fetch_chunk"
-    fence: int
-    version: int
-    index: int = Field(ge=0)
+    fence: Count
+    version: Version
+    index: Count
     delta: Digest | None = None

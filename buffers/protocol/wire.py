@@ -6,29 +6,32 @@ WireError, which the receiver counts and answers; nothing is ever unpickled.
 
     actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack,
                                                                                        Rejected, Later, Stop
-    learner -> hub  Register, Take, Trained, Commit                    hub -> learner  Registered, Batch (+ arrays),
-                                                                                       Waiting, Ended, Done
+    learner -> hub  Register, Take, Tried, Trained, Commit             hub -> learner  Registered, Batch (+ arrays),
+                                                                                       Trial (+ arrays), Waiting, Ended, Done
     weights         see `weight_messages`
-    anybody -> hub  GetStatus, Drain, Gone, Halt                       hub -> anybody  Status, Done
+    control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
 
     every request may be answered with Refused.
 """
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal
 
 import msgpack
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from buffers.errors import WireError
-from buffers.protocol.message import MessageBase, Name
+from buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
+from buffers.protocol.message import Telemetry as Telemetry
 from buffers.protocol.weight_messages import Adopt as Adopt
 from buffers.protocol.weight_messages import Canary as Canary
 from buffers.protocol.weight_messages import Check as Check
 from buffers.protocol.weight_messages import Checked as Checked
 from buffers.protocol.weight_messages import Chunk as Chunk
 from buffers.protocol.weight_messages import DeltaSpec as DeltaSpec
+from buffers.protocol.weight_messages import Digest
 from buffers.protocol.weight_messages import Fetch as Fetch
 from buffers.protocol.weight_messages import FetchChunk as FetchChunk
 from buffers.protocol.weight_messages import Manifest as Manifest
@@ -38,7 +41,7 @@ from buffers.protocol.weight_messages import TensorSpec as TensorSpec
 from buffers.protocol.weight_messages import Wanted as Wanted
 from buffers.record import FinishReason
 
-PROTOCOL = 6
+PROTOCOL = 7
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -50,24 +53,33 @@ Frames = list[bytes]
 
 
 class Hello(MessageBase):
-    """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on."""
+    """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
+
+    life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
+    """
 
     type: Literal["hello"] = "hello"
     actor: Name
-    capacity: int
-    fence: int
-    version: int
-    holding: list[tuple[int, int]] = Field(default_factory=list)
+    life: Digest
+    shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
+    capacity: Count
+    fence: Count
+    version: Version
+    holding: list[GroupId] = Field(default_factory=list)
 
 
 class Beat(MessageBase):
-    """An actor lives: how many groups it can hold now, which weights it serves, and its counters."""
+    """An actor lives: how many groups it can hold now, which weights it serves, and its counters.
+
+    progress: (number, amount) of each group it works on; an amount that does not rise is no progress.
+    """
 
     type: Literal["beat"] = "beat"
-    capacity: int
-    fence: int
-    version: int
-    telemetry: dict[str, float] = Field(default_factory=dict)
+    capacity: Count
+    fence: Count
+    version: Version
+    telemetry: Telemetry = Telemetry()
+    progress: list[GroupId] = Field(default_factory=list)
 
 
 class GroupHeader(MessageBase):
@@ -79,22 +91,22 @@ class GroupHeader(MessageBase):
     the reward does not apply.
     """
 
-    number: int
-    attempt: int
-    num_prompt_tokens: int = Field(ge=1)
-    num_tokens: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
-    spans: list[list[tuple[int, int, int | None]]]
-    num_support: list[int | None]
+    number: Count
+    attempt: Count
+    num_prompt_tokens: Count = Field(ge=1)
+    num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
+    spans: list[list[Annotated[tuple[Version, Count, Version | None], Field(strict=False)]]]
+    num_support: list[Count | None]
     has_reference: list[bool]
     finish_reasons: list[FinishReason]
-    scores: dict[str, list[float | str | None]]
-    metrics: dict[str, list[dict[str, float]]]
+    scores: dict[str, list[Amount | str | None]]
+    metrics: dict[str, list[dict[str, Amount]]]
     texts: list[str]
-    timings: list[dict[str, float]]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    timings: list[dict[str, Amount]]
+    temperature: Amount
+    top_k: Count
+    top_p: Amount
+    min_p: Amount
     actor: str
     prompt: str
     columns: dict[str, JsonValue]
@@ -113,7 +125,7 @@ class Release(MessageBase):
     """An actor gives groups up because they can no longer keep the bound."""
 
     type: Literal["release"] = "release"
-    numbers: list[int]
+    numbers: list[Count]
 
 
 class Bye(MessageBase):
@@ -125,13 +137,13 @@ class Welcome(MessageBase):
 
     type: Literal["welcome"] = "welcome"
     incarnation: str
-    max_frame_bytes: int
+    max_frame_bytes: Count
 
 
 class CreditItem(MessageBase):
-    number: int
-    attempt: int
-    lowest_version: int
+    number: Count
+    attempt: Count
+    lowest_version: Version
 
 
 class Credits(MessageBase):
@@ -143,15 +155,15 @@ class Ack(MessageBase):
     """These groups (number, attempt) are durable. Answers the last Put of them."""
 
     type: Literal["ack"] = "ack"
-    groups: list[tuple[int, int]]
+    groups: list[GroupId]
 
 
 class Rejected(MessageBase):
     """This Put was well formed and may not enter."""
 
     type: Literal["rejected"] = "rejected"
-    number: int
-    attempt: int
+    number: Count
+    attempt: Count
     reason: str
 
 
@@ -159,9 +171,9 @@ class Later(MessageBase):
     """No room for this Put now: the actor keeps the group and puts it again after `wait_s`. Nothing was decided about it."""
 
     type: Literal["later"] = "later"
-    number: int
-    attempt: int
-    wait_s: float
+    number: Count
+    attempt: Count
+    wait_s: Amount
     reason: str
 
 
@@ -177,15 +189,15 @@ class Register(MessageBase):
     """
 
     type: Literal["register"] = "register"
-    step: int
-    committed: int
+    step: Count
+    committed: Count
     learner: Name
-    fence: int = 0
+    fence: Count = 0
 
 
 class Registered(MessageBase):
     type: Literal["registered"] = "registered"
-    fence: int
+    fence: Count
     incarnation: str
 
 
@@ -193,24 +205,43 @@ class Take(MessageBase):
     """`aim`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
 
     type: Literal["take"] = "take"
-    fence: int
-    step: int
-    aim: int | None = None
+    fence: Count
+    step: Count
+    aim: Count | None = None
 
 
 class Batch(MessageBase):
     """Followed by three frames a group: its Put as the actor sent it, header and arrays."""
 
     type: Literal["batch"] = "batch"
-    step: int
+    step: Count
     telemetry: dict[str, float]
+
+
+class Trial(MessageBase):
+    """The batch ended the learner again and again. Followed by three frames, one of its groups: to be tried alone, without an
+    update; then `Tried`, then Take again."""
+
+    type: Literal["trial"] = "trial"
+    step: Count
+    number: Count
+
+
+class Tried(MessageBase):
+    """The learner begins to try this group alone; `done`: that did not end it."""
+
+    type: Literal["tried"] = "tried"
+    fence: Count
+    step: Count
+    number: Count
+    done: bool
 
 
 class Waiting(MessageBase):
     """The batch is not there yet: for whom the learner waits."""
 
     type: Literal["waiting"] = "waiting"
-    step: int
+    step: Count
     detail: str
 
 
@@ -223,16 +254,16 @@ class Ended(MessageBase):
 
 class Trained(MessageBase):
     type: Literal["trained"] = "trained"
-    fence: int
-    step: int
+    fence: Count
+    step: Count
 
 
 class Commit(MessageBase):
     """A checkpoint of `step` steps is durable."""
 
     type: Literal["commit"] = "commit"
-    fence: int
-    step: int
+    fence: Count
+    step: Count
 
 
 class GetStatus(MessageBase):
@@ -255,6 +286,14 @@ class Gone(MessageBase):
     actor: Name
 
 
+class Quarantine(MessageBase):
+    """An operator takes a group back: it is not trained on, or not once more."""
+
+    type: Literal["quarantine"] = "quarantine"
+    number: Count
+    reason: Annotated[str, Field(max_length=300)]
+
+
 class Halt(MessageBase):
     """The supervisor ends the hub: it writes its ledger and exits."""
 
@@ -273,8 +312,8 @@ class Refused(MessageBase):
 
 Message = (
     Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Rejected | Later | Stop
-    | Register | Registered | Take | Batch | Waiting | Ended | Trained | Commit
-    | GetStatus | Status | Drain | Gone | Halt | Done | Refused
+    | Register | Registered | Take | Batch | Trial | Tried | Waiting | Ended | Trained | Commit
+    | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
@@ -314,7 +353,12 @@ def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frame
         raise WireError("a header that is no [protocol, request, message]")
     protocol, request, fields = envelope
     if protocol != PROTOCOL:
-        raise WireError(f"protocol {str(protocol)[:40]}; this side speaks {PROTOCOL}", "protocol", request)
+        raise WireError(f"protocol {_shown(protocol).strip(chr(39))}; this side speaks {PROTOCOL}", "protocol", request)
+    # What is compared with the known types must be shown in an error, which goes wrong for what is nested too deep.
+    if not isinstance(fields, dict) or not isinstance(tag := fields.get("type"), str):
+        raise WireError(
+            f"type {_shown(tag if isinstance(fields, dict) else fields)} is no message of ours", "unknown-type", request
+        )
     try:
         return request, _MESSAGES.validate_python(fields), frames[1:]
     except ValidationError as error:
@@ -325,9 +369,14 @@ def _explained(problem: Any, request: int) -> WireError:
     """The first thing that is wrong with a message: which field, and the value it has."""
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type", "dict_type"):
         tag = problem.get("ctx", {}).get("tag", problem["input"])
-        return WireError(f"type {str(tag)[:100]!r} is no message of ours", "unknown-type", request)
+        return WireError(f"type {_shown(tag)} is no message of ours", "unknown-type", request)
     where = ".".join(str(part) for part in problem["loc"][:8])[:200]
-    return WireError(f"field {where!r} = {str(problem['input'])[:100]!r}: {problem['msg'][:200]}", "field", request)
+    return WireError(f"field {where!r} = {_shown(problem['input'])}: {problem['msg'][:200]}", "field", request)
+
+
+def _shown(value: Any) -> str:
+    """Of a value that may be nested a thousand deep."""
+    return repr(str(value)[:100] if isinstance(value, str | int | float | None) else reprlib.repr(value)[:100])
 
 
 def check_size(frames: Frames, *, max_frame_bytes: int) -> None:

@@ -10,13 +10,14 @@ Life of a group number:
                |          |          +------------+--- the learner was restored from an older checkpoint: offered
                |          |                            again, in the same batches
                +----------+--- the actor was lost (failed) or the bound could not be kept (stale): credited again,
-               |               until `max_attempts` failures: quarantined, never consumed
+               |               until it has ended `max_attempts` actors: quarantined, never consumed
                +-------------- it says nothing and another is to take its place: filtered, never consumed
 
 Rules
     1. Everything that decides about a group lives in this file; nothing here does anything about it.
-    2. A number is in exactly one place: fresh or open again (`order`), a lease, `_queued`, a batch, quarantined, or
-       committed. The ledger's states are derived from those places, its ends are counted.
+    2. A number is in exactly one place: fresh or open again (`order`), a lease, `_queued`, a batch, quarantined (in its
+       place in the order, or taken out of a batch), or committed. The ledger's states are derived from those places, its
+       ends are counted.
     3. The ledger closes after every call.
 """
 
@@ -27,12 +28,13 @@ from collections.abc import Iterable, Mapping
 from buffers.errors import RefusedError
 from buffers.queue.batches import Batches
 from buffers.queue.bound import Bound
-from buffers.queue.failures import Failures
+from buffers.queue.fleet import Fleet
 from buffers.queue.leases import Actor as Actor
 from buffers.queue.leases import Credit as Credit
 from buffers.queue.ledger import Entry, Ledger, Restored
 from buffers.queue.order import Line
 from buffers.queue.room import Room
+from buffers.queue.trials import Trials
 from buffers.record import staleness
 
 
@@ -42,55 +44,21 @@ class Admission:
     def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()
         self.bound = bound
-        self.failures = Failures(max_attempts)
         self.room = Room(max_bytes)
-        self.actors: dict[str, Actor] = {}
         self.fence = 0
         self.owner = ""  # the learner that holds the fence
         self.step = self.committed_step = 0
         self.published: int | None = None
         self.aim: int | None = None  # the staleness credits are to stay within, when less than the bound
         self.draining = False
-        self._lease_s = lease_s
         self._line = Line(bound)
-        self._newest = 0  # no version above this one can have sampled anything
+        self.fleet = Fleet(self._line, max_attempts, lease_s, self._drop_of_other_version)
         self._queued: dict[int, Entry] = {}
         self._batches = Batches()
-        self._credited = self._failed = self._stale = self._stale_tokens = self._filtered_tokens = self._duplicates = 0
+        self._trials = Trials(max_attempts)
+        self._stale = self._stale_tokens = self._filtered_tokens = self._duplicates = 0
 
-    # -- actors ------------------------------------------------------------------------------------------------------
-
-    def join(self, name: str, actor: Actor, holding: Iterable[tuple[int, int]] = ()) -> None:
-        """An actor (re)joins and says which (number, attempt) it works on.
-
-        Leases it no longer holds are lost; work nobody else has is leased to it (after the hub was restarted), unless no
-        version exists that could have begun it.
-        """
-        before = self.actors.pop(name, None)
-        held = dict(holding)
-        for credit in list(before.leases.values()) if before else []:
-            if held.get(credit.number) == credit.attempt:
-                actor.leases[credit.number] = credit
-                del held[credit.number]
-            else:
-                self._lose(credit.number, f"{name} came back without it")
-        self.actors[name] = actor
-        for number, attempt in sorted(held.items()):
-            if self._line.is_open(number) and self._line.lowest_version(number) <= self._newest:
-                self._lease(actor, number, attempt)
-
-    def leave(self, name: str, reason: str = "left") -> None:
-        """An actor is gone, why says `reason`: its groups are lost and will be credited again."""
-        actor = self.actors.pop(name, None)
-        for number in list(actor.leases) if actor else []:
-            self._lose(number, f"{name} {reason}")
-
-    def expire(self, now: float) -> list[str]:
-        """Drop the actors not heard for `lease_s` seconds; returns their names."""
-        silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
-        for name in silent:
-            self.leave(name, f"was silent for {self._lease_s:g} s")
-        return silent
+    # -- credits and groups ------------------------------------------------------------------------------------------
 
     def target(self, name: str) -> int | None:
         """The version this actor should serve: the newest published; in exact mode the one its next group needs.
@@ -99,39 +67,43 @@ class Admission:
         """
         if self.published is None or not self.bound.exact:
             return self.published
-        if self.actors[name].leases:
-            return self.actors[name].version
+        if self.fleet.actors[name].leases:
+            return self.fleet.actors[name].version
         number = self._line.next_number()
         return self.published if number is None else min(self._line.lowest_version(number), self.published)
+
+    def may_begin(self, version: int) -> bool:
+        """Whether an actor that serves this version could be given the next credit."""
+        number = self._line.next_number()
+        return number is not None and self.bound.allows(version, number, self._line.dead_below(number), self.aim)
 
     def lowest_needed_version(self) -> int:
         """The oldest weight set that may still have to be served: the newest one, in exact mode that of the oldest work."""
         if self.published is None or not self.bound.exact:
             return self.published or 0
-        leased = [number for actor in self.actors.values() for number in actor.leases]
-        lowest = min([*leased, *self._line.open[:1], self._line.next])
+        lowest = min([*self.fleet.leased, *self._line.open[:1], self._line.next])
         return min(self.published, self._line.lowest_version(lowest))
 
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
-        leases = sum(len(actor.leases) for actor in self.actors.values())
+        leases = len(self.fleet.leased)
         while not self.draining and (number := self._line.next_number()) is not None:
             if not (self.room.has_credit(leases) or self._is_due(number)):
                 break
             moved_up = self._line.dead_below(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
-                for name, actor in self.actors.items()
-                if actor.has_room(number, self.failures.suspects)
+                for name, actor in self.fleet.actors.items()
+                if actor.has_room(number, self.fleet.failures.suspects)
                 and actor.fence == self.fence > 0
-                and actor.version <= self._newest
+                and actor.version <= self.fleet.newest
                 and self.bound.allows(actor.version, number, moved_up, self.aim)
             ]
             if not able:
                 break
             name = min(able)[1]
-            credit = self._lease(self.actors[name], number, self.failures.attempt(number))
+            credit = self.fleet.lease(self.fleet.actors[name], number, self.fleet.failures.attempt(number))
             given.setdefault(name, []).append(credit)
             leases += 1
         return given
@@ -143,15 +115,15 @@ class Admission:
         """
         if not 0 <= number < self.bound.num_numbers:
             raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_numbers} of this run")
-        actor = self.actors.get(name)
+        actor = self.fleet.actors.get(name)
         credit = actor.leases.get(number) if actor else None
         if actor is None or credit is None or credit.attempt != entry.attempt:
             self._duplicates += 1
-            reason = "superseded" if self._line.is_open(number) or self._is_leased(number) else "duplicate"
+            reason = "superseded" if self._line.is_open(number) or number in self.fleet.leased else "duplicate"
             raise RefusedError(reason, f"attempt {entry.attempt} of group {number} holds no lease of {name}")
-        if entry.newest_version > self._newest:
+        if entry.newest_version > self.fleet.newest:
             self._give_up(actor, number)
-            raise RefusedError("future", f"version {entry.newest_version} is not published (newest: {self._newest})")
+            raise RefusedError("future", f"version {entry.newest_version} is not published (newest: {self.fleet.newest})")
         low = self._line.lowest_version(number)
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)
@@ -159,7 +131,7 @@ class Admission:
         if constant and self._line.may_filter(number):
             del actor.leases[number]
             self._line.filter(number)
-            self.failures.forget([number])
+            self.fleet.failures.forget([number])
             self._filtered_tokens += entry.num_tokens
             return False
         if not self.room.fits(entry.num_bytes) and not self._is_due(number):
@@ -171,12 +143,42 @@ class Admission:
 
     def blame(self, name: str, number: int, reason: str) -> None:
         """What was wrong with a group that was refused, should its actor be lost with it."""
-        if name in self.actors and number in self.actors[name].leases:
-            self.failures.blame(number, reason)
+        if name in self.fleet.actors and number in self.fleet.actors[name].leases:
+            self.fleet.failures.blame(number, reason)
+
+    def quarantine(self, number: int, reason: str, steps_done: int | None = None) -> None:
+        """An operator takes a group back, or it ended the learner alone: it is not trained on (again).
+
+        Out of a batch it is taken without another in its place: the other steps keep their batches. steps_done: of the learner
+        that will go on; None: of the one that has registered. Raises RefusedError: `unknown`, `unregistered`, `trained` for a
+        group that was trained on, or is being, `exact` for one that waits in exact mode.
+        """
+        if steps_done is None and self.published is None:
+            raise RefusedError("unregistered", "no learner has registered since the hub began; try again when one has")
+        if not 0 <= number < self._line.next:
+            raise RefusedError("unknown", f"group {number} was never begun; those below {self._line.next} were")
+        step = self._batches.step_of(number)
+        done = self.step if steps_done is None else steps_done
+        if self._line.is_decided(number) if step is None else step < done or step in self._batches.taken:
+            raise RefusedError("trained", f"group {number} was trained on, is being, or was given up already")
+        if self.bound.exact and number in self._queued:
+            # Those behind it would move up, and the weights that they then need may be gone.
+            raise RefusedError(
+                "exact", f"group {number} waits for its step; in exact mode it can be taken out of its batch then"
+            )
+        self.fleet.failures.quarantine(number, reason)
+        if step is not None:
+            self._batches.remove(step, number)
+            return
+        if (entry := self._queued.pop(number, None)) is not None:
+            self.room.leave(entry.num_bytes)
+        elif not self.fleet.end_lease(number):
+            self.fleet.credited += 1  # credited and given up in one go
+        self.fleet.bury(number)
 
     def release(self, name: str, numbers: Iterable[int]) -> None:
         """An actor cancels groups that can no longer keep the bound (it went back to older weights)."""
-        actor = self.actors.get(name)
+        actor = self.fleet.actors.get(name)
         for number in numbers:
             if actor is not None and number in actor.leases:
                 self._give_up(actor, number)
@@ -187,6 +189,7 @@ class Admission:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
         `committed`: its newest durable checkpoint, before `step` when the learner lived on while the hub was restarted.
+        owner: names the learner's process. Another one than held the batch of the present step ended with it.
         Returns the numbers that checkpoint commits. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
         """
         if fence <= self.fence:
@@ -199,10 +202,12 @@ class Admission:
             )
         if step > self.committed_step and step - 1 not in self._batches.of:
             raise RefusedError("unknown-step", f"no batch {step - 1} was ever taken; the journal belongs to another run")
+        held = self.step if owner != self.owner and self.step in self._batches.taken else None
         self.fence, self.owner, self.step, self.published = fence, owner, step, None
         self._batches.taken.clear()
-        if self.bound.exact:
-            self._drop_of_other_version()
+        if held is not None and (guilty := self._trials.ended(held)) is not None:
+            self.quarantine(guilty, f"ended the learner alone, at step {held}", step)
+        self._drop_of_other_version()
         return self.commit(min(step, committed))
 
     def check_version(self, version: int) -> None:
@@ -213,7 +218,7 @@ class Admission:
     def publish(self, version: int) -> None:
         """Weights of `version` are whole at the hub and may be served. Raises RefusedError: `order`."""
         self.check_version(version)
-        self.published, self._newest = version, max(self._newest, version)
+        self.published, self.fleet.newest = version, max(self.fleet.newest, version)
 
     def take(self, step: int) -> list[int] | None:
         """The numbers of batch `step` in order, or None while they are not all there. Raises RefusedError: `order`.
@@ -235,21 +240,35 @@ class Admission:
         """The learner has done the step of batch `step`. Raises RefusedError: `order`."""
         if step != self.step or step not in self._batches.taken:
             raise RefusedError("order", f"batch {step} was not taken at step {self.step}")
+        self._trials.forget(step, self._batches.of[step])
         self.step = step + 1
+
+    def trial(self, step: int) -> int | None:
+        """The group of batch `step`, which was taken, that the learner is to try alone before it is given the whole."""
+        return self._trials.next(step, self._batches.of[step])
+
+    def tried(self, step: int, number: int, *, done: bool) -> None:
+        """The learner begins to try the group alone; or is done, and lives. Raises RefusedError: `order`."""
+        if step != self.step or number not in self._batches.of.get(step, ()):
+            raise RefusedError("order", f"group {number} of batch {step} is not to be tried at step {self.step}")
+        if done:
+            self._trials.passed(number)
+        else:
+            self._trials.trying = number
 
     def commit(self, step: int) -> list[int]:
         """A checkpoint of `step` steps is durable: returns the numbers that may be deleted. Raises RefusedError: `order`."""
         if step > self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot commit {step}")
         numbers = self._batches.commit(step)
-        self.failures.forget(numbers)
+        self.fleet.failures.forget(numbers)
         self.committed_step = max(self.committed_step, step)
         self._line.forget_below(self._line.floor(self._batches.numbers))
         return numbers
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._line.quarantined)
+        return len(self._line.quarantined) + len(self._batches.removed)
 
     @property
     def num_filtered(self) -> int:
@@ -266,7 +285,7 @@ class Admission:
     @property
     def num_left(self) -> int:
         """How many groups are still to be consumed, as far as there are live numbers for them."""
-        live = self.bound.num_numbers - self.num_quarantined - self.num_filtered
+        live = self.bound.num_numbers - len(self._line.quarantined) - self.num_filtered
         return min(self.bound.num_groups, live) - self._batches.num_consumed
 
     @property
@@ -279,7 +298,7 @@ class Admission:
         if not self.draining:
             return False
         wanted = min(self.bound.groups_per_batch, self.num_left)
-        coming = self._line.pick(lambda number: number in self._queued or self._is_leased(number), wanted)
+        coming = self._line.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)
         return len(coming) < wanted
 
     # -- memory and numbers ------------------------------------------------------------------------------------------
@@ -293,8 +312,10 @@ class Admission:
             fence=self.fence, owner=self.owner, committed_step=self.committed_step,
             committed_groups=self._batches.committed_groups, committed_tokens=self._batches.committed_tokens,
             head=head, consumed=(*passed, *sorted(line.consumed - uncommitted)), quarantined=tuple(line.quarantined),
+            removed=tuple(sorted(self._batches.removed)),
             filtered=tuple(line.filtered), filtered_before=line.filtered_before, filtered_tokens=self._filtered_tokens,
-            stale=self._stale, stale_tokens=self._stale_tokens, failed=self._failed, failures=self.failures.remember(),
+            stale=self._stale, stale_tokens=self._stale_tokens,
+            failed=self.fleet.failed, failures=self.fleet.failures.remember(),
         )  # fmt: skip
 
     def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
@@ -303,20 +324,22 @@ class Admission:
         The caller then replays the batches with `assign`, in order. Numbers begun and never put are free again."""
         self.fence, self.committed_step, self.step = past.fence, past.committed_step, past.committed_step
         self._batches.committed_groups, self._batches.committed_tokens = past.committed_groups, past.committed_tokens
-        self._stale, self._stale_tokens, self._failed = past.stale, past.stale_tokens, past.failed
+        self._stale, self._stale_tokens, self.fleet.failed = past.stale, past.stale_tokens, past.failed
         self._filtered_tokens = past.filtered_tokens
-        self._queued, self._newest, self.owner = dict(queued), past.committed_step, past.owner
-        self.failures.restore(past.failures)
-        for entry in queued.values():
+        self.fleet.newest, self.owner = past.committed_step, past.owner
+        self._batches.removed = set(past.removed)
+        self._queued = {n: entry for n, entry in queued.items() if n not in {*past.removed, *past.quarantined}}
+        self.fleet.failures.restore(past.failures)
+        for entry in self._queued.values():
             self.room.enter(entry.num_bytes)
-        self._line.restore(past, queued)
-        ended = past.committed_groups + len(queued) + self._stale + self._failed
-        self._credited = ended + self.num_quarantined + self.num_filtered
+        self._line.restore(past, self._queued)
+        ended = past.committed_groups + len(self._queued) + self._stale + self.fleet.failed
+        self.fleet.credited = ended + self.num_quarantined + self.num_filtered
 
     def assign(self, step: int, numbers: Iterable[int]) -> None:
         """Batch `step` was made of these queued numbers before the hub died, and is whenever it is offered again."""
-        self._make_up(step, numbers)
-        self._newest = max(self._newest, step + 1)  # it may have been trained on, and that version published
+        self._make_up(step, [number for number in numbers if number not in self._batches.removed])
+        self.fleet.newest = max(self.fleet.newest, step + 1)  # it may have been trained on, and that version published
 
     @property
     def ledger(self) -> Ledger:
@@ -327,9 +350,9 @@ class Admission:
         given_up = self._stale_tokens + self._filtered_tokens
         everything = tokens(trained) + tokens(held) + tokens(waiting) + batches.committed_tokens + given_up
         return Ledger(
-            credited=self._credited, trained=batches.committed_groups + len(trained), queued=len(waiting),
-            in_flight=len(held), leased=sum(len(actor.leases) for actor in self.actors.values()), stale=self._stale,
-            filtered=self.num_filtered, failed=self._failed, quarantined=self.num_quarantined,
+            credited=self.fleet.credited, trained=batches.committed_groups + len(trained), queued=len(waiting),
+            in_flight=len(held), leased=len(self.fleet.leased), stale=self._stale,
+            filtered=self.num_filtered, failed=self.fleet.failed, quarantined=self.num_quarantined,
             committed=batches.committed_groups, duplicates_refused=self._duplicates, tokens_put=everything,
             tokens_trained=batches.committed_tokens + tokens(trained), tokens_queued=tokens(waiting),
             tokens_in_flight=tokens(held), tokens_stale=self._stale_tokens, tokens_filtered=self._filtered_tokens,
@@ -340,25 +363,6 @@ class Admission:
     def _is_due(self, number: int) -> bool:
         """Whether the next batch cannot do without this number (see `room`)."""
         return self._line.rank(number) < self.bound.groups_per_batch
-
-    def _lease(self, actor: Actor, number: int, attempt: int) -> Credit:
-        """Move an open number into a lease."""
-        self._line.begin(number)
-        credit = actor.leases[number] = Credit(number, attempt, self._line.lowest_version(number))
-        self._credited += 1
-        return credit
-
-    def _lose(self, number: int, reason: str) -> None:
-        """The lease of `number` ended with its actor."""
-        for actor in self.actors.values():
-            actor.leases.pop(number, None)
-        if not self.failures.lost(number, reason):
-            self._failed += 1
-            self._line.reopen(number)
-            return
-        self._line.quarantine(number)
-        if self.bound.exact:
-            self._drop_of_other_version()
 
     def _give_up(self, actor: Actor, number: int) -> None:
         """The lease of `number` ended because its tokens could not keep the bound."""
@@ -381,6 +385,8 @@ class Admission:
 
     def _drop_of_other_version(self) -> None:
         """In exact mode a quarantine changes the step, and so the version, of the groups behind it."""
+        if not self.bound.exact:
+            return
         for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._line.lowest_version(n)]:
             self._drop(number)
 
@@ -390,6 +396,3 @@ class Admission:
         for number in old:
             self._drop(number)
         return bool(old)
-
-    def _is_leased(self, number: int) -> bool:
-        return any(number in actor.leases for actor in self.actors.values())

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from buffers.errors import JournalError
 from buffers.protocol import packing, wire
-from buffers.queue.segment import Put, records
+from buffers.queue.ledger import Restored
+from buffers.queue.segment import Put, parse, records
 from buffers.record import Group
 
 
@@ -36,6 +37,18 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
         elif all(number in waiting for number in record.numbers):
             payloads = [waiting.pop(number) for number in sorted(record.numbers)]
             yield ArchivedBatch(record.step, tuple(_group(payload) for payload in payloads))
+
+
+def committed_step(queue_dir: Path) -> int:
+    """Learner steps whose groups the queue has given up; 0 where there is no journal. Reads the newest segment that says it."""
+    for path in sorted(queue_dir.glob("[0-9]*.log"), reverse=True):
+        data, at, state = path.read_bytes(), 0, None
+        while (found := parse(data, at)) is not None:
+            record, at = found
+            state = record if isinstance(record, Restored) else state
+        if state is not None:
+            return state.committed_step
+    return 0
 
 
 def _group(payload: bytes) -> Group:

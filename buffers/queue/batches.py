@@ -8,11 +8,13 @@ from buffers.queue.ledger import Entry
 
 
 class Batches:
-    """`of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained."""
+    """`of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained. `removed`:
+    groups that were taken out of one, for good."""
 
     def __init__(self) -> None:
         self.of: dict[int, Mapping[int, Entry]] = {}
         self.taken: set[int] = set()
+        self.removed: set[int] = set()
         self.committed_groups = self.committed_tokens = 0
 
     @property
@@ -22,8 +24,17 @@ class Batches:
 
     @property
     def num_consumed(self) -> int:
-        """Groups that are in a batch, committed or not."""
-        return self.committed_groups + sum(map(len, self.of.values()))
+        """Groups that are in a batch, committed or not, or were taken out of one."""
+        return self.committed_groups + sum(map(len, self.of.values())) + len(self.removed)
+
+    def step_of(self, number: int) -> int | None:
+        """The uncommitted batch that has this group."""
+        return next((step for step, batch in self.of.items() if number in batch), None)
+
+    def remove(self, step: int, number: int) -> None:
+        """Take a group out of its batch; none comes in its place, so that the other batches stay as they are."""
+        self.of[step] = {other: entry for other, entry in self.of[step].items() if other != number}
+        self.removed.add(number)
 
     def commit(self, step: int) -> list[int]:
         """Batches before `step` are in a durable checkpoint; returns their groups."""

@@ -1,7 +1,9 @@
 """How often each group was lost and why; which are suspects, which were quarantined. Values only; `admission` owns one.
 
-A group that was lost with its actor is not yet a bad group: the machine may be. So from the last attempt but one on it is a
-suspect and is made alone, and only when it ends an actor alone is it quarantined.
+Every attempt that is lost has a number of its own. Whether it counts is another question: silence proves nothing about a
+group, so only the end of its actor that was seen counts, and a lack of progress. And a group that was lost with its actor is
+not yet a bad group: the machine may be. So from the last count but one on it is a suspect and is made alone, and only when
+it ends an actor alone is it quarantined.
 """
 
 from __future__ import annotations
@@ -11,57 +13,86 @@ from collections.abc import Iterable, Mapping
 # Of each group this many reasons are kept, the newest, each so long.
 _MAX_REASONS, _MAX_LENGTH = 8, 300
 
+Past = tuple[int, int, tuple[str, ...]]
+"""Attempts lost, how many of them count, why the newest were lost."""
+
 
 class Failures:
     """Counts and reasons by group number, of groups that are neither committed nor quarantined; and the quarantine's."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
+        self._attempts: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._reasons: dict[int, list[str]] = {}
         self._blamed: dict[int, str] = {}
-        self.suspects: set[int] = set()  # lost so often that one more failure quarantines them
+        self._stuck: dict[int, int] = {}  # number -> the attempt that made no progress
+        self.suspects: set[int] = set()  # one more loss that counts quarantines them
         self.quarantined: dict[int, tuple[int, tuple[str, ...]]] = {}  # number -> attempts, and why the newest failed
 
     def attempt(self, number: int) -> int:
         """Number of the next attempt: how often the group was lost before."""
-        return self._counts.get(number, 0)
+        return self._attempts.get(number, 0)
 
     def blame(self, number: int, reason: str) -> None:
         """What was wrong with this attempt, should it fail: a group that is refused ends its actor."""
         self._blamed[number] = reason[:_MAX_LENGTH]
 
-    def lost(self, number: int, reason: str) -> bool:
-        """One attempt more has failed; whether that was the last one and the group is quarantined."""
-        attempt = self._counts.get(number, 0)
+    def lost(self, number: int, reason: str, *, counts: bool) -> bool:
+        """One attempt more is lost; whether that quarantines the group."""
+        attempt = self._attempts[number] = self._attempts.get(number, 0) + 1
         blamed = self._blamed.pop(number, "")
-        told = f"attempt {attempt}: {blamed + '; then ' if blamed else ''}{reason[:_MAX_LENGTH]}"
-        reasons = [*self._reasons.get(number, ()), told][-_MAX_REASONS:]
-        if attempt + 1 < self._max_attempts:
-            self._counts[number], self._reasons[number] = attempt + 1, reasons
+        self._note(number, f"attempt {attempt - 1}: {blamed + '; then ' if blamed else ''}{reason[:_MAX_LENGTH]}")
+        return self.charge(number) if counts else False
+
+    def stuck(self, number: int, attempt: int, reason: str) -> bool:
+        """This attempt is lost, for it makes no progress; whether that quarantines the group."""
+        self._stuck[number] = attempt
+        return self.lost(number, reason, counts=True)
+
+    def is_stuck(self, number: int, attempt: int) -> bool:
+        return self._stuck.get(number) == attempt
+
+    def charge(self, number: int, reason: str = "") -> bool:
+        """A lost attempt counts; whether that quarantines the group."""
+        if reason:
+            self._note(number, reason)
+        self._counts[number] = self._counts.get(number, 0) + 1
+        if self._counts[number] < self._max_attempts:
             self._suspect(number)
             return False
-        self.forget([number])
-        self.quarantined[number] = attempt + 1, tuple(reasons)
+        self.quarantine(number)
         return True
+
+    def quarantine(self, number: int, reason: str = "") -> None:
+        """Never to be made or consumed again."""
+        if reason:
+            self._note(number, reason)
+        told = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
+        self.forget([number])
+        self.quarantined[number] = told
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These were committed, or will not be made again."""
         for number in numbers:
-            self._counts.pop(number, None)
-            self._reasons.pop(number, None)
-            self._blamed.pop(number, None)
+            for known in (self._attempts, self._counts, self._reasons, self._blamed, self._stuck):
+                known.pop(number, None)
             self.suspects.discard(number)
 
-    def remember(self) -> dict[int, tuple[int, tuple[str, ...]]]:
-        """Number -> how often and why it was lost, for a journal."""
-        return {number: (count, tuple(self._reasons[number])) for number, count in self._counts.items()}
+    def remember(self) -> dict[int, Past]:
+        """What a journal must keep, by number."""
+        reasons = self._reasons
+        return {n: (lost, self._counts.get(n, 0), tuple(reasons.get(n, ()))) for n, lost in self._attempts.items()}
 
-    def restore(self, past: Mapping[int, tuple[int, tuple[str, ...]]]) -> None:
-        self._counts = {number: count for number, (count, _) in past.items()}
-        self._reasons = {number: list(reasons) for number, (_, reasons) in past.items()}
-        for number in past:
-            self._suspect(number)
+    def restore(self, past: Mapping[int, Past]) -> None:
+        for number, (attempts, count, reasons) in past.items():
+            self._attempts[number], self._reasons[number] = attempts, list(reasons)
+            if count:
+                self._counts[number] = count
+                self._suspect(number)
+
+    def _note(self, number: int, reason: str) -> None:
+        self._reasons[number] = [*self._reasons.get(number, ()), reason[: 2 * _MAX_LENGTH]][-_MAX_REASONS:]
 
     def _suspect(self, number: int) -> None:
         if self._counts[number] >= max(1, self._max_attempts - 1):

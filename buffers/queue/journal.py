@@ -13,9 +13,10 @@ What is promised when `sync` returns, by `fsync`:
                (`sync(durable=True)`) are on disk with everything before them, so nothing that was trained on is lost
     off        everything appended is with the operating system, and nothing is promised when the power fails
 
-A torn record at the very end (the crash came while it was written, so it was never acknowledged) is cut off on open. A bad
-record with a whole one behind it, in an older segment, or a missing segment raises JournalError with file and offset:
-something that was acknowledged would be lost.
+After each fsync a mark is appended that says up to which byte the segment is on disk. What is no whole record on open is cut
+off, with all behind it, where no mark vouches for it: a disk writes the pages of an unfinished round in any order. Before a
+mark, in an older segment, or where a segment is missing it is damage (DamagedError, with file and offset): something that
+was acknowledged would be lost.
 
 A full disk raises DiskFullError from `sync`, and changes nothing: what was appended stays in memory, and the
 next call cuts off what was half written and writes all of it again. So whoever waits until `sync` returns is never lied to.
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffers.config import Fsync
-from buffers.errors import DiskFullError, JournalError
+from buffers.errors import DamagedError, DiskFullError, JournalError
 from buffers.files import DISK, FULL, File, Files
 from buffers.queue import segment
 from buffers.queue.ledger import Entry, Restored
@@ -40,6 +41,7 @@ from buffers.queue.ledger import Entry, Restored
 _log = logging.getLogger(__name__)
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.
 _SMALL = 1 << 16
+_MAX_READERS = 64  # files that are open at a time to read groups from
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Journal:
         self._places: dict[int, _Place] = {}  # group number -> where its bytes are
         self._takes: dict[int, int] = {}  # step -> segment
         self._live: Counter[int] = Counter()  # segment -> places and takes in it
-        self._readers: dict[int, File] = {}
+        self._readers: dict[int, File] = {}  # of segments, the one used last at the end
         self._file: File | None = None  # made by the first write to its segment
         self._pending: list[bytes] = []  # appended and not promised yet
         self._end = 0  # of the present segment, with what is pending
@@ -157,20 +159,25 @@ class Journal:
         self._unsynced = not wanted
         self._torn, self._good = False, self._end
         self._pending.clear()
-        if self._promised:
-            self._promised = False
+        promised, self._promised = self._promised, False
+        if promised:
             self._tidy()
+        if (wanted or promised) and self._end > self._segment_bytes:
+            self._begin_segment()
+        elif wanted:
+            self._mark(file)
 
     def read(self, number: int) -> memoryview:
         """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
         place = self._places[number]
         with self.disk():
-            reader = self._readers.get(place.segment)
-            if reader is None:
-                reader = self._readers[place.segment] = self._files.reader(self._path(place.segment))
+            reader = self._readers.pop(place.segment, None) or self._files.reader(self._path(place.segment))
+            self._readers[place.segment] = reader
+            if len(self._readers) > _MAX_READERS:
+                self._readers.pop(next(iter(self._readers))).close()
             record = self._files.read_at(reader, place.length, place.offset)
         if not segment.is_whole(record):
-            raise JournalError(
+            raise DamagedError(
                 f"{self._path(place.segment)} is damaged: group {number}, {place.length} bytes from byte {place.offset} on, "
                 "is not what was written. Restore the file, or start a new run directory."
             )
@@ -237,10 +244,7 @@ class Journal:
         return offset
 
     def _tidy(self) -> None:
-        """Everything is durable: delete segments older than what is live, and begin another when this one is large.
-
-        The oldest is deleted first, so that a crash meanwhile leaves no gap.
-        """
+        """Everything is durable: delete segments older than what is live, the oldest first, so that a crash leaves no gap."""
         first = min((number for number, count in self._live.items() if count), default=self._segment)
         with self.disk():
             while not self._keep and self._segments[0] < first:
@@ -248,8 +252,16 @@ class Journal:
                     self._readers.pop(self._segments[0]).close()
                 self._files.unlink(self._path(self._segments[0]))
                 del self._live[self._segments.pop(0)]
-        if self._end > self._segment_bytes:
-            self._begin_segment()
+
+    def _mark(self, file: File) -> None:
+        """Vouch for what is on disk. Itself it is not synced: lost, it vouches for less."""
+        record = segment.mark(self._end)
+        try:
+            _write(file, record)
+        except OSError:
+            self._torn = True  # cut off before the next write
+        else:
+            self._end = self._good = self._end + len(record)
 
     def _remember(self, number: int, place: _Place) -> None:
         self._forget(number)
@@ -272,7 +284,7 @@ class Journal:
         for number in self._segments:
             path = self._path(number)
             if number - 1 not in (self._segments[0] - 1, *self._segments):
-                raise JournalError(f"{self._path(number - 1)} is missing: the groups in it would be lost. Restore it.")
+                raise DamagedError(f"{self._path(number - 1)} is missing: the groups in it would be lost. Restore it.")
             data = self._files.read(path)
             good = 0
             while (found := segment.parse(data, good)) is not None:
@@ -287,11 +299,11 @@ class Journal:
         return replay
 
     def _cut_off(self, replay: Replay, number: int, data: bytes, good: int) -> None:
-        """What is behind byte `good` is no whole record: an unfinished write, or damage (JournalError)."""
-        path, behind = self._path(number), segment.next_record(data, good + 1)
-        if number != self._segments[-1] or behind is not None:
-            lost = f"bytes {good} to {len(data) if behind is None else behind} of {len(data)}"
-            raise JournalError(
+        """What is behind byte `good` is no whole record: a write that no fsync followed, or damage (DamagedError)."""
+        path, behind = self._path(number), list(segment.whole_records(data, good + 1))
+        if number != self._segments[-1] or any(isinstance(each, segment.Mark) and each.offset > good for _, each in behind):
+            lost = f"bytes {good} to {behind[0][0] if behind else len(data)} of {len(data)}"
+            raise DamagedError(
                 f"{path} is damaged at byte {good}: the groups and batches in {lost} cannot be read. "
                 "Restore the file, or start a new run directory."
             )

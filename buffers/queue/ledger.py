@@ -28,6 +28,7 @@ class Restored:
     head: int = 0
     consumed: tuple[int, ...] = ()
     quarantined: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()  # quarantined out of a batch
     filtered: tuple[int, ...] = ()  # those from the head on
     filtered_before: int = 0  # how many there are below it
     filtered_tokens: int = 0
@@ -35,7 +36,7 @@ class Restored:
     stale_tokens: int = 0
     failed: int = 0
     owner: str = ""  # the learner that holds the fence
-    failures: Mapping[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    failures: Mapping[int, tuple[int, int, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Ledger:
 
     trained: in a step the learner has done; in_flight: taken and not yet trained; leased: being generated or scored;
     stale: given up because the bound could not be kept; filtered: it said nothing, and another took its place; failed: the
-    actor was lost; quarantined: failed as often as allowed. Token counts are of completion tokens that reached the hub in a
-    group that was admitted or filtered.
+    actor was lost; quarantined: it ended its maker, or the learner, as often as allowed, or an operator took it back. Token
+    counts are of completion tokens that reached the hub in a group that was admitted or filtered.
     """
 
     credited: int = 0

@@ -45,6 +45,10 @@ class Line:
     def is_open(self, number: int) -> bool:
         return self.next <= number < self._bound.num_numbers or number in self.open
 
+    def is_decided(self, number: int) -> bool:
+        """Whether a batch has (or had) this number, or it is dead."""
+        return number < self.head or number in self.consumed or self.is_dead(number)
+
     def begin(self, number: int) -> None:
         """Somebody works on this open number now."""
         if number >= self.next:
@@ -59,6 +63,8 @@ class Line:
 
     def quarantine(self, number: int) -> None:
         """This number will never be consumed: everything behind it moves up."""
+        if self.is_open(number):
+            self.begin(number)
         bisect.insort(self.quarantined, number)
         self._advance()
 

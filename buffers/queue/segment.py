@@ -6,7 +6,7 @@ A record is
 
 integers little endian. The payload of a PUT is a length (4 bytes), a MessagePack list [number, attempt, oldest version,
 newest version, tokens] of that length, and the group's bytes; of a TAKE the list [step, numbers]; of a STATE the fields of
-`ledger.Restored`.
+`ledger.Restored`; of a MARK an offset (8 bytes): every byte of the segment before it was on disk when the mark was written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import msgpack
 import xxhash
 
-from buffers.errors import JournalError
+from buffers.errors import DamagedError, JournalError
 from buffers.queue.ledger import Entry, Restored
 
 HEAD = struct.Struct("<BIQ")
-STATE, PUT, TAKE = 1, 2, 3
-_LENGTH = struct.Struct("<I")
-_KINDS = re.compile(b"[\x01\x02\x03]")
+STATE, PUT, TAKE, MARK = 1, 2, 3, 4
+_LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")
+_KINDS = re.compile(b"[\x01\x02\x03\x04]")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,14 @@ class Take:
     numbers: list[int]
 
 
-Record = Put | Take | Restored
+@dataclass(frozen=True)
+class Mark:
+    """What is before byte `offset` was on disk."""
+
+    offset: int
+
+
+Record = Put | Take | Restored | Mark
 
 
 def put_head(number: int, entry: Entry) -> bytes:
@@ -66,6 +73,12 @@ def take_payload(step: int, numbers: Sequence[int]) -> bytes:
 def state_payload(state: Restored) -> bytes:
     packed: bytes = msgpack.packb(asdict(state))
     return packed
+
+
+def mark(offset: int) -> bytes:
+    """A whole record."""
+    payload = _OFFSET.pack(offset)
+    return head(MARK, [payload]) + payload
 
 
 def head(kind: int, parts: Sequence[bytes]) -> bytes:
@@ -89,18 +102,22 @@ def parse(data: bytes, at: int) -> tuple[Record, int] | None:
         return None
     kind, length, expected = HEAD.unpack_from(data, at)
     end = at + HEAD.size + length
-    if kind not in (STATE, PUT, TAKE) or end > len(data):
+    if kind not in (STATE, PUT, TAKE, MARK) or end > len(data):
         return None
     payload = data[at + HEAD.size : end]
     return (_record(kind, payload), end) if _checksum(kind, length, [payload]) == expected else None
 
 
-def next_record(data: bytes, start: int) -> int | None:
-    """Where the next whole record begins, or None when nothing from `start` on is one."""
-    for match in _KINDS.finditer(data, start):
-        if parse(data, match.start()) is not None:
-            return match.start()
-    return None
+def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
+    """The whole records from byte `start` on, with their places, whatever lies between them."""
+    at = start
+    while (match := _KINDS.search(data, at)) is not None:
+        at = match.start()
+        if (found := parse(data, at)) is None:
+            at += 1
+        else:
+            yield at, found[0]
+            at = found[1]
 
 
 def records(directory: Path) -> Iterator[Put | Take]:
@@ -115,10 +132,10 @@ def records(directory: Path) -> Iterator[Put | Take]:
         data, at = path.read_bytes(), 0
         while (found := parse(data, at)) is not None:
             record, at = found
-            if not isinstance(record, Restored):
+            if isinstance(record, Put | Take):
                 yield record
         if at < len(data) and path != paths[-1]:
-            raise JournalError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
+            raise DamagedError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
 
 
 def _checksum(kind: int, length: int, parts: Sequence[bytes | memoryview]) -> int:
@@ -135,5 +152,7 @@ def _record(kind: int, payload: bytes) -> Record:
         return Put(number, Entry(*entry), payload[start:], start)
     if kind == TAKE:
         return Take(*msgpack.unpackb(payload))
+    if kind == MARK:
+        return Mark(*_OFFSET.unpack(payload))
     fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
     return Restored(**fields)

@@ -5,6 +5,9 @@ A frame that was received by reference keeps its message alive; one that is sent
 
 from __future__ import annotations
 
+import socket as sockets
+import struct
+import sys
 from typing import cast
 
 import zmq
@@ -15,6 +18,10 @@ from buffers.protocol.wire import Frames
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # Handing a frame over by reference costs about as much as copying so many bytes.
 _LARGE = 1 << 16
+_BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info (linux/tcp.h)
+_HAS_COUNT = sys.platform == "linux"
+UNKNOWN = -1
+"""Descriptor of a connection that ZeroMQ does not tell: its peer speaks a dialect from before version 3."""
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
@@ -28,7 +35,11 @@ def receive_from(socket: zmq.Socket[bytes], *, has_keys: bool) -> tuple[Frames, 
     parts = _receive(socket)
     if parts is None:
         return None
-    return _data(parts), int(parts[0].get(zmq.SRCFD)), str(parts[0].get("User-Id")) if has_keys else ""
+    try:
+        descriptor = int(parts[0].get(zmq.SRCFD))
+    except zmq.ZMQError:
+        descriptor = UNKNOWN
+    return _data(parts), descriptor, str(parts[0].get("User-Id")) if has_keys else ""
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
@@ -55,3 +66,11 @@ def send(socket: zmq.Socket[bytes], frames: Frames) -> bool:
     except zmq.Again:
         return False
     return True
+
+
+def bytes_received(connection: sockets.socket) -> int:
+    """Since it was opened; 0 where the kernel does not count them: it does on Linux, over TCP."""
+    if not _HAS_COUNT or connection.family == sockets.AF_UNIX:
+        return 0
+    information = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
+    return int(_BYTES_RECEIVED.unpack(information)[0]) if len(information) == _BYTES_RECEIVED.size else 0

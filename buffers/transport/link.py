@@ -7,7 +7,9 @@ ever or never again: the socket's monitor is watched, and an error says why.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from buffers.errors import ConfigError, DeadlineError
 from buffers.protocol import wire
 from buffers.transport.bell import Bell
-from buffers.transport.frames import receive, send
+from buffers.transport.frames import bytes_received, receive, send
 from buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
@@ -47,6 +49,10 @@ class Link(Protocol):
 
     def was_remade(self) -> bool:
         """Whether the connection broke and was made again since the last call."""
+        ...
+
+    def is_receiving(self) -> bool:
+        """Whether bytes have come since the last call, be it of a message that is not whole yet (TCP, on Linux)."""
         ...
 
     def wake(self) -> None:
@@ -86,7 +92,11 @@ class SocketLink:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.hub_public)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKES_FAILED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKES_FAILED
+        )
+        self._descriptor: int | None = None  # of the connection, while there is one
+        self._received = 0
         self._socket.connect(address)
         self._connected = self._remade = False
         self._num_failed = 0
@@ -105,17 +115,31 @@ class SocketLink:
         return send(self._socket, frames)
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
-        ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._bell.descriptor in ready:
-            self._bell.hush()
-        if self._monitor in ready:
-            self._watch()
-        return receive(self._socket) if self._socket in ready else None
+        until = time.monotonic() + timeout_s
+        while True:
+            ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000))))
+            if self._bell.descriptor in ready:
+                self._bell.hush()
+            is_made = self._monitor in ready and self._watch()
+            if self._socket in ready:
+                return receive(self._socket)
+            if is_made or not ready or self._bell.descriptor in ready:
+                return None
 
     def was_remade(self) -> bool:
         self._watch()
         remade, self._remade = self._remade, False
         return remade
+
+    def is_receiving(self) -> bool:
+        if self._descriptor is None:
+            return False
+        try:
+            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
+                before, self._received = self._received, bytes_received(connection)
+        except OSError:  # it has just been closed
+            return False
+        return self._received > before
 
     def wake(self) -> None:
         self._bell.ring()
@@ -130,19 +154,26 @@ class SocketLink:
         self._context.term()
         self._bell.close()
 
-    def _watch(self) -> None:
-        """Take in what the monitor saw."""
+    def _watch(self) -> bool:
+        """Take in what the monitor saw; whether the connection was made."""
+        is_made = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                is_counted = event["event"] == zmq.EVENT_CONNECTED and self._address.startswith("tcp:")
+                self._descriptor = event["value"] if is_counted else None
+                self._received = 0
+                continue
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._remade, self._connected = self._remade or self._connected, True
-                self._num_failed = 0
+                self._num_failed, is_made = 0, True
                 continue
             self._num_failed += 1
             # After these two ZeroMQ does not try again, and nothing would ever be heard.
             final = event["event"] in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
             if final or self._num_failed >= _MAX_FAILED_HANDSHAKES:
                 raise DeadlineError(f"the handshake failed: {self._address}: {self._reason(event['event'])}")
+        return is_made
 
     def _reason(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -3,7 +3,7 @@
     actor      makes groups, under its machine's name: NAME or NAME-anything
     relay      the same for others, so under any name
     learner    registers, takes batches, publishes weights
-    control    asks for the status, drains and halts
+    control    asks for the status, drains, halts, takes groups back
 
 A stolen key is worth its role and nothing more. Without keys there is nobody but this machine, and nothing is asked.
 """
@@ -20,8 +20,8 @@ from buffers.protocol import wire
 Role = Literal["actor", "relay", "learner", "control"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetch, wire.FetchChunk)
-_OF_THE_LEARNER = (wire.Register, wire.Take, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
-_OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Halt)
+_OF_THE_LEARNER = (wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
+_OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
 _WHO_SAYS: dict[type[wire.Message], tuple[Role, ...]] = {
     **dict.fromkeys(_OF_ACTORS, ("actor", "relay")),
     **dict.fromkeys(_OF_THE_LEARNER, ("learner",)),

@@ -169,7 +169,7 @@ class Publication:
 
     def adoptions(self, admission: Admission, peers: Peers, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
         """(identity, message) for every actor that should serve something else than it serves or was told last."""
-        for name, actor in admission.actors.items():
+        for name, actor in admission.fleet.actors.items():
             version, peer = admission.target(name), peers[name]
             if version is None or version not in self.store:
                 continue
@@ -178,10 +178,30 @@ class Publication:
                 peer.behind_since = None
             elif peer.behind_since is None:
                 peer.behind_since = now
+            # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a
+            # step would fetch for ever and adopt nothing.
+            if self._fetches(peer, serving, admission) is not None:
+                continue
             # Also when it is to stay after all: it may be about to leave for what it was told before.
             if target != (peer.announced or serving):
                 peer.announced = target
                 yield peer.identity, wire.Adopt(fence=target[0], version=version)
+
+    def drop_old(self, admission: Admission, peers: Peers) -> None:
+        """Forget the sets that are neither needed nor being fetched for a credit."""
+        lowest = admission.lowest_needed_version()
+        for name, actor in admission.fleet.actors.items():
+            fetched = self._fetches(peers[name], (actor.fence, actor.version), admission)
+            lowest = lowest if fetched is None else min(lowest, fetched)
+        self.store.drop_below(lowest)
+
+    def _fetches(self, peer: Peer, serving: tuple[int, int], admission: Admission) -> int | None:
+        """The version announced to a peer, which it has not got yet, and may still begin something with."""
+        if peer.announced is None or peer.announced == serving:
+            return None
+        fence, version = peer.announced
+        is_worth_it = fence == admission.fence and version in self.store and admission.may_begin(version)
+        return version if is_worth_it else None
 
     @staticmethod
     def serves(actor: Actor, peer: Peer, fence: int, version: int) -> None:
@@ -194,7 +214,7 @@ class Publication:
 
     def late(self, admission: Admission, peers: Peers, now: float) -> list[str]:
         """The actors that have adopted nothing for too long since they were told to; counted as dropped."""
-        waits = {name: peers[name].behind_since for name in admission.actors}
+        waits = {name: peers[name].behind_since for name in admission.fleet.actors}
         late = [name for name, since in waits.items() if since is not None and now - since > self._config.adopt_timeout_s]
         self._counters["dropped_actors"] += len(late)
         return late

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgpack
 
-from buffers.errors import DiskFullError, WeightsError
+from buffers.errors import DamagedError, DiskFullError, WeightsError
 from buffers.files import DISK, FULL, Files
 from buffers.protocol.weight_messages import DeltaSpec, Manifest
 from buffers.weights.assembly import Assembly
@@ -141,4 +141,4 @@ def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
             assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
         return assembly.whole()
     except (ValueError, msgpack.exceptions.UnpackException, WeightsError) as error:
-        raise WeightsError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error
+        raise DamagedError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error

@@ -72,11 +72,13 @@ def train(
     torch.set_num_threads(config.threads)
     random = Random(config.seed)
     training, held_out = split(pairs, config.held_out, random)
-    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False)
     tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, local_files_only=True, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    )
     model.config.pad_token_id = tokenizer.pad_token_id
     before = quality(margins(model, tokenizer, held_out))
     updates = config.epochs * -(-len(training) // config.batch)

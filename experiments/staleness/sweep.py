@@ -18,6 +18,7 @@ from async_rlhf.api import preflight, run
 from async_rlhf.config import Config, differences
 from async_rlhf.exit_codes import InterruptedRunError
 from async_rlhf.run_dir import RunDir
+from async_rlhf.run_lock import holder
 from buffers.errors import AsyncRLHFError, ConfigError
 from experiments.staleness.analyze import CellResult, fingerprint, read_cell
 from experiments.staleness.config import Cell, SweepConfig, load_sweep
@@ -25,7 +26,7 @@ from experiments.staleness.report import render, write_csv
 
 State = Literal["new", "unfinished", "finished"]
 # How a run is watched changes no number of it.
-_WATCHING = ("stall_timeout_s", "sampled_groups", "address", "output_dir")
+_WATCHING = ("stall_timeout_s", "watchdog_s", "sampled_groups", "address", "output_dir")
 
 
 def run_sweep(path: Path, say: Callable[[str], None] = typer.echo) -> bool:
@@ -63,7 +64,7 @@ def state_of(cell: Cell, num_prompts: int) -> State:
     directory = RunDir.existing(config.run_dir)
     _check_same(directory.config(), config)
     if directory.is_alive():
-        raise ConfigError(f"cell {str(config.run_dir)!r} is being run by process {directory.live()['pid']}; wait, or stop it")
+        raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
     metrics = directory.read_metrics()
     num_steps = config.bound(num_prompts).num_groups // config.groups_per_batch
     evaluated = {record["label"] for record in directory.read_evaluations()}

@@ -83,7 +83,7 @@ def main(
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE)).save_pretrained(directory / "model")
+        AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE), trust_remote_code=False).save_pretrained(directory / "model")
         backend = TorchBackend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
         step = make_step(backend, tokens)
         saver = Saver(Checkpoints(directory / "checkpoints", keep_last=1), background=True)

@@ -78,7 +78,9 @@ def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTraine
     """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
     if model is not None:
         directory = model_directory(str(model.expanduser()))
-        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), local_files_only=True)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+        )
         loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
         return loaded.eval()
     torch.manual_seed(0)
@@ -95,7 +97,7 @@ def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTraine
         eos_token_id=None,
         pad_token_id=0,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
 
 
 def make_prompts(load: Load) -> list[tuple[int, ...]]:

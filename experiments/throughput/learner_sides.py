@@ -74,7 +74,7 @@ def timed(step: Callable[[], object]) -> Side:
 def make_wide(directory: Path) -> Path:
     """A model directory of `WIDE`."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**WIDE)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(LlamaConfig(**WIDE), trust_remote_code=False).save_pretrained(directory)
     return directory
 
 
@@ -196,7 +196,9 @@ def bare_batches(groups: list[Group]) -> list[BareBatch]:
 
 
 def bare(model_dir: Path, groups: list[Group]) -> Side:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    ).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     batches = bare_batches(groups)
     num_tokens = sum(group.num_tokens for group in groups)

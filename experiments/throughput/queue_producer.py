@@ -21,7 +21,7 @@ def produce(name: str, address: str, group: dict[str, Any], arrays: list[bytes],
     rest = {key: value for key, value in group.items() if key not in ("number", "attempt", "timings")}
     encoded = msgpack.packb(rest)
     fields, size = encoded[_map_head(len(rest)) :], len(rest) + 3
-    link.send(wire.encode(wire.Hello(actor=name, capacity=_CAPACITY, fence=0, version=-1), request=1))
+    link.send(wire.encode(wire.Hello(actor=name, life=name, capacity=_CAPACITY, fence=0, version=-1), request=1))
     fence, version, beat_at, due = 0, -1, 0.0, time.monotonic()
     while True:
         now = time.monotonic()

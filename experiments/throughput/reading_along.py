@@ -67,7 +67,7 @@ class _Round:
 
 def measure(completions: int, rounds: int, width: int, layers: int) -> Along:
     """So many completions in each round of either kind."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=2048,

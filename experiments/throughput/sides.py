@@ -19,7 +19,8 @@ from actors.config import DataConfig
 from actors.prompts import load_rows
 from async_rlhf.api import run
 from async_rlhf.config import Config, check, validated
-from async_rlhf.run_dir import RunDir, Tail
+from async_rlhf.run_dir import RunDir
+from async_rlhf.run_files import Tail
 from experiments.throughput.judges import BATCH_SIZE
 
 ROOT = Path(__file__).parents[2]

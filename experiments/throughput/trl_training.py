@@ -60,7 +60,7 @@ def main(spec_path: str) -> None:
     batch_size = len(spec["completion_ids"])
     trainer = ReadySamples(
         model=spec["model"],
-        processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"]),
+        processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"], trust_remote_code=False),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * batch_size),
         callbacks=[Turns()],

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from buffers.clients.actor import ActorClient, ActorState
 from buffers.clients.control import control
+from buffers.protocol import wire
 from buffers.tensors import RawTensor
 from buffers.weights import delta
 from buffers.weights.assembly import Assembly
@@ -116,11 +117,11 @@ class Fleet:
         adopted = monotonic()
         _, began, ended = map(float, self._learner.stdout.readline().split())
         self._state = ActorState(0, weights.fence, weights.version, ())
-        self._client.beat(self._state, {})
+        self._client.beat(self._state, wire.Telemetry())
         return adopted - began, adopted - ended
 
     def _look(self) -> WeightSet | None:
-        self._client.poll(self._state, {}, timeout_s=0.01)
+        self._client.poll(self._state, wire.Telemetry(), timeout_s=0.01)
         return self._client.weights()
 
 
@@ -155,7 +156,7 @@ def free_port() -> int:
 def versions(learning_rate: float, steps: int) -> list[WeightSet]:
     """Consecutive bfloat16 versions of the shipped model, trained in float32 on random texts."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
     sets = []
     for step in range(steps):

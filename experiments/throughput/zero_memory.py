@@ -87,7 +87,9 @@ def main(
         if stage not in stages:
             continue
         with tempfile.TemporaryDirectory() as directory:
-            AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE)).save_pretrained(Path(directory) / "model")
+            AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE), trust_remote_code=False).save_pretrained(
+                Path(directory) / "model"
+            )
             command = [sys.executable, "-m", "experiments.throughput.zero_memory", f"--ranks={ranks}"]
             started = [
                 subprocess.Popen(

@@ -37,6 +37,7 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
     _close()
 
 
+@pytest.hookimpl(trylast=True)  # after what the test's own fixtures still ask of it
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """vLLM's processes are not left to take time from the tests of other rooms."""
     if nextitem is None or HERE not in nextitem.path.parents:

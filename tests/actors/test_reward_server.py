@@ -27,6 +27,8 @@ from actors.rewards import Score
 def double(completion, factor=2.0):
     if completion == "wrong": raise ValueError("no number")
     if completion == "none": return None
+    if completion == "absurd": return 1e308
+    if completion.startswith("half"): raise ValueError(completion)
     return Score(factor * float(completion), metrics={"length": len(completion)})
 """
 
@@ -73,6 +75,15 @@ def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., Reward
     assert scores[1].failure == "ValueError: no number" and scores[2] == Score()
     assert [score.value for score in scores[3:]] == [2.0 * n for n in range(200)]
     assert server.counters["answered"] == 203
+
+
+def test_absurd_scores_and_texts_of_a_served_reward_are_failures_and_the_server_goes_on(
+    serve: Callable[..., RewardServer],
+) -> None:
+    absurd, half, after = ask(serve().address, "absurd", "half \ud800", "4")
+    assert absurd.failure == "returned 1e+308; a score must be finite and within +-1e+18"
+    assert half.failure == "ValueError: half \ud800"
+    assert after.value == 8.0
 
 
 def test_without_keys_a_reward_is_served_on_this_machine_only(serve: Callable[..., RewardServer]) -> None:

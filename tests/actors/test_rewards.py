@@ -72,10 +72,10 @@ def test_none_is_not_applicable() -> None:
     assert ask(lambda completion: None) == Answer(None)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_a_failure(value: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -(10**19)])
+def test_a_number_that_is_not_finite_or_beyond_reason_is_a_failure(value: float) -> None:
     answer = ask(lambda completion: value)
-    assert answer.value is None and answer.failure == f"returned {value}; a score must be finite"
+    assert answer.value is None and answer.failure == f"returned {float(value)}; a score must be finite and within +-1e+18"
 
 
 @pytest.mark.parametrize("value", ["1.0", [1.0], {"score": 1}, np.ones(2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from actors.scoring.pool import ScoringPool
 from buffers.errors import RewardError
 from buffers.record import Score
 from tests.actors.scored import wait_scored
+from tests.conftest import has_ended, wait_for
 
 JUDGES = """
 import asyncio, multiprocessing, os, re, subprocess, sys, time
@@ -176,7 +178,7 @@ def test_programs_started_by_a_killed_call_are_killed_with_it(bench: Callable[..
     path = tmp_path / "pid"
     assert "timed out" in (bench("act", timeout_s=0.5).one("program", path=str(path)).failure or "")
     pid = int(path.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not psutil.pid_exists(pid) or has_ended(psutil.Process(pid))
 
 
 def test_one_stuck_worker_does_not_hold_up_the_other(bench: Callable[..., Bench]) -> None:
@@ -198,8 +200,12 @@ def test_a_worker_that_exits_without_an_error_is_noticed_too(bench: Callable[...
 def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) -> None:
     pool = bench("act")
     assert pool.one("1") == Score(1.0)
-    for worker in workers():
-        worker.kill()
+    killed = [process for guard in workers() for process in (*guard.children(), guard)]
+    for process in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    # One that is about to die may still answer; its loss would be noticed later.
+    wait_for(lambda: all(map(has_ended, killed)), "the end of the killed workers")
     # A call that comes before the loss is noticed may be lost with it, and says so; the one after it is not.
     assert pool.one("2") in (Score(2.0), Score(failure="a reward worker died"))
     assert pool.one("3") == Score(3.0)
@@ -208,6 +214,13 @@ def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) 
 def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
     scores = bench("answered trl").score("4", answer=lambda: "4")[0]
     assert all("pickle" in (score.failure or "") for score in scores.values())
+
+
+@pytest.mark.parametrize("reward", ["number", "act_async"])
+def test_an_absurd_score_is_a_failure_and_the_next_one_is_scored(bench: Callable[..., Bench], reward: str) -> None:
+    absurd, after = bench(reward).score("1e308", "2")
+    assert absurd[reward].failure == "returned 1e+308; a score must be finite and within +-1e+18"
+    assert after[reward] == Score(2.0)
 
 
 def test_a_hundred_asynchronous_calls_run_at_once(bench: Callable[..., Bench]) -> None:
@@ -242,7 +255,7 @@ def test_a_flood_of_calls_to_a_blocked_event_loop_is_survived(bench: Callable[..
 
 def test_an_event_loop_that_exits_is_replaced(bench: Callable[..., Bench]) -> None:
     pool = bench("act_async")
-    assert pool.one("exit5").failure == "the process of asynchronous rewards ended with exit code 5"
+    assert pool.one("exit5").failure == "its worker process ended with exit code 5"
     assert pool.one("2") == Score(2.0)
 
 

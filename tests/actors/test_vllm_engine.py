@@ -47,6 +47,18 @@ def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat
                     assert [(span.version, span.cache_version) for span in completion.spans] == [(version, None)]
 
 
+def test_weights_reach_vllm_in_memory_that_has_no_name(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt, files = engine._session.adopt, []
+    monkeypatch.setattr(
+        engine._session, "adopt", lambda version, file, **how: (files.append(file.resolve()), adopt(version, file, **how))
+    )
+    engine.load_weights(1, raw_weights(SECOND))
+    assert engine.version == 1
+    # Not even while vLLM reads it: an actor that is killed meanwhile leaves nothing.
+    (file,) = files
+    assert not file.exists() and file.name == "memfd:weights (deleted)"
+
+
 def test_a_probe_does_not_wait_for_a_free_slot(engine: Any) -> None:
     engine.submit([request(n, num_new=100) for n in range(64)])  # twice the slots
     tokens = np.array(LONG[1:], np.int32)

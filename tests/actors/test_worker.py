@@ -18,7 +18,7 @@ from actors.scoring.pool import ScoringPool
 from actors.torch_engine.loading import load_engine
 from actors.worker import Work, Worker
 from buffers.clients.actor import ActorClient, ActorState
-from buffers.protocol.wire import CreditItem
+from buffers.protocol.wire import CreditItem, Telemetry
 from buffers.record import Group
 from buffers.weights.weight_set import WeightSet
 from learner.config import LearnerConfig, LossConfig
@@ -35,11 +35,12 @@ class ScriptedHub:
         self._script, self._wanted, self._weights = script, wanted, dict(weights or {})
         self._polls = 0
         self.states: list[ActorState] = []
+        self.works: list[ActorState] = []
         self.groups: list[Group] = []
         self.unacknowledged: list[tuple[int, int]] = []
         self.stop_reason: str | None = None
 
-    def poll(self, state: ActorState, telemetry: Mapping[str, float], timeout_s: float = 0.0) -> None:
+    def poll(self, state: ActorState, telemetry: Telemetry, timeout_s: float = 0.0) -> None:
         self._polls += 1
         if len(self.groups) >= self._wanted:
             self.stop_reason = "enough"
@@ -54,8 +55,11 @@ class ScriptedHub:
     def put(self, group: Group, *, constant: bool) -> None:
         self.groups.append(group)
 
-    def beat(self, state: ActorState, telemetry: Mapping[str, float]) -> None:
+    def beat(self, state: ActorState, telemetry: Telemetry) -> None:
         self.states.append(state)
+
+    def works_on(self, state: ActorState) -> None:
+        self.works.append(state)
 
 
 @contextmanager
@@ -96,6 +100,22 @@ def test_a_group_credited_again_while_it_is_made_is_made_once_by_the_new_attempt
         assert actor.run() == "enough"
     assert sorted((group.number, group.attempt) for group in hub.groups) == [(0, 1), (1, 0)]
     assert all(len(group.rollouts) == 2 for group in hub.groups)
+
+
+def test_a_group_credited_twice_at_once_is_made_by_the_newest_attempt() -> None:
+    hub = ScriptedHub([[credit(0), credit(0, attempt=1)]], wanted=1)
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
+        assert actor.run() == "enough"
+    assert [(group.number, group.attempt) for group in hub.groups] == [(0, 1)]
+
+
+def test_the_progress_of_a_group_rises_with_every_token_and_score_and_stands_still_with_the_engine() -> None:
+    hub = ScriptedHub([[credit(0)]], wanted=1)
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
+        actor.run()
+    amounts = [amount for state in hub.works for number, amount in state.progress if number == 0]
+    assert len(set(amounts)) > 3 and amounts == sorted(amounts), amounts
+    assert hub.works[-1].progress == ()
 
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])

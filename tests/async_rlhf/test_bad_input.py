@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_run_directory_is_neither_overwritten_nor_continued_under_another_conf
 ) -> None:
     from async_rlhf.run_dir import RunDir
 
-    RunDir.create(small())
+    RunDir.create(small()).retire()
     code, output = invoke(*small_arguments())
     assert code == 3 and "exists. Continue it with --resume" in output
     code, output = invoke(*small_arguments(**{"learner.learning_rate": 0.5}), "--resume")
@@ -153,12 +154,33 @@ def test_check_says_what_the_run_will_do() -> None:
 
 
 def test_every_preset_loads_and_is_complete() -> None:
+    import tomllib
+
     from async_rlhf.config import load
 
     presets = sorted((QUICK.parent).glob("*.toml"))
     assert presets
     for preset in presets:
-        load(preset)
+        fetched = ".cache" in Path(tomllib.loads(preset.read_text())["model"]).parts
+        # A model that `make train-chat` fetches need not be there: all else of the preset is checked.
+        load(preset, {"model": str(QUICK.parent / "models" / "tiny-speller")} if fetched else {})
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_model_that_only_its_own_code_could_load_is_refused_and_the_code_is_not_run(tmp_path: Path, file: str) -> None:
+    model, ran = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model"), tmp_path / "ran"
+    (model / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    fields = json.loads((model / file).read_text())
+    # What transformers knows by itself is loaded without the code that comes along.
+    fields["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", None]}
+    (model / file).write_text(json.dumps(fields))
+    given = ["check", str(QUICK), "--set", f"model={json.dumps(str(model))}"]
+    if file == "config.json":
+        assert invoke(*given)[0] == 0
+    (model / file).write_text(json.dumps({**fields, "model_type": "own", "tokenizer_class": "own"}))
+    code, output = invoke(*given)
+    assert (code, ran.exists()) == (3, False)
+    assert "needs its own code (auto_map), which is never run" in output
 
 
 def test_the_resolved_configuration_is_the_whole_of_it(small: Any) -> None:

@@ -7,19 +7,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.chaos import problems
+from async_rlhf.api import start
+from async_rlhf.chaos import Monkey, problems
 from async_rlhf.run_dir import RunDir
 from tests.conftest import REPOSITORY
 
 
 def test_a_run_that_is_struck_at_random_loses_nothing(command: Callable[..., Any], tmp_path: Path) -> None:
-    overrides = [f'output_dir="{tmp_path}"', "max_steps=16", "data.size=64"]
+    overrides = [f'output_dir="{tmp_path}"', "max_steps=40", "data.size=160"]
     sets = [word for each in overrides for word in ("--set", each)]
     code, output = command("chaos", str(REPOSITORY / "configs" / "chaos.toml"), "--kills", "5", "--seed", "3", *sets).finish(
         240
     )
     assert code == 0, output
     assert "5 of 5 blows" in output and "nothing was lost, nothing was trained twice" in output
+
+
+def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) -> None:
+    """With a watchdog of 6 s, freezes of 3 to 10 s; every blow is one, so that none may quarantine anything."""
+    config = small(
+        **{"max_steps": 30, "watchdog_s": 6.0, "actors.count": 2, "actors.restart_backoff_s": 0.1, "queue.lease_s": 2.0}
+    )
+    supervisor, run = start(config, max_deaths=20)
+    with Monkey(supervisor.processes, lambda: supervisor.num_records, 5, 1, num_long=5, long_freeze_s=(3.0, 10.0)) as monkey:
+        supervisor.run()
+    assert [blow.kind for blow in monkey.blows] == ["long freeze"] * 5
+    assert problems(run, config) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
 def books(path: Path, config: Any, groups: list[list[int]], **ledger: Any) -> list[str]:
@@ -40,4 +53,9 @@ def test_the_bookkeeper_sees_what_is_lost_repeated_or_left_open(small: Any, tmp_
     twice = books(tmp_path, small(name="twice", max_steps=2), [[0, 1, 2, 3], [3, 5, 6, 7]])
     assert twice[0] == "groups trained more than once: [3]"
     assert "does not close" in books(tmp_path, small(name="open", max_steps=2), good, closes=False)[0]
+    guilty = {"group": 7, "reasons": ["attempt 0: anna was silent for 2 s", "attempt 1: ben ended: its process is gone"]}
+    run = RunDir.existing(small(name="good").run_dir)
+    for reasons, num_found in ((guilty["reasons"], 0), (guilty["reasons"][:1], 1)):
+        (run.path / "quarantine.jsonl").write_text(json.dumps({**guilty, "reasons": reasons}) + "\n")
+        assert len(problems(run, small(name="good", max_steps=2))) == num_found
     assert "ledger has 9" in books(tmp_path, small(name="wrong", max_steps=2), good, trained=9)[0]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from async_rlhf.run_dir import RunDir
-from tests.conftest import wait_for
+from tests.conftest import has_ended, wait_for
 
 
 def steps(run: Path) -> int:
@@ -48,7 +48,7 @@ def test_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
         wait_for(lambda at=at: steps(run) >= at, f"step {at}")
         victim = started.child(role)
         victim.kill()
-        wait_for(lambda victim=victim: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, f"the end of {role}")
+        wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
     code, output = started.finish()
     assert code == 0, output
     for name in ("actor-", "hub", "learner"):

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 from async_rlhf.run_dir import RunDir
-from tests.conftest import QUICK, wait_for
+from tests.conftest import QUICK, has_ended, wait_for
 
 CONFIGS = QUICK.parent
 
@@ -67,4 +66,4 @@ def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
     assert [record["step"] for record in metrics] == list(range(1, num_steps + 1))
     assert all(record["applied"] for record in metrics) and metrics[-1]["canary/drift"] < 1e-3
     assert run.read_ledger()["ledger"]["closes"]
-    assert not psutil.pid_exists(ranks[0].pid) or ranks[0].status() == psutil.STATUS_ZOMBIE
+    assert has_ended(ranks[0])

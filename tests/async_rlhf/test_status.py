@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from async_rlhf.run_dir import RunDir
+from async_rlhf.sockets import hub_address, socket_directory
 from async_rlhf.status import lines, read
 
 
-def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: Callable[..., Any], socket_dir: Path) -> None:
-    run, address = RunDir.create(small()), f"ipc://{socket_dir}/hub"
-    run.announce(address)
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    with socket_directory() as directory:
+        yield directory
+
+
+def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: Callable[..., Any], sockets: Path) -> None:
+    run = RunDir.create(small())
+    run.announce(sockets)
 
     def ends() -> None:
         """A hub that is gone before it answers, and the run with it."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
-            hub.bind(address)
+            hub.bind(hub_address(sockets))
             if hub.poll(60_000):
                 run.retire()
 

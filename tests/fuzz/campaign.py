@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,11 @@ from buffers.protocol import wire
 from buffers.queue.bound import Bound
 from buffers.record import Group, Rollout, Span
 from buffers.tensors import RawTensor
-from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, mutants
+from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, at_the_bounds, mutants
 
 _STRANGERS = 4
 _DEADLINE_S = 60.0
+_GREETINGS = (b"", b"\x01\x00", b"\x01\x00\x05\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL")
 _BOUND = Bound(groups_per_batch=1, max_staleness=1, num_groups=1 << 40)
 
 
@@ -55,18 +59,22 @@ def run(num_frames: int, seed: int, progress: Callable[[int], None] = lambda sen
             honest.start()
             hub = psutil.Process(process.pid)
             began, before, answers = time.monotonic(), 0, 0
-            with _Strangers(address) as strangers:
-                for sent, frames in enumerate(itertools.islice(mutants(seed), num_frames)):
+            with _Strangers(address, seed) as strangers:
+                for sent, frames in enumerate(itertools.islice(itertools.chain(at_the_bounds(), mutants(seed)), num_frames)):
                     answers += strangers.send(frames)
                     if sent == num_frames // 10:
                         before = hub.memory_info().rss
                     if sent % 1000 == 0:
                         assert process.is_alive(), f"the hub died within the {sent} frames before"
                         honest.check()
+                        strangers.shout()
                         progress(sent)
                 after = hub.memory_info().rss
             with control(address, timeout_s=_DEADLINE_S) as operator:
                 status = operator.status()
+            assert not status["refused"].get("unforeseen"), (
+                f"defects of the hub: {status['refused']}; its log has the traceback"
+            )
             seconds = time.monotonic() - began
             honest.go_on()
             honest.stop()
@@ -85,12 +93,13 @@ def _serve(address: str, folder: str) -> None:
 class _Strangers:
     """A few connections that send in turn and read what comes back."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, seed: int) -> None:
+        self._path, self._rng = address.removeprefix("ipc://"), Random(seed)
         self._context = zmq.Context()
         self._sockets = [self._context.socket(zmq.DEALER) for _ in range(_STRANGERS)]
-        for socket in self._sockets:
-            socket.setsockopt(zmq.SNDTIMEO, int(_DEADLINE_S * 1000))
-            socket.connect(address)
+        for each in self._sockets:
+            each.setsockopt(zmq.SNDTIMEO, int(_DEADLINE_S * 1000))
+            each.connect(address)
         self._turns = itertools.cycle(self._sockets)
 
     def __enter__(self) -> _Strangers:
@@ -98,6 +107,16 @@ class _Strangers:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
+
+    def shout(self) -> None:
+        """Bytes that are no ZeroMQ, or one of long ago."""
+        with socket.socket(socket.AF_UNIX) as raw, suppress(OSError):
+            raw.settimeout(_DEADLINE_S)
+            raw.connect(self._path)
+            raw.sendall(self._rng.choice(_GREETINGS) + self._rng.randbytes(self._rng.choice((4, 60, 3000))))
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(4096):
+                pass
 
     def send(self, frames: wire.Frames) -> int:
         """How many answers came meanwhile, each a message of ours."""
@@ -151,10 +170,10 @@ class Honest:
         client = ActorClient(self._address, "honest", beat_s=0.2, timeout_s=_DEADLINE_S)
         fence, version, holding = 0, -1, dict[int, int]()
         while not self._ending.is_set():
-            client.poll(ActorState(4, fence, version, tuple(holding.items())), {}, timeout_s=0.02)
+            client.poll(ActorState(4, fence, version, tuple(holding.items())), wire.Telemetry(), timeout_s=0.02)
             if (weights := client.weights()) is not None:
                 fence, version = weights.fence, weights.version
-                client.beat(ActorState(4, fence, version, tuple(holding.items())), {})
+                client.beat(ActorState(4, fence, version, tuple(holding.items())), wire.Telemetry())
             for credit in client.credits():
                 client.put(_a_group(credit.number, credit.attempt, version))
             assert not client.refused, f"an honest put was refused: {client.refused}"

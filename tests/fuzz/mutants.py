@@ -1,4 +1,4 @@
-"""Frames that nobody honest sends: every message of the protocol, spoilt in one of many ways. Random numbers come from a seed.
+"""Frames that no honest peer sends: every message of the protocol, spoilt in one of many ways. Random numbers come from a seed.
 
 A mutant that is by chance an order of somebody who may give it (a learner's with the right fence, an operator's, an actor's
 that asks for work) is not rubbish, and is left out.
@@ -41,8 +41,26 @@ _VALUES = (
     [[1]],
     {"a": 1},
 )
+_ABSURD = (
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+    (1 << 31) - 1,
+    1 << 31,
+    -(1 << 31) - 1,
+    1e308,
+    -1e308,
+    5e-324,
+    1e18,
+    2.0,
+    "1" * 30,
+    "-1",
+    "nan",
+    False,
+)
+"""Valid in form, absurd in size, or of a type that a careless reader takes for another."""
+_DEPTHS = (5, 40, 500, 1000)
 _WORDS = ("exec", "hub", "", 7, None, [], "putt", "__class__")
-_ORDERS = (wire.Register, wire.Halt, wire.Drain, wire.Gone)
+_ORDERS = (wire.Register, wire.Halt, wire.Drain, wire.Gone, wire.Quarantine)
 
 
 def a_put(number: int) -> wire.Frames:
@@ -58,10 +76,11 @@ def a_put(number: int) -> wire.Frames:
 def originals() -> list[wire.Frames]:
     """One of every message, the hub's own answers among them."""
     given: dict[str, Any] = {
-        "actor": "stranger", "capacity": 2, "fence": _OTHER, "version": 3, "numbers": [1, 2], "number": 1, "attempt": 0,
-        "step": 1, "committed": 1, "learner": "other", "index": 0, "num_bytes": 8, "tensors": [], "credits": [], "reason": "r",
-        "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "groups": [(1, 0)], "wait_s": 1.0, "telemetry": {"x": 1.0},
-        "status": {"a": 1}, "num_chunks": 1, "chunks": True, "delta": True, "delta_next": False, "done": True,
+        "actor": "stranger", "life": "1", "capacity": 2, "fence": _OTHER, "version": 3, "numbers": [1, 2], "number": 1,
+        "attempt": 0, "step": 1, "committed": 1, "learner": "other", "index": 0, "num_bytes": 8, "tensors": [], "credits": [],
+        "reason": "r", "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "groups": [(1, 0)], "wait_s": 1.0,
+        "telemetry": {"tokens_total": 1.0}, "status": {"a": 1}, "num_chunks": 1, "chunks": True, "delta": True,
+        "delta_next": False, "done": True,
     }  # fmt: skip
     found = [a_put(number) for number in (0, 1, 1 << 40)]
     for model in get_args(wire.Message):
@@ -145,7 +164,7 @@ def _field(rng: Random, frames: wire.Frames) -> wire.Frames:
     key: Any = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
     what = rng.random()
     if what < 0.6:
-        place[key] = rng.choice(_VALUES + _WORDS)
+        place[key] = _nested(rng.choice(_DEPTHS)) if rng.random() < 0.02 else rng.choice(_VALUES + _WORDS + _ABSURD)
     elif what < 0.8:
         del place[key]
     elif isinstance(place, dict):
@@ -153,6 +172,36 @@ def _field(rng: Random, frames: wire.Frames) -> wire.Frames:
     else:
         place.append(rng.choice(_VALUES))
     return [msgpack.packb(envelope), *frames[1:]]
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+def at_the_bounds() -> Iterator[wire.Frames]:
+    """Every field of every message, nested ones too, with every value that is one of its bounds or absurd."""
+    for frames in originals():
+        for path in _paths(msgpack.unpackb(frames[0])[2]):
+            for value in (*_ABSURD, *_VALUES, _nested(500)):
+                envelope = msgpack.unpackb(frames[0])
+                *way, last = path
+                place = envelope[2]
+                for key in way:
+                    place = place[key]
+                place[last] = value
+                spoilt = [msgpack.packb(envelope), *frames[1:]]
+                if not _is_order(spoilt):
+                    yield spoilt
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from _paths(value[key], (*path, key))
 
 
 def _numbers(rng: Random, frames: wire.Frames) -> wire.Frames:

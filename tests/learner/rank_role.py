@@ -38,7 +38,8 @@ def make(job: dict[str, Any], ranks: Ranks | None) -> RankBackend:
 
 
 def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
-    """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN), save."""
+    """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `rehearse` two that
+    are not made before each), save."""
     out.mkdir()
     if "load" in job:
         backend.load(Path(job["load"]))
@@ -47,6 +48,9 @@ def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
     reports = []
     for step in range(first, last):
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
+        if job.get("rehearse"):
+            for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
+                backend.rehearse(deal(make_rows(GROUPS, values, 512), 2), step)
         reports.append(backend.step(deal(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint import SCHEMA, CheckpointError, Checkpoints
+from buffers.errors import DamagedError
+from learner.checkpoint import SCHEMA, CheckpointError, Checkpoints, verified
 
 
 class Killed(BaseException):
@@ -29,9 +30,8 @@ def writer(content: str) -> Callable[[Path], None]:
 
 def content(checkpoints: Checkpoints) -> tuple[int, str]:
     """Step and content of the newest checkpoint, which must be whole; the link must lead there too."""
-    found = checkpoints.latest()
-    assert found is not None
-    path, state = found
+    path = checkpoints.all()[-1]
+    state = verified(path)
     text = (path / "model" / "weights").read_text()
     assert (path / "optimizer").read_text() == text
     assert path.name == f"step_{state['step']:06d}"
@@ -114,12 +114,14 @@ def test_a_full_disk_leaves_the_previous_one_and_can_be_tried_again(tmp_path: Pa
 
     def full(directory: Path) -> None:
         (directory / "model").mkdir()
+        (directory / "model" / "weights").write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for step in (1, 2):
         with pytest.raises(OSError, match="No space left"):
             checkpoints.save(step, full, {})
         assert content(checkpoints) == (1, "one") and len(checkpoints.all()) == 1
+        assert not list(tmp_path.glob(".*")), "half a checkpoint would keep the disk full"
     checkpoints.save(2, writer("two"), {})
     assert content(checkpoints) == (2, "two")
 
@@ -140,6 +142,62 @@ def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.all()] == [f"step_0000{step}" for step in (20, 40, 60, 70, 80)]
 
 
+def test_the_floor_is_the_oldest_of_those_kept_to_go_on_from(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3, keep_every=10)
+    floors = []
+    for step in range(5, 35, 5):
+        checkpoints.save(step, writer(str(step)), {})
+        floors.append(checkpoints.floor)
+    assert floors == [0, 0, 5, 10, 15, 20], "the start of the run, while there are fewer"
+
+
+def test_what_is_set_aside_is_there_until_another_is_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, writer(str(step)), {})
+    checkpoints.set_aside(after=1)
+    again = Checkpoints(tmp_path, keep_last=3)
+    assert content(again) == (1, "1") and (tmp_path / "latest").resolve() == again.all()[-1]
+    assert {path.name for path in tmp_path.glob(".*")} == {".aside-step_000002", ".aside-step_000003"}
+    assert (tmp_path / ".aside-step_000003" / "model" / "weights").read_text() == "3"
+    again.save(2, writer("2 again"), {})
+    assert content(again) == (2, "2 again") and not list(tmp_path.glob(".*"))
+
+
+def test_set_aside_before_the_first_the_run_begins_at_its_start(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints.save(1, writer("1"), {})
+    checkpoints.set_aside(after=0)
+    assert (checkpoints.all(), checkpoints.newest, checkpoints.floor) == ([], 0, 0)
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(
+    tmp_path: Path, kill_at: Callable[[int], None]
+) -> None:
+    for count in range(100):
+        directory = tmp_path / str(count)
+        checkpoints = Checkpoints(directory, keep_last=3)
+        for step in (1, 2, 3):
+            checkpoints.save(step, writer(str(step)), {})
+        kill_at(count)
+        try:
+            checkpoints.set_aside(after=1)
+            finished = True
+        except Killed:
+            finished = False
+        kill_at(1 << 30)
+        after = Checkpoints(directory, keep_last=3)
+        newest, text = content(after)
+        assert [path.name for path in after.all()] == [f"step_00000{step}" for step in range(1, newest + 1)]
+        assert text == str(newest) and (directory / "latest").resolve() == after.all()[-1]
+        after.set_aside(after=1)
+        assert content(after) == (1, "1")
+        if finished:
+            return
+    pytest.fail("never finished")
+
+
 def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -156,8 +214,13 @@ def test_a_checkpoint_that_was_torn_is_named_with_the_file(tmp_path: Path, harm:
     if name == "state.json" and harm is shorten:
         harm = lambda path: path.write_text(path.read_text()[:-3])  # noqa: E731
     harm(path / name)
-    with pytest.raises(CheckpointError, match=rf"checkpoint step_000003 is torn: {name} .*Remove .*step_000003' to go on"):
-        checkpoints.latest()
+    with pytest.raises(DamagedError, match=rf"checkpoint step_000003 is torn: {name} "):
+        verified(path)
+    if harm is flip and name != "state.json":
+        assert verified(path, contents=False)["step"] == 3, "sizes alone do not tell"
+    else:
+        with pytest.raises(DamagedError, match=rf"checkpoint step_000003 is torn: {name} "):
+            verified(path, contents=False)
 
 
 def test_a_checkpoint_of_a_newer_schema_is_named_as_such(tmp_path: Path) -> None:
@@ -166,7 +229,7 @@ def test_a_checkpoint_of_a_newer_schema_is_named_as_such(tmp_path: Path) -> None
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | {"schema": SCHEMA + 1}))
     with pytest.raises(CheckpointError, match=f"has schema {SCHEMA + 1}, this version reads up to {SCHEMA}"):
-        checkpoints.latest()
+        verified(path)
 
 
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -174,10 +237,9 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_000007").mkdir()
     (tmp_path / ".tmp-latest").symlink_to("step_000007")
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    assert checkpoints.latest() is None
-    checkpoints.save(1, writer("one"), {"colour": "red"})
-    found = checkpoints.latest()
-    assert found is not None and found[1] | {"step": 1, "colour": "red"} == found[1]
+    assert checkpoints.all() == []
+    state = verified(checkpoints.save(1, writer("one"), {"colour": "red"}))
+    assert state | {"step": 1, "colour": "red"} == state
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001", "step_by_step.txt"]
 
 

@@ -1,10 +1,8 @@
-"""What the learner writes for people: numbers checked by hand, files that survive a kill."""
+"""What the learner writes for people: numbers checked by hand."""
 
 from __future__ import annotations
 
 import json
-import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from making import make_rollout
 
 from buffers.composition import Composition
 from buffers.record import UNKNOWN_VERSION, Group, Score
-from learner.records import StepFile, data_metrics, sample_record, staleness_histogram
+from learner.records import data_metrics, sample_record, staleness_histogram
 
 PROMPT = np.array([1, 2], np.int32)
 
@@ -25,52 +23,6 @@ def make(number: int, *rollouts: Any) -> Group:
 def rewards(groups: list[Group], weights: dict[str, float] | None = None) -> list[list[float | None]]:
     rule = Composition(weights or {})
     return [[rule.reward(rollout.scores) for rollout in group.rollouts] for group in groups]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_resumed_run_cuts_off_what_was_lost_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = StepFile(path, 0)
-    for step in (1, 2, 3, 4):
-        first.write({"step": step, "life": 1})
-    first.close()
-    second = StepFile(path, 2)
-    second.write({"step": 3, "life": 2})
-    second.close()
-    assert [(line["step"], line["life"]) for line in read(path)] == [(1, 1), (2, 1), (3, 2)]
-
-
-@pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 2}', "", "{"])
-def test_a_half_written_last_line_is_removed(tmp_path: Path, torn: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + torn)
-    file = StepFile(path, 5)
-    file.write({"step": 2, "whole": True})
-    file.close()
-    assert read(path) == [{"step": 1}, {"step": 2, "whole": True}]
-
-
-def test_several_lines_of_one_step_stay_together(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "group": n}) + "\n" for step in (0, 1, 2) for n in (0, 1)))
-    StepFile(path, 1).close()
-    assert [(line["step"], line["group"]) for line in read(path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_a_line_is_on_disk_when_it_is_written_and_is_json_for_everyone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = StepFile(path, 0)
-    file.write({"step": 1, "loss": math.nan, "nested": {"a": [math.inf, 1.5]}, "numpy": np.float32(0.5)})
-
-    def refuse(word: str) -> None:
-        pytest.fail(f"{word} is no JSON")
-
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line, parse_constant=refuse) == {"step": 1, "loss": None, "nested": {"a": [None, 1.5]}, "numpy": 0.5}
-    file.close()
 
 
 def test_the_histogram_counts_tokens_by_their_own_age() -> None:

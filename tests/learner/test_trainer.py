@@ -11,18 +11,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from making import make_group, make_model
+from making import VOCABULARY, make_group, make_model
 from safetensors.torch import load_file
 
 from buffers.clients.connection import HubRestartedError
-from buffers.clients.learner import LearnerClient, TakenBatch
+from buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
 from buffers.composition import Composition
-from buffers.errors import NonFiniteError, RewardError, StalenessError
+from buffers.errors import NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
+from buffers.files import Disk
+from buffers.protocol import packing, wire
 from buffers.protocol.wire import Canary
-from buffers.record import Group
+from buffers.record import Group, Score
 from buffers.tensors import RawTensor
 from buffers.weights.weight_set import WeightSet
-from learner.checkpoint import CheckpointError
+from learner import resuming
+from learner.checkpoint import CheckpointError, complete, step_of
 from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from learner.torch_backend import TorchBackend
 from learner.trainer import Trainer, TrainerConfig
@@ -47,29 +50,43 @@ class ScriptedHub:
     of steps, a published version before the first take, batches offered again after a registration.
     """
 
-    def __init__(self, batches: Sequence[Sequence[Group]], faults: Mapping[tuple[str, int], str] | None = None) -> None:
-        self.batches, self.faults = batches, dict(faults or {})
+    def __init__(
+        self,
+        batches: Sequence[Sequence[Group]],
+        faults: Mapping[tuple[str, int], str] | None = None,
+        ends: str = "end of data",
+    ) -> None:
+        self.batches, self.faults, self.ends = batches, dict(faults or {}), ends
         self.calls: list[tuple[str, int]] = []
         self.aims: list[int | None] = []
         self.step = self.committed = -1
         self.known = False
         self.published: int | None = None
         self.weights: dict[int, WeightSet] = {}
+        self.suspects: Sequence[Group] = ()
+        self.passed: list[int] = []
 
     def register(self, step: int, committed: int) -> None:
         self.calls.append(("register", step))
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
         self._called("take", step)
         self.aims.append(aim)
         assert step == self.step
+        if suspects := [group for group in self.suspects if group.number not in self.passed]:
+            header, arrays = packing.pack_group(suspects[0])
+            return SuspectGroup(step, header.number, wire.encode(wire.Put(group=header), arrays))
         if step >= len(self.batches):
-            return "end of data"
+            return self.ends
         assert self.published is not None
         telemetry = {"queue/depth": 3.0, "actors": 2.0, "busy_s": 3.0 * (step + 1), "idle_s": 1.0 * (step + 1)}
         return TakenBatch(step, tuple(self.batches[step]), telemetry)
+
+    def tried(self, suspect: SuspectGroup) -> None:
+        self._called("tried", suspect.step)
+        self.passed.append(suspect.number)
 
     def trained(self, step: int) -> None:
         self._called("trained", step)
@@ -126,21 +143,24 @@ class Life:
         *,
         max_steps: int = STEPS,
         save_every: int = 2,
+        keep_last: int = 2,
         background: bool = False,
         max_failed_ratio: float = 0.25,
         loss: LossConfig | None = None,
         max_staleness: int = 1,
         believing: Mapping[str, Any] | None = None,
+        composition: Composition | None = None,
         **learner: Any,
     ) -> None:
         self.directory = directory
         loss = loss or LossConfig()
         config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
-        self.backend = TorchBackend(model_dir, config, loss)
-        checkpoint = CheckpointConfig(save_every=save_every, background=background)
+        value_clip = (believing or {}).get("advantage", AdvantageConfig()).value_clip
+        self.backend = TorchBackend(model_dir, config, loss, value_clip=value_clip)
+        checkpoint = CheckpointConfig(save_every=save_every, keep_last=keep_last, background=background)
         whole = TrainerConfig(
-            config, loss, checkpoint, max_steps, max_staleness, Composition(), max_failed_ratio, sampled_groups=1,
-            **(believing or {}),
+            config, loss, checkpoint, max_steps, max_staleness, composition or Composition(), max_failed_ratio,
+            sampled_groups=1, **(believing or {}),
         )  # fmt: skip
         self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, whole)
 
@@ -150,6 +170,13 @@ class Life:
 
     def read(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints that are kept."""
+        return [step_of(path) for path in complete(self.directory / "checkpoints")]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.directory / "checkpoints" / f"step_{step:06d}"
 
     def metrics(self) -> list[dict[str, Any]]:
         return self.read("metrics.jsonl")
@@ -177,10 +204,10 @@ def test_it_takes_trains_publishes_and_commits_in_this_order(tmp_path: Path, mod
     assert hub.calls == [
         ("register", 0), ("publish", 0),
         ("take", 0), ("trained", 0), ("publish", 1),
-        ("take", 1), ("trained", 1), ("publish", 2), ("commit", 2),
+        ("take", 1), ("trained", 1), ("publish", 2),  # a checkpoint, and one more is to be kept
         ("take", 2), ("trained", 2), ("publish", 3),
-        ("take", 3), ("trained", 3), ("commit", 4),  # nobody will sample from the last version
-        ("take", 4),
+        ("take", 3), ("trained", 3), ("commit", 2),  # nobody will sample from the last version
+        ("take", 4), ("commit", 4),
     ]  # fmt: skip
     assert life.trainer.step == hub.committed == STEPS
 
@@ -215,6 +242,18 @@ def test_a_step_with_nothing_to_learn_from_is_recorded_with_the_same_names(tmp_p
     assert something["applied"]
 
 
+@pytest.mark.parametrize("kind", ["group_relative", "leave_one_out", "reinforce_pp"])
+def test_a_batch_from_which_every_group_was_taken_out_is_a_step_of_nothing(tmp_path: Path, model_dir: Path, kind: str) -> None:
+    batches = make_batches()
+    batches[1] = []
+    advantage = AdvantageConfig.model_validate({"kind": kind})
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), believing={"advantage": advantage})
+    assert life.trainer.run() == "end of data"
+    metrics = life.metrics()
+    assert [record["groups"] for record in metrics] == [[0, 1], [], [4, 5], [6, 7]]
+    assert [record["applied"] for record in metrics] == [True, False, True, True]
+
+
 def test_a_token_over_the_bound_is_refused_before_any_gradient(tmp_path: Path, model_dir: Path) -> None:
     batches = make_batches(lag=1)
     batches[2][1] = make_group(5, [3, 1, 4], version=0)
@@ -233,7 +272,7 @@ def test_too_many_failed_scores_end_the_run_with_the_first_reason(tmp_path: Path
     with pytest.raises(
         RewardError,
         match=r"3 of 8 scores failed \(38%\); rewards.max_failed_ratio is 25%. "
-        r"First: reward 'judge': the judge fell asleep. The full traceback is in the actor's log.",
+        r"First: reward 'judge' of group 0: the judge fell asleep. The full traceback is in the actor's log.",
     ):
         life.trainer.run()
     assert life.weights == before
@@ -293,6 +332,9 @@ def test_a_hub_that_was_restarted_is_told_where_we_are_and_no_batch_is_trained_t
     assert len(registrations) == 2
     again = registrations[1]
     assert hub.calls[again - 1][0] == fault[0]  # a hub that does not know us is told nothing else
+    if again == len(hub.calls) - 1:
+        assert fault == ("commit", 1)  # there is nothing more to say
+        return
     step = hub.calls[again][1]
     # nothing is said between the registration and the publication, and then the batch is taken that was next
     expected = [("take", step)] if step == STEPS else [("publish", step), ("take", step)]
@@ -371,6 +413,59 @@ def test_a_drained_run_ends_with_a_checkpoint_of_its_last_step(tmp_path: Path, m
     resumed.trainer.run()
 
 
+def test_a_drained_run_gives_up_nothing_that_a_kept_checkpoint_needs(tmp_path: Path, model_dir: Path) -> None:
+    hub = ScriptedHub(make_batches(5), ends="drained")
+    life = Life(tmp_path, model_dir, hub, max_steps=9)
+    assert life.trainer.run() == "drained"
+    assert (life.saved(), hub.committed) == ([4, 5], 4)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_groups_are_given_up_when_no_kept_checkpoint_needs_them(tmp_path: Path, model_dir: Path, keep_last: int) -> None:
+    hub = ScriptedHub(make_batches(9), {("take", 9): "kill"})
+    life = Life(tmp_path, model_dir, hub, max_steps=20, keep_last=keep_last)
+    with pytest.raises(Killed):
+        life.trainer.run()
+    assert life.saved() == [2, 4, 6, 8][-keep_last:]
+    assert hub.committed == life.saved()[0]
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_learner_goes_back_to_any_step_it_keeps_and_trains_the_same_again(tmp_path: Path, model_dir: Path, step: int) -> None:
+    whole = Life(tmp_path / "whole", model_dir, ScriptedHub(make_batches(6)), max_steps=6)
+    whole.trainer.run()
+    hub = ScriptedHub(make_batches(6), {("take", 5): "kill"})
+    first = Life(tmp_path / "life", model_dir, hub, max_steps=6, keep_last=3)
+    with pytest.raises(Killed):
+        first.trainer.run()
+    assert first.saved() == [2, 4] and hub.committed == 0
+    resuming.go_back(first.directory, step)
+    second = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches(6)), max_steps=6, keep_last=3)
+    assert second.trainer.step == step
+    second.trainer.run()
+    assert second.weights == whole.weights
+    assert [record["groups"] for record in second.metrics()] == [record["groups"] for record in whole.metrics()]
+
+
+def test_nothing_recorded_is_cut_off_before_the_hub_has_taken_the_learner(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Life(tmp_path, model_dir, ScriptedHub(make_batches(), {("take", 3): "kill"}))
+    with pytest.raises(Killed):
+        first.trainer.run()
+    resuming.go_back(tmp_path, 0)
+
+    def refuse(step: int, committed: int) -> None:
+        raise RefusedError("committed", f"a learner cannot resume from step {step}")
+
+    hub = ScriptedHub(make_batches())
+    monkeypatch.setattr(hub, "register", refuse)
+    with pytest.raises(RefusedError, match="cannot resume from step 0"):
+        Life(tmp_path, model_dir, hub).trainer.run()
+    assert [record["step"] for record in first.metrics()] == [1, 2, 3]
+    assert [record["step"] for record in first.read("rollouts.jsonl")] == [1, 2, 3]
+
+
 def test_a_step_of_several_updates_deals_out_whole_groups(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +514,7 @@ def test_so_many_batches_in_a_row_that_say_nothing_end_the_run(tmp_path: Path, m
     batches = [[make_group(n, [2, 2], version=max(0, n - 1), rewards=[1.0, 1.0])] for n in range(4)]
     dropping = {"advantage": AdvantageConfig(constant_groups="drop", max_constant_batches=3)}
     life = Life(tmp_path, model_dir, ScriptedHub(batches), believing=dropping)
-    with pytest.raises(RewardError, match=r"3 batches in a row had no group.*too easy or all too hard"):
+    with pytest.raises(RewardError, match=r"3 batches in a row had no group.*the groups \[2\].*too easy or all too hard"):
         life.trainer.run()
     assert life.trainer.step == 2
 
@@ -476,6 +571,25 @@ def after(function: Callable[..., None], then: Callable[[], object]) -> Callable
     return both
 
 
+def test_the_record_of_its_steps_is_durable_before_a_checkpoint_is(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
+    synced: list[tuple[str, int]] = []
+    sync = Disk.sync_path
+
+    def spy(self: Disk, path: Path) -> None:
+        synced.append((path.name, len(life.read("metrics.jsonl"))))
+        sync(self, path)
+
+    monkeypatch.setattr(Disk, "sync_path", spy)
+    life.trainer.run()
+    for step in (2, 4):
+        named = synced.index((f".tmp-step_{step:06d}", step))
+        for record in ("metrics.jsonl", "rollouts.jsonl", tmp_path.name):
+            assert (record, step) in synced[:named], synced
+
+
 def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,7 +606,7 @@ def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
     monkeypatch.setattr(life.backend, "freeze", full_at_first)
     assert life.trainer.run() == "end of data"
     assert [record["checkpoint/failed"] for record in life.metrics()] == [0, 0, 1, 1]
-    assert [call for call in hub.calls if call[0] == "commit"] == [("commit", 4)]
+    assert life.saved() == [4]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
@@ -532,3 +646,108 @@ def test_with_a_critic_policy_and_values_learn_from_token_advantages(tmp_path: P
     assert all(record["applied"] for record in metrics)
     assert metrics[0]["critic/value_mean"] == 0.0  # its last layer begins at zero
     assert all(record["critic/loss"] > 0 and record["critic/value_mean"] != 0.0 for record in metrics[1:])
+
+
+TRIED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several updates and passes": {"updates_per_step": 2, "epochs": 2},
+    "a critic": {"critic": {"kind": "head", "learning_rate": 1e-2}, "believing": {"advantage": AdvantageConfig(kind="gae")}},
+    "a reference in the reward": {"loss": LossConfig(kl_coef=0.1, kl_in="reward", entropy_coef=0.01)},
+    "running statistics": {"composition": Composition(normalise=("judge",))},
+    "adapters": {"lora": {"rank": 2, "alpha": 4.0}},
+    "constant groups": {"believing": {"advantage": AdvantageConfig(constant_groups="drop", max_constant_batches=2)}},
+}
+
+
+@pytest.mark.parametrize("settings", TRIED.values(), ids=TRIED)
+def test_a_run_in_which_groups_are_tried_has_the_bits_of_one_in_which_none_is(
+    tmp_path: Path, model_dir: Path, settings: dict[str, Any]
+) -> None:
+    batches = make_batches()
+    batches[1] = [make_group(n, [3, 1, 4], version=0, rewards=[1.0, 1.0, 1.0]) for n in (2, 3)]
+    tried = [*batches[2], batches[1][0], make_group(9, [2, 2], rewards=[None, None]), poisoned(make_group(8, [3, 1, 4]))]
+
+    class Trying(ScriptedHub):
+        def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
+            states = torch.get_rng_state()
+            for group in tried:
+                lives[1].trainer.try_group(group)
+            assert torch.equal(torch.get_rng_state(), states)
+            assert all(p.grad is None for p in lives[1].backend._learning())
+            return super().take(step, aim)
+
+    lives = [
+        Life(tmp_path / str(number), model_dir, hub, **settings)
+        for number, hub in enumerate((ScriptedHub(batches), Trying(batches)))
+    ]
+    for life in lives:
+        life.trainer.run()
+    assert lives[0].weights == lives[1].weights
+    for step in (2, 4):
+        whole, other = (
+            {path.name: path.read_bytes() for path in life.checkpoint(step).rglob("*") if path.is_file()} for life in lives
+        )
+        assert whole.keys() == other.keys() and whole == other
+    timed = {"time", "step_time", "tokens_per_second", "samples_per_second"}
+    for one, two in zip(lives[0].metrics(), lives[1].metrics(), strict=True):
+        assert {name for name in one if one[name] != two[name] and "/seconds" not in name and "_seconds" not in name} <= {
+            *timed,
+            "idle/learner",
+        }
+
+
+def test_groups_that_are_suspected_are_tried_and_named_before_the_batch_is_taken(
+    tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes]
+) -> None:
+    hub = ScriptedHub(make_batches(), {("tried", 1): "forget"})
+    hub.suspects = make_batches()[0]
+    life = Life(tmp_path / "life", model_dir, hub)
+    life.trainer.run()
+    assert hub.passed == [0, 1]
+    assert hub.calls[:10] == [
+        ("register", 0), ("publish", 0), ("take", 0), ("tried", 0), ("take", 0), ("tried", 0),
+        ("register", 0), ("publish", 0), ("take", 0), ("tried", 0),
+    ]  # fmt: skip
+    assert_each_batch_was_trained_once(life, undisturbed)
+
+
+def test_a_suspected_group_that_ends_the_learner_is_not_said_to_have_passed(tmp_path: Path, model_dir: Path) -> None:
+    hub = ScriptedHub(make_batches())
+    hub.suspects = [make_batches()[0][0], other_tokens(make_batches()[0][1])]
+    with pytest.raises(RecordError, match=f"group 1 has token {VOCABULARY}"):
+        Life(tmp_path, model_dir, hub).trainer.run()
+    assert hub.passed == [0]
+
+
+def other_tokens(group: Group) -> Group:
+    group.rollouts[1].completion_ids[0] = VOCABULARY
+    return group
+
+
+def no_scores(group: Group) -> Group:
+    cast(dict[str, Score], group.rollouts[1].scores).clear()
+    return group
+
+
+@pytest.mark.parametrize(
+    ("spoil", "raised", "says"),
+    [
+        (other_tokens, RecordError, rf"group 4 has token {VOCABULARY}, the model has those from 0 to {VOCABULARY - 1}"),
+        (no_scores, KeyError, "judge"),
+    ],
+)
+def test_what_a_step_would_end_with_a_try_ends_with_and_names_the_groups(
+    tmp_path: Path, model_dir: Path, spoil: Callable[[Group], Group], raised: type[Exception], says: str
+) -> None:
+    batches = make_batches()
+    batches[2][0] = spoil(batches[2][0])
+    life = Life(tmp_path, model_dir, ScriptedHub(batches))
+    with pytest.raises(raised, match=says) as error:
+        life.trainer.run()
+    assert error.value.__notes__ == ["at step 2, with the groups [4, 5]"]
+    before = life.weights
+    with pytest.raises(raised, match=says) as error:
+        life.trainer.try_group(batches[2][0])
+    assert error.value.__notes__ == ["at step 2, with the groups [4]"]
+    life.trainer.try_group(batches[2][1])
+    assert life.weights == before

@@ -15,11 +15,11 @@ from actors.scoring.pool import Scored, ScoringPool
 from actors.worker import Work, Worker
 from buffers.clients.actor import ActorClient
 from buffers.composition import Composition
-from buffers.errors import AsyncRLHFError, DeadlineError
+from buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
 from buffers.protocol import wire
 from buffers.record import Float32Array, Score, Span
 from buffers.tensors import RawTensor
-from tests.simulation.hub_role import BEAT_S, TIMEOUT_S, HubRole
+from tests.simulation.hub_role import BEAT_S, PROGRESS_TIMEOUT_S, TIMEOUT_S, HubRole
 from tests.simulation.world import Network, SimLink, ViolationError
 
 STILL = np.arange(60, dtype="<i4")
@@ -27,10 +27,11 @@ STILL = np.arange(60, dtype="<i4")
 
 
 class FakeEngine:
-    """Samples, as every token, the version written in the weights it really holds."""
+    """Samples, as every token, the version written in the weights it really holds. stuck: samples nothing any more."""
 
     def __init__(self) -> None:
         self.version = -1
+        self.progress, self.stuck = 0, False
         self._sampled_by = -1
         self._running: dict[RolloutKey, tuple[Request, list[tuple[int, int]]]] = {}
 
@@ -47,6 +48,9 @@ class FakeEngine:
 
     def step(self) -> list[Completion]:
         done = []
+        if self.stuck:
+            return done
+        self.progress += len(self._running)
         for key, (request, tokens) in list(self._running.items()):
             tokens.append((self._sampled_by, self.version))
             if len(tokens) > request.seed % request.max_new_tokens:
@@ -152,6 +156,42 @@ class ActorRole:
     def freeze(self, seconds: float) -> None:
         self._frozen_until = self._hub.world.now + seconds
 
+    def load(self, seconds: float) -> None:
+        """The engine keeps the actor's thread for so long; the other one beats."""
+        self.freeze(seconds)
+        if seconds > PROGRESS_TIMEOUT_S - 1:
+            self._hub.observer.ends += 1  # it may count
+        if self.link is not None:
+            self._beat_on(self._life, self._client)
+
+    def _beat_on(self, life: int, client: ActorClient) -> None:
+        if life != self._life or self._hub.world.now >= self._frozen_until:
+            return
+        if client._said_hello and client._newest is not None:
+            client.beat(*client._newest)
+        self._hub.world.after(BEAT_S, f"beat {self.name}", lambda: self._beat_on(life, client))
+
+    def get_stuck(self) -> None:
+        """Its engine samples nothing any more, until it is ended."""
+        if self.link is not None:
+            self._engine.stuck = True
+            self._hub.observer.ends += 10  # as often as it is given something
+
+    def double(self) -> None:
+        """Another process claims its name, for longer than a dead one would keep it."""
+        world, link = self._hub.world, self._network.connect(self.name)
+        hello = wire.Hello(actor=self.name, life="another", capacity=4, fence=0, version=-1)
+        self._hub.observer.claims += 1
+
+        def claim(left: int) -> None:
+            link.send(wire.encode(hello, request=left + 1))
+            if left:
+                world.after(BEAT_S, f"another {self.name}", lambda: claim(left - 1))
+            else:
+                world.after(BEAT_S, f"another {self.name} gives up", link.close)
+
+        claim(5)
+
     def kill(self, *, told: bool) -> None:
         """Dies with everything it holds; the supervisor tells the hub, or the lease runs out."""
         if self.link is None:
@@ -160,6 +200,7 @@ class ActorRole:
         self.link = None
         self._life += 1
         world = self._hub.world
+        self._hub.observer.ends += 1
         if told:
             control, gone = self._hub.network.connect("supervisor"), wire.encode(wire.Gone(actor=self.name), request=1)
             world.after(0.05, f"gone {self.name}", lambda: self._tell(control, gone))
@@ -191,8 +232,10 @@ class ActorRole:
             self.kill(told=True)
             return
         except (AsyncRLHFError, KeyError) as error:
-            # No order of messages that a connection allows may end an actor; in the wild it may, and is started again.
-            if not self._hub.network.was_wild:
+            # No order of messages that a connection allows may end an actor; in the wild it may, and is started again. So it is
+            # where another process claimed the name first.
+            came_second = isinstance(error, RefusedError) and error.reason == "name-taken" and self._hub.observer.claims
+            if not (self._hub.network.was_wild or came_second):
                 raise ViolationError("crash", f"{self.name} ended: {error!r}") from error
             self.kill(told=True)
             return

@@ -1,9 +1,9 @@
 """A disk in memory that loses, tears and fills up: `buffers.files.Files` for the simulated hub.
 
-Model. A crash keeps of every file what was synced and any prefix of what was appended since, its last bytes perhaps
-zeroed; of the names made, replaced and removed since their directory was synced it keeps any prefix, in order (as a file
-system with a metadata log does). A full disk takes part of a write and refuses the rest. Pages written back out of order
-are not modelled.
+Model. A crash keeps of every file what was synced, and of what was appended since any pages, in any order: those that were
+not written are zeros, and where the file ends is open. Of the names made, replaced and removed since their directory was
+synced it keeps any prefix, in order (as a file system with a metadata log does). A full disk takes part of a write and refuses
+the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from random import Random
 
 from buffers.files import File
 
+_PAGE_BYTES, _LOST_PAGES = 64, 0.3
 
-class HubKilledError(Exception):
+
+class HubKilledError(BaseException):
     """The fuse burnt down in the middle of a disk operation."""
 
 
@@ -81,8 +83,13 @@ class MemoryDisk:
         if not node.data.startswith(node.durable):
             return node.data if self._rng.random() < 0.5 else bytearray(node.durable)
         kept = node.data[: self._rng.randint(len(node.durable), len(node.data))]
-        zeroed = self._rng.randint(0, min(8, len(kept) - len(node.durable)))
-        return kept[: len(kept) - zeroed] + bytes(zeroed)
+        begin = len(node.durable)
+        while begin < len(kept):  # pages need not begin where a round does
+            end = min(len(kept), begin + self._rng.randint(1, 2 * _PAGE_BYTES))
+            if self._rng.random() < _LOST_PAGES:
+                kept[begin:end] = bytes(end - begin)
+            begin = end
+        return kept
 
     def room(self, wanted: int) -> int:
         return self._rng.randint(0, wanted) if self.full or self.fuse == 0 else wanted

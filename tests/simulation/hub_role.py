@@ -1,4 +1,5 @@
 """The hub's process: the real exchange, journal and weight store over a disk that fails; rounds, ticks, deaths, restarts.
+It may stand still for longer than any lease, with what arrives waiting at its socket.
 
 A full disk may end it (rarely) and keep it from starting until there is room; a fuse ends it in the middle of a disk operation.
 """
@@ -25,6 +26,7 @@ from tests.simulation.world import Network, ViolationError, World
 BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
 INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
 ADOPT_TIMEOUT_S = 2.0
+PROGRESS_TIMEOUT_S = 6.0
 
 
 class HubRole:
@@ -44,6 +46,7 @@ class HubRole:
             exact=bound.exact,
             window=bound.window,
             lease_s=LEASE_S,
+            progress_timeout_s=PROGRESS_TIMEOUT_S,
             max_attempts=max_attempts,
             fsync=fsync,
             fsync_interval_s=INTERVAL_S,
@@ -52,7 +55,7 @@ class HubRole:
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
         self._life = 0
-        self._room_at = 0.0
+        self._room_at = self._stands_until = 0.0
         self._round_due = False
         self._journal: Journal | None = None
         self.exchange: Exchange | None = None
@@ -84,6 +87,9 @@ class HubRole:
         self.network.listen()
         self._tick(self._life)
 
+    def stand_still(self, seconds: float) -> None:
+        self._stands_until = self.world.now + seconds
+
     def kill(self) -> None:
         """The machine stops; where nothing is promised for that (`off`), only the process."""
         self.world.note("hub killed")
@@ -100,7 +106,7 @@ class HubRole:
         self._life += 1
         self._journal = self.exchange = None
         self._inbox.clear()
-        self._round_due = False
+        self._round_due, self._stands_until = False, 0.0
         self.machine.end("hub")
         self.network.hang_up()
         self.world.after(self.world.rng.uniform(0.1, 1.0), "hub starts", self.start)
@@ -116,6 +122,9 @@ class HubRole:
     def _alive(self, life: int, action: Callable[[], None]) -> None:
         """Do it when the hub has not died since; a disk that fails or a fuse that burns down ends the hub."""
         if life != self._life or self.exchange is None:
+            return
+        if self.world.now < self._stands_until:
+            self.world.after(self._stands_until - self.world.now, "the hub goes on", lambda: self._alive(life, action))
             return
         try:
             with self.machine.run("hub"):
@@ -145,6 +154,9 @@ class HubRole:
 
     def _tick(self, life: int) -> None:
         if life != self._life:
+            return
+        if self.world.now < self._stands_until:
+            self.world.after(self._stands_until - self.world.now, "tick", lambda: self._tick(life))
             return
 
         def tick() -> None:

@@ -3,13 +3,15 @@
 bound         a token trained on is at most S steps from the learner's step; in exact mode of exactly the version due
 truth         a token's recorded version is that of the weights that really sampled it
 ledger        every credit is in exactly one place
-lost          an acknowledged group is queued, in a batch, in a durable checkpoint, or known to be filtered
+lost          an acknowledged group is queued, in a batch, in every checkpoint that is kept, or known to be filtered
 twice         no group is trained on twice by the surviving optimizer state, and none that was filtered
 replay        a batch offered again holds the same attempts of the same groups
 memory        never more begun than (S + 1) B, plus what a restored learner must train again; never more bytes waiting than
               `max_bytes` and a batch
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
+guilt         nothing counts against a group but ends of actors that were seen, and lacks of progress; one is taken out of a
+              batch only when a learner ended that had it alone
 progress      once faults stop, the run ends with every group trained on or quarantined; with refill, with as many groups
               trained on as were wanted, or as there were
 """
@@ -28,15 +30,19 @@ from tests.simulation.world import ViolationError
 class Observer:
     """Remembers what was promised (acknowledgements, batches, checkpoints) and compares."""
 
-    def __init__(self, bound: Bound) -> None:
-        self._bound = bound
+    def __init__(self, bound: Bound, max_attempts: int) -> None:
+        self._bound, self._max_attempts = bound, max_attempts
+        self.ends = self.claims = 0  # of actors; other processes that claimed a name
+        self.trying: int | None = None  # the group that the learner has alone
+        self.blamed: set[int] = set()  # those that it ended with
         self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
         self._acknowledged_at: dict[int, float] = {}
         self._batches: dict[int, list[tuple[int, int]]] = {}
         self._adopted: dict[str, tuple[int, int]] = {}
         self._highest_step = 0
-        self.durable: frozenset[int] = frozenset()  # numbers in the newest durable checkpoint
+        self.durable: frozenset[int] = frozenset()  # numbers in the oldest checkpoint that is kept
         self.quarantined: frozenset[int] = frozenset()
+        self.removed: frozenset[int] = frozenset()  # taken out of a batch
         self.filtered: set[int] = set()  # numbers acknowledged and replaced by others
         self._num_filtered = 0
 
@@ -79,6 +85,15 @@ class Observer:
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
         self.quarantined, self._num_filtered = frozenset(admission._line.quarantined), admission.num_filtered
+        self.removed = frozenset(admission._batches.removed)
+        if self.quarantined and self.ends < self._max_attempts:
+            raise ViolationError("guilt", f"groups {sorted(self.quarantined)} are quarantined after {self.ends} ends of actors")
+        if (counted := admission.fleet.failures._counts) and not (self.ends or self.claims):
+            raise ViolationError("guilt", f"what no end of an actor was seen of counts against groups: {counted}")
+        if self.removed - self.blamed:
+            raise ViolationError("guilt", f"groups {sorted(self.removed)} are taken out, the learner ended with {self.blamed}")
+        if unforeseen := exchange._refusals.counts["unforeseen"]:
+            raise ViolationError("crash", f"{unforeseen} messages ran into a defect of the hub")
         if self._num_filtered < len(self.filtered):
             raise ViolationError("lost", f"{len(self.filtered)} groups were filtered, {self._num_filtered} are remembered")
         self._check_promises(exchange)
@@ -89,7 +104,7 @@ class Observer:
             entry = admission._queued.get(number) or next(
                 (batch[number] for batch in admission._batches.of.values() if number in batch), None
             )
-            if number in self.durable or (entry is not None and entry.attempt == attempt):
+            if number in self.durable | self.removed or (entry is not None and entry.attempt == attempt):
                 continue
             low = admission._line.lowest_version(number)
             foreign = abs(admission.step - oldest) > self._bound.max_staleness
@@ -100,11 +115,15 @@ class Observer:
     def trained(self, step: int, groups: Sequence[Group], already: Iterable[int]) -> None:
         """The learner is about to train on a batch at `step`; its optimizer has seen the groups `already`."""
         made_up = [(group.number, group.attempt) for group in groups]
+        if taken_out := {number for number, _ in made_up} & self.removed:
+            raise ViolationError("twice", f"step {step} was given groups {sorted(taken_out)}, which were taken out")
         twice = sorted({number for number, _ in made_up} & {*already, *self.filtered})
         if twice or len(set(made_up)) < len(made_up):
             raise ViolationError("twice", f"step {step} was given groups {made_up}; trained on before: {twice}")
-        if self._batches.setdefault(step, made_up) != made_up:
-            raise ViolationError("replay", f"batch {step} was {self._batches[step]} and is now {made_up}")
+        before = [each for each in self._batches.get(step, made_up) if each[0] not in self.removed]
+        if before != made_up:
+            raise ViolationError("replay", f"batch {step} was {before} and is now {made_up}")
+        self._batches[step] = made_up
         for group in groups:
             for rollout in group.rollouts:
                 versions = rollout.versions.tolist()
@@ -117,6 +136,17 @@ class Observer:
                 ):
                     raise ViolationError("bound", f"group {group.number} has versions {versions} at step {step}")
 
+    def tried(self, number: int) -> None:
+        """The learner is given this group alone."""
+        self.trying = number
+        if number in self.removed:
+            raise ViolationError("twice", f"group {number} is tried, and was taken out")
+
+    def learner_ended(self) -> None:
+        if self.trying is not None:
+            self.blamed.add(self.trying)
+        self.trying = None
+
     def serves(self, process: str, fence: int, version: int, *, wild: bool) -> None:
         """An actor's process serves these weights now."""
         before = self._adopted.get(process, (0, -1))
@@ -128,9 +158,9 @@ class Observer:
     def ended(self, trained: Iterable[int]) -> None:
         """The learner was told that nothing more comes."""
         trained, bound = set(trained), self._bound
-        missing = set(range(bound.num_groups)) - trained - self.quarantined
+        missing = set(range(bound.num_groups)) - trained - self.quarantined - self.removed
         if missing and not bound.refills:
             raise ViolationError("progress", f"the run ended without groups {sorted(missing)}")
-        wanted = min(bound.num_groups, bound.num_numbers - len(self.quarantined) - self._num_filtered)
+        wanted = min(bound.num_groups, bound.num_numbers - len(self.quarantined) - self._num_filtered) - len(self.removed)
         if len(trained) != wanted:
             raise ViolationError("progress", f"the run ended with {len(trained)} groups trained on, of {wanted}")

@@ -6,11 +6,12 @@ It is the driver: while it waits or computes, the world turns, and its death is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 
 from buffers.clients.connection import HubRestartedError
-from buffers.clients.learner import LearnerClient
+from buffers.clients.learner import LearnerClient, SuspectGroup
 from buffers.errors import DeadlineError, RefusedError
 from buffers.protocol import wire
 from buffers.tensors import RawTensor
@@ -34,12 +35,17 @@ class LearnerLink(SimLink):
 
 
 class LearnerRole:
-    """Lives of the learner, each from the newest checkpoint; the same calls in the same order as `learner.trainer`."""
+    """Lives of the learner, each from a checkpoint that is kept; the same calls in the same order as `learner.trainer`."""
 
-    def __init__(self, hub: HubRole, *, max_steps: int, publish_every: int, save_every: int) -> None:
+    def __init__(
+        self, hub: HubRole, seed: int, *, max_steps: int, publish_every: int, save_every: int, keep_last: int, poison: float
+    ) -> None:
         self._hub, self._world = hub, hub.world
+        self._poisonous = lambda number: Random(f"poison {seed} {number}").random() < poison
         self._max_steps, self._publish_every, self._save_every = max_steps, publish_every, save_every
-        self._checkpoint: tuple[int, tuple[int, ...]] = (0, ())
+        self._keep_last, self._choice = keep_last, Random(f"goes back {seed}")
+        self._kept: list[tuple[int, tuple[int, ...]]] = []  # steps and the groups trained on until then, oldest first
+        self._given_up = 0  # the highest step it ever began to commit
         self._killed = False
         self.link: LearnerLink | None = None
 
@@ -51,6 +57,7 @@ class LearnerRole:
                 return
             except (LearnerKilledError, DeadlineError):
                 self._world.note("learner ended")
+                self._hub.observer.learner_ended()
                 self._hub.machine.end("learner")
                 if self.link is not None:
                     self.link.close()
@@ -93,8 +100,8 @@ class LearnerRole:
 
     def _live(self) -> None:
         world, rng = self._world, self._world.rng
-        self._step, seen = self._checkpoint
-        self._committed = self._step
+        self._step, seen = self._go_back()
+        self._give_up(*self._floor)
         network = self._hub.network
         link = self.link = LearnerLink(network, "learner", f"learner-{len(network.links)}".encode(), lambda: None)
         link.role = self
@@ -112,6 +119,13 @@ class LearnerRole:
                         self._publish()
                     self._registered = True
                 batch = self._client.take(self._step)
+                if isinstance(batch, SuspectGroup):
+                    self._hub.observer.tried(batch.number)
+                    self.turn_until(world.now + rng.uniform(0.005, 0.05))
+                    self._digest(batch.number)
+                    self._client.tried(batch)
+                    self._hub.observer.trying = None
+                    continue
             except HubRestartedError:
                 self._registered = False
                 continue
@@ -121,6 +135,8 @@ class LearnerRole:
                 break
             self._hub.observer.trained(self._step, batch.groups, seen)
             self.turn_until(world.now + rng.uniform(0.005, 0.05))
+            for group in batch.groups:
+                self._digest(group.number)
             seen = (*seen, *(group.number for group in batch.groups))
             step = self._step
             self._tell(lambda: self._client.trained(step))  # noqa: B023  (called at once)
@@ -129,17 +145,47 @@ class LearnerRole:
                 self._tell(self._publish)
             if self._step % self._save_every == 0 or self._step == self._max_steps:
                 self._save(seen)
-        if self._step > self._committed:
+        if self._step > max((step for step, _ in self._kept), default=0):
             self._save(seen)
+        self._commit(self._step, seen)
+        if not self._registered:
+            self._client.register(self._step, self._committed)
         self._hub.observer.ended(seen)
+
+    def _digest(self, number: int) -> None:
+        if self._poisonous(number):
+            self._world.note("poison")
+            raise LearnerKilledError
+
+    def _go_back(self) -> tuple[int, tuple[int, ...]]:
+        """The newest checkpoint, or one before it that the queue still has the groups after: those after it are set aside."""
+        choices = [each for each in ((0, ()), *self._kept) if each[0] >= self._given_up]
+        chosen = choices[-1] if self._choice.random() < 0.5 else self._choice.choice(choices)
+        if chosen != choices[-1]:
+            self._world.note("the learner goes back")
+        self._kept = [each for each in self._kept if each[0] <= chosen[0]]
+        return chosen
+
+    @property
+    def _floor(self) -> tuple[int, tuple[int, ...]]:
+        """As `learner.checkpoint.Checkpoints.floor`."""
+        return self._kept[0] if len(self._kept) == self._keep_last else (0, ())
 
     def _save(self, seen: tuple[int, ...]) -> None:
         self.turn_until(self._world.now + self._world.rng.uniform(0, 0.02))
-        self._checkpoint = (self._step, seen)
-        self._hub.observer.durable = frozenset(seen)
-        self._committed = self._step
+        self._kept = [*self._kept, (self._step, seen)][-self._keep_last :]
         self.turn_until(self._world.now + self._world.rng.uniform(0, 0.02))
-        self._tell(lambda: self._client.commit(self._step))
+        if self._floor[0] > self._committed:
+            self._commit(*self._floor)
+
+    def _commit(self, step: int, seen: tuple[int, ...]) -> None:
+        self._give_up(step, seen)
+        self._tell(lambda: self._client.commit(step))
+
+    def _give_up(self, step: int, seen: tuple[int, ...]) -> None:
+        """From now on the hub may hear that the groups trained on in the steps before `step` are needed no more."""
+        self._committed, self._given_up = step, max(self._given_up, step)
+        self._hub.observer.durable |= frozenset(seen)
 
     def _publish(self) -> None:
         content = np.full(3, self._step, "<i4").tobytes()

@@ -1,18 +1,23 @@
-"""Nine defects to plant, each a mistake that somebody could really make: the simulation must find every one."""
+"""Fifteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from buffers.errors import RefusedError
+from buffers.errors import DamagedError, RefusedError
+from buffers.hub.sessions import ActorSessions
 from buffers.hub.tenure import Tenure
 from buffers.protocol import wire
+from buffers.queue import segment
 from buffers.queue.admission import Admission, Credit
+from buffers.queue.fleet import Fleet
+from buffers.queue.journal import Journal, Replay
 from buffers.queue.ledger import Entry, Restored
+from buffers.queue.trials import Trials
 from buffers.weights.cache import WeightCache
 from buffers.weights.fetching import Fetching
 from buffers.weights.weight_set import WeightSet
@@ -36,7 +41,7 @@ def forget_a_dedup() -> AbstractContextManager[Any]:
             if error.reason not in ("duplicate", "superseded"):
                 raise
             self._queued[number] = entry
-            self._credited += 1
+            self.fleet.credited += 1
             return True
 
     return patch.object(Admission, "put", put)
@@ -50,17 +55,17 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
 
     def credits(self: Admission) -> dict[str, list[Credit]]:
         given: dict[str, list[Credit]] = {}
-        for name, actor in self.actors.items():
-            begun = sum(len(each.leases) for each in self.actors.values()) + len(self._queued)
+        for name, actor in self.fleet.actors.items():
+            begun = sum(len(each.leases) for each in self.fleet.actors.values()) + len(self._queued)
             begun += sum(len(batch) for step, batch in self._batches.of.items() if step >= self.step)
             while (
                 (number := self._line.next_number()) is not None
-                and actor.has_room(number, self.failures.suspects)
+                and actor.has_room(number, self.fleet.failures.suspects)
                 and actor.fence == self.fence > 0
-                and lowest(self) <= actor.version <= self._newest
+                and lowest(self) <= actor.version <= self.fleet.newest
                 and begun < self.bound.max_ahead
             ):
-                given.setdefault(name, []).append(self._lease(actor, number, self.failures.attempt(number)))
+                given.setdefault(name, []).append(self.fleet.lease(actor, number, self.fleet.failures.attempt(number)))
                 begun += 1
         return given
 
@@ -170,6 +175,63 @@ def forget_what_was_filtered() -> AbstractContextManager[Any]:
     return patch.object(Admission, "remember", remember)
 
 
+def give_up_what_was_trained() -> AbstractContextManager[Any]:
+    """A commit deletes everything that was trained on, and not only what the oldest kept checkpoint holds."""
+    honest = Admission.commit
+    return patch.object(Admission, "commit", lambda self, step: honest(self, self.step))
+
+
+def count_silence() -> AbstractContextManager[Any]:
+    """A lease that ended because nothing was heard counts against its groups."""
+    honest = Fleet.leave
+
+    def leave(self: Fleet, name: str, reason: str = "left", *, seen: bool = True) -> None:
+        honest(self, name, reason)
+
+    return patch.object(Fleet, "leave", leave)
+
+
+def let_two_hold_a_name() -> AbstractContextManager[Any]:
+    """The last to say hello has the name."""
+    return patch.object(ActorSessions, "_check_name", lambda self, hello, now: None)
+
+
+def wait_for_a_stuck_actor() -> AbstractContextManager[Any]:
+    """An actor that beats keeps its groups for ever."""
+    return patch.object(Fleet, "overdue", lambda self, now, timeout_s: [])
+
+
+def call_a_missing_page_damage() -> AbstractContextManager[Any]:
+    """Only the very end of the journal may be unfinished."""
+    honest = Journal._cut_off
+
+    def cut_off(self: Journal, replay: Replay, number: int, data: bytes, good: int) -> None:
+        if any(segment.whole_records(data, good + 1)):
+            raise DamagedError(f"damaged at byte {good}")
+        honest(self, replay, number, data, good)
+
+    return patch.object(Journal, "_cut_off", cut_off)
+
+
+def blame_the_first_of_the_batch() -> AbstractContextManager[Any]:
+    """The learner ended again and again with a batch: its first group is taken out without a trial."""
+
+    def ended(self: Trials, step: int) -> int | None:
+        self._ended[step] += 1
+        return self.trying if self._ended[step] >= self._max_attempts else None
+
+    def first(self: Trials, step: int, numbers: Iterable[int]) -> int | None:
+        self.trying = min(numbers, default=None)
+        return None
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with patch.object(Trials, "ended", ended), patch.object(Trials, "next", first):
+            yield
+
+    return planted()
+
+
 MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     skip_an_fsync,
     forget_a_dedup,
@@ -180,4 +242,10 @@ MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     serve_another_set_under_the_name,
     write_what_others_map,
     forget_what_was_filtered,
+    give_up_what_was_trained,
+    count_silence,
+    let_two_hold_a_name,
+    wait_for_a_stuck_actor,
+    call_a_missing_page_damage,
+    blame_the_first_of_the_batch,
 )

@@ -39,6 +39,10 @@ _KINDS = (
     "freeze",
     "full",
     "slow",
+    "still",
+    "load",
+    "stuck",
+    "double",
 )
 
 
@@ -78,6 +82,10 @@ class Shape:
     """Share of the places that cannot be mapped."""
     relayed: int = 0
     """Actors that are behind a relay."""
+    poison: float = 0.0
+    """Share of the groups that end the learner."""
+    keep_last: int = 1
+    """Checkpoints that the learner may come back from."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -97,7 +105,8 @@ class Shape:
             _with_refill(seed, Bound(batch, staleness, batch * steps, publish_every, window, exact)),
             steps, rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3),
             rng.randint(2, 4), rng.choice((300, 1000, 4000)), rng.random() < 0.3, tuple(sorted(faults, key=lambda f: f.at)),
-            "group", 1 << 20,
+            "group", 1 << 20, keep_last=Random(f"keep {seed}").randint(1, 3),
+            poison=Random(f"poison {seed}").choice((0.0, 0.0, 0.0, 0.2)),
         )  # fmt: skip
         fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
         if exact:  # the configuration allows no other
@@ -139,7 +148,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     planned = shape.faults if faults is None else tuple(faults)
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
-    observer = Observer(shape.bound)
+    observer = Observer(shape.bound, shape.max_attempts)
     machine = Machine(world.rng, shape.refusals)
     hub = HubRole(
         world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
@@ -153,7 +162,10 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
         )
         for i in range(shape.actors)
     ]  # fmt: skip
-    learner = LearnerRole(hub, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every)
+    learner = LearnerRole(
+        hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
+        keep_last=shape.keep_last, poison=shape.poison,
+    )  # fmt: skip
     violation = None
     with patch.object(weights, "CHUNK_BYTES", 60), machine.planted(), quiet_logs():
         try:
@@ -203,6 +215,14 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             actor.kill(told=fault.amount < 0.5)
         case "relay":
             relay.kill()
+        case "still":
+            hub.stand_still(10 * fault.amount)
+        case "load":
+            actor.load(10 * fault.amount)
+        case "stuck" if actor is not actors[0]:  # one at least goes on
+            actor.get_stuck()
+        case "double":
+            actor.double()
         case "freeze":
             actor.freeze(5 * fault.amount)
         case "full":
@@ -243,7 +263,7 @@ def story(result: Result, last: int = 60) -> str:
     lines = [f"seed {result.seed}: {result.violation or 'no rule was broken'}", f"  {shape.bound}"]
     lines.append(
         f"  steps {shape.steps}, actors {shape.actors} of capacity {shape.capacity}, group size {shape.group_size}, "
-        f"save every {shape.save_every}, network {'wild' if shape.wild else 'tcp'}, weights "
+        f"save every {shape.save_every}, keep {shape.keep_last}, network {'wild' if shape.wild else 'tcp'}, weights "
         f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]

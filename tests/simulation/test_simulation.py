@@ -27,6 +27,12 @@ FOUND_BY = {
     "commit_a_label_before_the_load": {"truth", "crash"},  # before its first weights an engine has no tokens to give
     "ignore_the_fence": {"refused", "twice", "ledger", "replay"},
     "forget_what_was_filtered": {"lost"},
+    "give_up_what_was_trained": {"refused", "lost"},
+    "count_silence": {"guilt"},
+    "let_two_hold_a_name": {"guilt"},
+    "wait_for_a_stuck_actor": {"progress"},
+    "call_a_missing_page_damage": {"restart"},
+    "blame_the_first_of_the_batch": {"guilt"},
     "serve_another_set_under_the_name": {"truth"},
     "write_what_others_map": {"truth", "crash", "refused"},
 }
@@ -61,7 +67,7 @@ def test_a_failing_schedule_shrinks_to_a_story_that_still_fails() -> None:
         failing = next(r for r in map(schedule.run, range(BLOCK)) if r.violation is not None and len(r.faults) >= 3)
         shrunk = schedule.shrink(failing)
     assert shrunk.violation is not None and 0 < len(shrunk.faults) < len(failing.faults)
-    assert f"seed {failing.seed}" in schedule.story(shrunk) and "FAULT" in schedule.story(shrunk)
+    assert f"seed {failing.seed}" in schedule.story(shrunk) and "FAULT" in schedule.story(shrunk, last=400)
 
 
 def test_a_seed_gives_the_same_trace_in_every_process() -> None:
@@ -79,9 +85,9 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     """Every kind of fault strikes, and many runs end only after a hub, an actor and a learner have come back."""
     labels = [label for seed in range(150) for _, label in schedule.run(seed).trace]
     told = " ".join(labels)
-    for kind in ("hub", "learner", "zombie", "actor", "cut", "freeze", "full", "slow"):
+    for kind in ("hub", "learner", "zombie", "actor", "cut", "freeze", "full", "slow", "still", "load", "stuck", "double"):
         assert f"s: {kind} (" in told, kind
-    for event in ("hub killed", "the disk is full", "learner ended", "the network is calm"):
+    for event in ("hub killed", "the disk is full", "learner ended", "the learner goes back", "the network is calm", "poison"):
         assert event in labels, event
 
 

@@ -131,6 +131,9 @@ class SimLink:
         remade, self._remade = self._remade, False
         return remade
 
+    def is_receiving(self) -> bool:
+        return False
+
     def wake(self) -> None:
         self.woken()
 

@@ -22,7 +22,7 @@ from buffers.weights.weight_set import WeightSet
 from tests.buffers.protocol.any_message import MESSAGES, like
 
 SMALL = st.integers(0, 4)
-LARGE = st.sampled_from((1.0, 1.7e308, -1.7e308))
+LARGE = st.sampled_from((1.0, 9e17, -9e17))
 
 
 def a_put(number: int, attempt: int, version: int) -> wire.Frames:
@@ -40,8 +40,15 @@ FENCE, VERSION = st.sampled_from((1, 1, 1, 0, 2)), st.sampled_from((0, 0, 1, 2))
 NEARLY_RIGHT: list[st.SearchStrategy[wire.Frames]] = [
     st.builds(a_put, SMALL, st.integers(0, 1), VERSION),
     st.builds(lambda step: said(wire.Register(step=step, committed=0, learner="a")), st.integers(0, 2)),
-    st.builds(lambda f, v: said(wire.Hello(actor="anna", capacity=3, fence=f, version=v, holding=[(1, 0)])), FENCE, VERSION),
-    st.builds(lambda f, v, x: said(wire.Beat(capacity=3, fence=f, version=v, telemetry={"x_s": x})), FENCE, VERSION, LARGE),
+    st.builds(
+        lambda f, v: said(wire.Hello(actor="anna", life="1", capacity=3, fence=f, version=v, holding=[(1, 0)])), FENCE, VERSION
+    ),
+    st.builds(
+        lambda f, v, x: said(wire.Beat(capacity=3, fence=f, version=v, telemetry=wire.Telemetry(busy_s=x))),
+        FENCE,
+        VERSION,
+        LARGE,
+    ),
     st.builds(lambda f, v: said(WeightSet.of(f, v, {}).announcement()), FENCE, VERSION),
     st.builds(lambda f, step: said(wire.Take(fence=f, step=step)), FENCE, SMALL),
     st.builds(lambda f, step: said(wire.Trained(fence=f, step=step)), FENCE, SMALL),
@@ -61,7 +68,7 @@ def honest(event: str, status: dict[str, Any], credited: list[wire.CreditItem]) 
     """What the actor and the learner of a good run say now."""
     fence, step, version = status["fence"], status["step"], status["version"]
     if event == "anna serves the newest":
-        hello = wire.Hello(actor="anna", capacity=4, fence=fence, version=-1 if version is None else version)
+        hello = wire.Hello(actor="anna", life="1", capacity=4, fence=fence, version=-1 if version is None else version)
         return [(b"a", said(hello.model_copy(update={"holding": [(c.number, c.attempt) for c in credited]})))]
     if event == "anna puts":
         puts = [(b"a", a_put(credit.number, credit.attempt, version or 0)) for credit in credited]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,20 +32,23 @@ from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 
 DEADLINE_S = 30.0
 QUICK_LEASE_S = 0.4
-TELEMETRY = {"tokens_total": 3.0}
+TELEMETRY = wire.Telemetry(tokens_total=3.0)
 
 
 class Place:
     """Where a hub lives: it can be ended and begun again at the same address and directory."""
 
-    def __init__(self, folder: Path, address: str, bound: Bound, **config: Any) -> None:
-        self.folder, self.address, self.bound = folder, address, bound
+    def __init__(
+        self, folder: Path, address: str, bound: Bound, wanted: Mapping[str, Any] | None = None, **config: Any
+    ) -> None:
+        """wanted: of every actor and group, `shared` and `schema` of the hub."""
+        self.folder, self.address, self.bound, self.wanted = folder, address, bound, dict(wanted or {})
         self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
         self._pool = ThreadPoolExecutor(max_workers=4)
         self._running: Future[None] | None = None
 
     def begin(self) -> None:
-        hub = Hub(self.address, self.folder, self.config, self.bound)
+        hub = Hub(self.address, self.folder, self.config, self.bound, **self.wanted)
         self._running = self._pool.submit(hub.run)
 
     def end(self) -> None:
@@ -107,9 +110,10 @@ def a_group(number: int, attempt: int, version: int, actor: str, text: str = "")
 class Actor:
     """An actor whose engine is the test: it adopts what it is told to and holds what it is credited until `put`."""
 
-    def __init__(self, place: Place, name: str = "anna", capacity: int = 8, weights: WeightsConfig | None = None) -> None:
+    def __init__(self, place: Place, name: str = "anna", capacity: int = 8, **options: Any) -> None:
         self.name, self.capacity = name, capacity
-        self.client = ActorClient(place.address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=weights)
+        given = {"address": place.address, "beat_s": 0.05, "timeout_s": DEADLINE_S} | options
+        self.client = ActorClient(given.pop("address"), name, **given)
         self.fence, self.version = 0, -1
         self.begun: dict[int, int] = {}
         self.adopted: list[tuple[int, int]] = []
@@ -130,7 +134,8 @@ class Actor:
 
     @property
     def state(self) -> ActorState:
-        return ActorState(self.capacity, self.fence, self.version, tuple(self.begun.items()))
+        progress = tuple((number, 1) for number in self.begun)
+        return ActorState(self.capacity, self.fence, self.version, tuple(self.begun.items()), progress)
 
     def put(self, *numbers: int, text: str = "") -> None:
         for number in numbers:
@@ -596,7 +601,6 @@ def test_malformed_and_oversized_frames_are_counted_and_answered_and_the_hub_goe
         (wire.FetchChunk(fence=1, version=5, index=1 << 60), "weights"),
         (wire.Take(fence=0, step=0), "unregistered"),
         (wire.Welcome(incarnation="x", max_frame_bytes=1), "unknown-type"),
-        (wire.Register(step=-1, committed=-5, learner="a"), "committed"),
         (wire.Register(step=1 << 60, committed=0, learner="a"), "unknown-step"),
     ):
         answer = answer_to(hub, wire.encode(message, put[1] if isinstance(message, wire.Put) else None))
@@ -623,20 +627,20 @@ def test_a_known_actor_with_a_group_that_contradicts_itself_is_refused_and_keeps
     ghost = Connection(SocketLink(hub.address, "ghost"))
     with peers(learner, ghost):
         learner.publish(0, tensors(0))
-        hello = wire.Hello(actor="ghost", capacity=1, fence=learner.fence, version=0)
+        hello = wire.Hello(actor="ghost", life="1", capacity=1, fence=learner.fence, version=0)
         assert isinstance(ghost.ask(hello, timeout_s=DEADLINE_S)[0], wire.Welcome)
         header, arrays = packing.pack_group(a_group(0, 0, 0, "ghost"))
         for group, frames, reason in (
             (header, arrays[:1], "lengths"),
             (header, [arrays[0], np.full(6, np.nan, "<f4").tobytes()], "logprobs"),
             (header.model_copy(update={"num_tokens": []}), [arrays[0][:8], b""], "field"),
-            (header.model_copy(update={"number": -5}), arrays, "record"),
+            (header.model_copy(update={"number": -5}), arrays, "field"),
         ):
             with pytest.raises(RefusedError, match=reason):
                 ghost.ask(wire.Put(group=group), frames, timeout_s=DEADLINE_S)
         answer, _ = ghost.ask(wire.Put(group=header), arrays, timeout_s=DEADLINE_S)
         assert answer == wire.Ack(groups=[(0, 0)])
-        assert hub.status()["refused"] == {"lengths": 1, "logprobs": 1, "field": 1, "record": 1}
+        assert hub.status()["refused"] == {"lengths": 1, "logprobs": 1, "field": 2}
 
 
 def test_one_connection_that_says_hello_under_two_names_is_one_actor(place: Callable[..., Place]) -> None:
@@ -644,7 +648,7 @@ def test_one_connection_that_says_hello_under_two_names_is_one_actor(place: Call
     ghost = Connection(SocketLink(hub.address, "ghost"))
     with peers(ghost):
         for name in ("ghost", "spook", "ghost"):
-            ghost.ask(wire.Hello(actor=name, capacity=1, fence=0, version=-1), timeout_s=DEADLINE_S)
+            ghost.ask(wire.Hello(actor=name, life="1", capacity=1, fence=0, version=-1), timeout_s=DEADLINE_S)
             assert list(hub.status()["actors"]) == [name]
 
 
@@ -789,8 +793,8 @@ def test_what_gone_actors_counted_stays_and_they_do_not(place: Callable[..., Pla
             ghost = Connection(SocketLink(hub.address, f"ghost{index}"))
             with peers(ghost):
                 for message in (
-                    wire.Hello(actor=f"ghost{index}", capacity=0, fence=0, version=-1),
-                    wire.Beat(capacity=0, fence=0, version=-1, telemetry={"tokens_total": 10.0, "scoring": 4.0}),
+                    wire.Hello(actor=f"ghost{index}", life="1", capacity=0, fence=0, version=-1),
+                    wire.Beat(capacity=0, fence=0, version=-1, telemetry=wire.Telemetry(tokens_total=10.0, scoring=4.0)),
                     wire.Bye(),
                 ):
                     ghost.ask(message, timeout_s=DEADLINE_S)

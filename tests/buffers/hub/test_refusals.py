@@ -41,6 +41,13 @@ def first(name: str, value: Any) -> dict[str, Any]:
     return {name: [value, *FIELDS[name][1:]]}
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side speaks"),
@@ -73,8 +80,21 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a negative token": (put([np.full(8, -1, "<i4").tobytes(), ARRAYS[1]]), "tokens", "at least 0, got -1"),
     "spans that leave tokens out": (put(**first("spans", [(0, 2, None)])), "spans", "cover all 3 tokens"),
     "an empty span": (put(**first("spans", [(0, 3, None), (1, 0, None)])), "spans", "non-empty"),
-    "a negative number": (put(number=-1), "record", "number and attempt must be >= 0"),
-    "a support of other tokens": (put(**first("num_support", -3)), "record", "support"),
+    "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
+    "a support of other tokens": (put(**first("num_support", -3)), "field", "'put.group.num_support.0' = '-3'"),
+    "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
+    "a number beyond 63 bits": (said({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}), "field", "'fetch.fence' = '184"),
+    "a version beyond 32 bits": (put(**first("spans", [(1 << 31, 3, None)])), "field", "'put.group.spans.0.0.0' = '2147"),
+    "a whole number as a float": (said({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
+    "a truth value as a number": (said({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
+    "a number as a truth value": (said({"type": "fetch", "fence": 2, "version": 0, "maps": 1}), "field", "'fetch.maps' = '1'"),
+    "an absurd score": (put(scores={"right": [1e308, 1.0]}), "field", "'1e+308'"),
+    "telemetry of its own": (
+        said({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
+        "field",
+        "x",
+    ),
+    "a column nested too deep": (put(columns={"a": nested(400)}), "field", "put.group.columns.a"),
     "a chunk at the wrong time": (said({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
     "weights that are gone": (said({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
     "an old learner's take": (said({"type": "take"} | OLD), "fenced", "fence 1 is over"),
@@ -90,7 +110,7 @@ class Ghost:
 
     def __init__(self, place: Place, fence: int) -> None:
         self.link = SocketLink(place.address, "ghost")
-        self.say(wire.encode(wire.Hello(actor="ghost", capacity=1, fence=fence, version=0), request=9))
+        self.say(wire.encode(wire.Hello(actor="ghost", life="1", capacity=1, fence=fence, version=0), request=9))
 
     def say(self, frames: wire.Frames) -> wire.Message:
         """The answer; what the hub says by itself is not."""

@@ -29,13 +29,15 @@ def like(model: type[BaseModel]) -> st.SearchStrategy[Any]:
 
 
 def _like_type(annotation: Any, limits: Sequence[Any] = ()) -> st.SearchStrategy[Any]:
-    low = next((limit.ge for limit in limits if hasattr(limit, "ge")), -(1 << 63))
+    low = max((limit.ge for limit in limits if hasattr(limit, "ge")), default=-(1 << 63))
+    high = min((limit.le for limit in limits if hasattr(limit, "le")), default=(1 << 64) - 1)
+    most = next((limit.max_length for limit in limits if hasattr(limit, "max_length")), 20)
     least = next((limit.min_length for limit in limits if hasattr(limit, "min_length")), 0)
     simple = {
-        int: st.integers(max(low, -1), max(low, 4)) | st.integers(low, (1 << 64) - 1),
-        str: st.sampled_from(("anna", "ben")) | st.text(min_size=least, max_size=20),
+        int: st.integers(int(max(low, -1)), int(max(low, 4))) | st.integers(int(low), int(high)),
+        str: st.sampled_from(("anna", "ben")) | st.text(min_size=least, max_size=min(20, most)),
         bool: st.booleans(),
-        float: FINITE,
+        float: st.floats(low, high, allow_nan=False) if high < (1 << 64) - 1 else FINITE,
         type(None): st.none(),
         JsonValue: JSON,
         Any: JSON,
@@ -44,7 +46,9 @@ def _like_type(annotation: Any, limits: Sequence[Any] = ()) -> st.SearchStrategy
         return simple[annotation]
     kind, arguments = get_origin(annotation), get_args(annotation)
     if kind is Annotated:
-        return _like_type(arguments[0], [limit for each in arguments[1:] for limit in getattr(each, "metadata", [each])])
+        return _like_type(
+            arguments[0], [*limits, *(limit for each in arguments[1:] for limit in getattr(each, "metadata", [each]))]
+        )
     if kind is Literal:
         return st.sampled_from(arguments)
     if kind is list:
@@ -52,7 +56,7 @@ def _like_type(annotation: Any, limits: Sequence[Any] = ()) -> st.SearchStrategy
     if kind is tuple:
         return st.tuples(*map(_like_type, arguments))
     if kind is dict:
-        return st.dictionaries(TEXT, _like_type(arguments[1]), max_size=3)
+        return st.dictionaries(_like_type(arguments[0]), _like_type(arguments[1]), max_size=3)
     if kind in (Union, UnionType):
         return st.one_of(*map(_like_type, arguments))
     return like(annotation)

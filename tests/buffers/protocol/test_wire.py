@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from buffers.errors import WireError
 from buffers.protocol import packing, wire
 from buffers.record import Group, Rollout, Score, Span, Support
-from tests.buffers.protocol.any_message import FINITE, JSON, MESSAGES, TEXT, like
+from tests.buffers.protocol.any_message import JSON, MESSAGES, TEXT, like
 
 LIMIT = 1 << 20
 
@@ -38,10 +38,11 @@ def test_every_message_arrives_as_it_was_sent(model: type[Any]) -> None:
     check()
 
 
-SCORES = st.builds(Score, FINITE) | st.builds(Score) | st.builds(Score, st.none(), TEXT)
+LIMITED = st.floats(-1e18, 1e18)
+SCORES = st.builds(Score, LIMITED) | st.builds(Score) | st.builds(Score, st.none(), TEXT)
 
 
-SPANS = st.builds(Span, st.integers(-5, 1 << 31), st.integers(1, 4), st.none() | st.integers(-5, 1 << 31))
+SPANS = st.builds(Span, st.integers(-5, (1 << 31) - 1), st.integers(1, 4), st.none() | st.integers(-5, (1 << 31) - 1))
 
 
 @st.composite
@@ -70,7 +71,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         finish_reason=draw(st.sampled_from(("stop", "length"))),
         scores={name: draw(SCORES) for name in names},
         text=draw(TEXT),
-        timings=draw(st.dictionaries(TEXT, FINITE, max_size=2)),
+        timings=draw(st.dictionaries(TEXT, LIMITED, max_size=2)),
         support=draw(st.none() | supports(ids)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
     )
@@ -84,13 +85,13 @@ def groups(draw: st.DrawFn) -> Group:
         attempt=draw(st.integers(0, 9)),
         prompt_ids=np.array(draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5)), np.int32),
         rollouts=tuple(draw(st.lists(rollouts(names), min_size=1, max_size=3))),
-        temperature=draw(FINITE),
+        temperature=draw(LIMITED),
         actor=draw(TEXT),
         prompt=draw(TEXT),
         columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
         top_k=draw(st.integers(0, 99)),
-        top_p=draw(FINITE),
-        min_p=draw(FINITE),
+        top_p=draw(LIMITED),
+        min_p=draw(LIMITED),
     )
 
 
@@ -219,7 +220,7 @@ MALFORMED = {
     "a number with a fraction": packed({"type": "release", "numbers": [1.5]}),
     "a name without end": packed({"type": "gone", "actor": "a" * 201}),
     "no name": packed({"type": "gone", "actor": ""}),
-    "not a number": packed({"type": "beat", "capacity": 1, "fence": 1, "version": 1, "telemetry": {"x": float("nan")}}),
+    "not a number": packed({"type": "beat", "capacity": 1, "fence": 1, "version": 1, "telemetry": {"busy_s": float("nan")}}),
     "infinity": packed({"type": "batch", "step": 1, "telemetry": {"x": float("inf")}}),
     "a negative chunk": packed({"type": "chunk", "fence": 1, "version": 1, "index": -1}),
 }
@@ -285,7 +286,6 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         (lambda header, arrays: (header, [arrays[0], arrays[1][:-4]]), "arrays of"),
         (lambda header, arrays: (header | {"num_prompt_tokens": 1 << 62}, arrays), "arrays of"),
         (lambda header, arrays: (header | {"texts": []}, arrays), "'texts' has 0 items for 2 members"),
-        (lambda header, arrays: (header | {"number": -1}, arrays), "number and attempt must be >= 0"),
         (
             lambda header, arrays: (header, [arrays[0], np.array([0, np.nan, 0, 0], "<f4").tobytes()]),
             "logprobs must be finite and",
@@ -295,9 +295,8 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
             "logprobs must be finite and",
         ),
         (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must .*cover all 3 tokens"),
-        (lambda header, arrays: (spoiled(header, spans=[(0, 4, None), (1, -1, None)]), arrays), "spans must be non-empty"),
+        (lambda header, arrays: (spoiled(header, spans=[(0, 3, None), (1, 0, None)]), arrays), "spans must be non-empty"),
         (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
-        (lambda header, arrays: (spoiled(header, num_support=-3), arrays), "support must be"),
         (lambda header, arrays: (spoiled(header, has_reference=True), arrays), "its header says"),
         (lambda header, arrays: (header | {"has_reference": [True]}, arrays), "'has_reference' has 1 items for 2 members"),
         (

@@ -14,7 +14,7 @@ ACTOR = "actor"
 def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
     """Largest staleness trained on at each step, with one fast actor; `aims` by step, the last one on and on."""
     admission = Admission(bound)
-    admission.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
+    admission.fleet.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
     admission.register(1, 0, 0)
     admission.publish(0)
     versions: dict[int, int] = {}
@@ -25,7 +25,7 @@ def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
         step = admission.step
         admission.aim = aims[min(step, len(aims) - 1)]
         for credit in [credit for given in admission.credits().values() for credit in given]:
-            version = versions[credit.number] = admission.actors[ACTOR].version
+            version = versions[credit.number] = admission.fleet.actors[ACTOR].version
             admission.put(ACTOR, credit.number, Entry(credit.attempt, version, version, 1))
             moved = True
         if (batch := admission.take(step)) is not None:
@@ -33,7 +33,7 @@ def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
             admission.trained(step)
             if (step + 1) % bound.publish_every == 0:
                 admission.publish(step + 1)
-                admission.actors[ACTOR].version = step + 1
+                admission.fleet.actors[ACTOR].version = step + 1
             moved = True
     return found
 

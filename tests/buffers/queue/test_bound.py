@@ -31,7 +31,7 @@ def steps_done(bound: Bound, *, last_first: bool = False) -> tuple[int, int]:
     takes after every put.
     """
     admission = Admission(bound)
-    admission.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
+    admission.fleet.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
     admission.register(1, 0, 0)
     admission.publish(0)
     oldest = 0
@@ -46,7 +46,7 @@ def steps_done(bound: Bound, *, last_first: bool = False) -> tuple[int, int]:
         admission.trained(step)
         if (step + 1) % bound.publish_every == 0:
             admission.publish(step + 1)
-            admission.actors[ACTOR].version = step + 1
+            admission.fleet.actors[ACTOR].version = step + 1
         return True
 
     moved = True
@@ -54,7 +54,7 @@ def steps_done(bound: Bound, *, last_first: bool = False) -> tuple[int, int]:
         credits = [credit for given in admission.credits().values() for credit in given]
         moved = bool(credits)
         for credit in sorted(credits, key=lambda credit: credit.number, reverse=last_first):
-            version = versions[credit.number] = admission.actors[ACTOR].version
+            version = versions[credit.number] = admission.fleet.actors[ACTOR].version
             admission.put(ACTOR, credit.number, Entry(credit.attempt, version, version, 1))
             moved |= train()
             assert admission.ledger.leased + admission.ledger.queued <= bound.max_ahead
@@ -116,11 +116,11 @@ def test_exact_mode_needs_strict_order_and_every_version() -> None:
 def test_without_staleness_nothing_of_the_next_step_begins_before_its_version() -> None:
     bound = Bound(groups_per_batch=3, max_staleness=0, num_groups=12)
     admission = Admission(bound)
-    admission.join(ACTOR, Actor(capacity=100, fence=1, version=0, heard_at=0.0))
+    admission.fleet.join(ACTOR, Actor(capacity=100, fence=1, version=0, heard_at=0.0))
     admission.register(1, 0, 0)
     for step in range(4):
         admission.publish(step)
-        admission.actors[ACTOR].version = step
+        admission.fleet.actors[ACTOR].version = step
         credits = admission.credits()[ACTOR]
         assert [credit.number for credit in credits] == list(range(3 * step, 3 * step + 3))
         for credit in credits:

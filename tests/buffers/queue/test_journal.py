@@ -13,11 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import JournalError
+from buffers.config import Fsync
+from buffers.errors import DamagedError, JournalError
+from buffers.queue import segment
 from buffers.queue.journal import Journal
 from buffers.queue.ledger import Entry, Restored
 
 SEGMENT_BYTES = 512
+MARK_BYTES = len(segment.mark(0))
 
 
 def entry(number: int) -> Entry:
@@ -34,8 +37,8 @@ def segments(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[Journal]:
-    journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+def opened(directory: Path, fsync: Fsync = "off") -> Iterator[Journal]:
+    journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync=fsync)
     try:
         yield journal
     finally:
@@ -155,28 +158,26 @@ def damaged(path: Path, offset: int) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_a_flipped_byte_with_a_whole_record_behind_it_is_named_and_not_cut_off(tmp_path: Path) -> None:
-    """Any byte of any record but the last, of the newest segment and of older ones."""
+def test_a_flipped_byte_of_what_was_on_disk_is_named_and_not_cut_off(tmp_path: Path) -> None:
+    """Any byte before the last mark, of the newest segment (its last whole record too) and of older ones."""
     directory = tmp_path / "queue"
-    with opened(directory) as journal:
-        journal.put(0, entry(0), payload(0))
-        journal.put(1, entry(1), payload(1))
-        journal.sync()
-        before_last = segments(directory)[-1].stat().st_size
-        journal.put(2, entry(2), payload(2))
+    with opened(directory, "group") as journal:
+        for number in range(3):
+            journal.put(number, entry(number), payload(number))
+            journal.sync()
     older = tmp_path / "older"
     shutil.copytree(directory, older)
     with opened(older):
         pass  # begins a segment behind it
     assert len(segments(older)) == 2
     end = len(segments(older)[0].read_bytes())
-    for base, last in ((directory, before_last), (older, end)):
+    for base, last in ((directory, end - MARK_BYTES), (older, end)):
         for offset in range(0, last, 3):
             copy = tmp_path / "copy"
             shutil.copytree(base, copy)
             path = segments(copy)[0]
             damaged(path, offset)
-            with pytest.raises(JournalError) as raised:
+            with pytest.raises(DamagedError) as raised:
                 Journal(copy)
             message = str(raised.value)
             assert str(path) in message
@@ -187,18 +188,91 @@ def test_a_flipped_byte_with_a_whole_record_behind_it_is_named_and_not_cut_off(t
 
 
 def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
+    with opened(tmp_path, "group") as journal:
         journal.state(Restored())
         journal.sync()
         start = segments(tmp_path)[-1].stat().st_size
         journal.put(0, entry(0), payload(0))
         journal.sync()
-        end = segments(tmp_path)[-1].stat().st_size
+        end = segments(tmp_path)[-1].stat().st_size - MARK_BYTES
         journal.put(1, entry(1), payload(1))
     path = segments(tmp_path)[-1]
     damaged(path, start + 30)
-    with pytest.raises(JournalError, match=f"damaged at byte {start}: .* bytes {start} to {end} of {path.stat().st_size}"):
+    with pytest.raises(DamagedError, match=f"damaged at byte {start}: .* bytes {start} to {end} of {path.stat().st_size}"):
         Journal(tmp_path)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 200))
+@settings(max_examples=150, deadline=None)
+def test_pages_of_an_unfinished_round_that_are_missing_anywhere_cost_that_round_alone(lost: list[bool], phase: int) -> None:
+    """The machine lost power before the fsync returned; the disk had written some pages of the round, in any order."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "queue"
+        with opened(directory, "group") as journal:
+            for number in (0, 1):
+                journal.put(number, entry(number), payload(number))
+            journal.sync()
+            synced = segments(directory)[-1].stat().st_size
+            for number in (2, 3, 4, 5):
+                journal.put(number, entry(number), payload(number))
+            journal.take(0, [0, 1])
+        path = segments(directory)[-1]
+        data = bytearray(path.read_bytes()[:-MARK_BYTES])  # the fsync never returned
+        for page, is_lost in enumerate(lost):
+            begin = max(synced, synced + 16 * page - phase % 16)
+            end = min(len(data), synced + 16 * (page + 1) - phase % 16)
+            if is_lost and begin < end:
+                data[begin:end] = bytes(end - begin)
+        path.write_bytes(bytes(data))
+        with opened(directory) as journal:
+            numbers = list(journal.replay.entries)
+            assert numbers == list(range(len(numbers))) and len(numbers) >= 2
+            assert [journal.read(number) for number in numbers] == [payload(number) for number in numbers]
+
+
+def test_a_mark_that_finds_no_room_is_no_loss(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path / "a", "group") as journal:
+        journal.put(0, entry(0), payload(0))
+        journal.sync()
+    room = segments(tmp_path / "a")[-1].stat().st_size - MARK_BYTES // 2
+    with opened(tmp_path / "b", "group") as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            journal.put(0, entry(0), payload(0))
+            journal.sync()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        journal.put(1, entry(1), payload(1))
+        journal.sync()
+        assert journal.read(0) == payload(0) and journal.read(1) == payload(1)
+    with opened(tmp_path / "b") as journal:
+        assert list(journal.replay.entries) == [0, 1] and journal.replay.torn_bytes == 0
+
+
+def test_groups_of_more_segments_than_there_may_be_open_files_are_read(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened(tmp_path) as journal:
+        for number in range(300):
+            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
+            journal.state(Restored())
+            journal.sync()
+        assert len(segments(tmp_path)) >= 300
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        try:
+            for number in (*range(300), *range(300)):
+                assert journal.read(number) == payload(number, SEGMENT_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_segment_ends_at_the_next_fsync_after_it_is_full(tmp_path: Path) -> None:
+    """Not only when a batch is taken: a learner may be away for long."""
+    with opened(tmp_path, "group") as journal:
+        for number in range(50):
+            journal.put(number, entry(number), payload(number, SEGMENT_BYTES // 4))
+            journal.sync()
+    assert max(path.stat().st_size for path in segments(tmp_path)) < 2 * SEGMENT_BYTES
 
 
 def test_damage_while_it_runs_is_found_when_the_group_is_read(tmp_path: Path) -> None:
@@ -267,7 +341,7 @@ def test_a_second_hub_is_refused_while_the_first_lives(tmp_path: Path) -> None:
 
 
 def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
+    with opened(tmp_path, "group") as journal:
         journal.put(0, entry(0), payload(0))
         journal.put(1, entry(1), payload(1))
     path = segments(tmp_path)[0]

@@ -21,16 +21,16 @@ def ready(bound: Bound) -> Admission:
     hub = Admission(bound)
     hub.register(1, 0, 0)
     hub.publish(0)
-    hub.join("anna", Actor(capacity=1000, fence=1, version=0, heard_at=0.0))
+    hub.fleet.join("anna", Actor(capacity=1000, fence=1, version=0, heard_at=0.0))
     return hub
 
 
 def make(hub: Admission, constant: set[int] | None, random: Random | None = None) -> None:
     """Everything that can be begun is put, at once or in a random order; all is constant, or these numbers are."""
-    version = hub.actors["anna"].version
+    version = hub.fleet.actors["anna"].version
     while True:
         hub.credits()
-        if not (leased := sorted(hub.actors["anna"].leases.items())):
+        if not (leased := sorted(hub.fleet.actors["anna"].leases.items())):
             return
         number, credit = random.choice(leased) if random else leased[0]
         entry = Entry(credit.attempt, version, version, 3)
@@ -43,7 +43,7 @@ def train(hub: Admission) -> list[int]:
     assert batch is not None
     hub.trained(hub.step)
     hub.publish(hub.step)
-    hub.actors["anna"].version = hub.step
+    hub.fleet.actors["anna"].version = hub.step
     return batch
 
 
@@ -133,8 +133,8 @@ def test_a_late_copy_of_a_filtered_group_is_a_duplicate() -> None:
     assert not hub.put("anna", 0, Entry(0, 0, 0, 1), constant=True)
     with pytest.raises(RefusedError, match="duplicate"):
         hub.put("anna", 0, Entry(0, 0, 0, 1), constant=True)
-    hub.join("anna", Actor(1000, 1, 0, 0.0), [(0, 0)])
-    assert 0 not in hub.actors["anna"].leases
+    hub.fleet.join("anna", Actor(1000, 1, 0, 0.0), [(0, 0)])
+    assert 0 not in hub.fleet.actors["anna"].leases
 
 
 def test_refill_is_refused_where_each_group_has_its_version() -> None:

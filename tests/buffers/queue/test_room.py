@@ -22,16 +22,20 @@ def test_what_waits_stays_below_the_limit_and_the_run_ends(seed: int) -> None:
     hub.register(1, 0, 0)
     hub.publish(0)
     for name in ("anna", "ben"):
-        hub.join(name, Actor(capacity=6, fence=1, version=0, heard_at=0.0))
+        hub.fleet.join(name, Actor(capacity=6, fence=1, version=0, heard_at=0.0))
     largest, steps = 0, 0
     for _ in range(2000):
         hub.credits()
-        leases = [(name, credit) for name, actor in hub.actors.items() for credit in actor.leases.values()]
+        leases = [(name, credit) for name, actor in hub.fleet.actors.items() for credit in actor.leases.values()]
         if leases:
             name, credit = rng.choice(leases)
             size = 1 + (credit.number * 7919) % 50
             try:
-                hub.put(name, credit.number, Entry(credit.attempt, hub.actors[name].version, hub.actors[name].version, 1, size))
+                hub.put(
+                    name,
+                    credit.number,
+                    Entry(credit.attempt, hub.fleet.actors[name].version, hub.fleet.actors[name].version, 1, size),
+                )
                 largest = max(largest, size)
             except RefusedError as error:
                 assert error.reason == "later"
@@ -41,7 +45,7 @@ def test_what_waits_stays_below_the_limit_and_the_run_ends(seed: int) -> None:
             hub.trained(hub.step)
             steps += 1
             hub.publish(hub.step)
-            for actor in hub.actors.values():
+            for actor in hub.fleet.actors.values():
                 actor.version = hub.step
         if hub.at_end:
             assert steps * batch >= 24
@@ -53,7 +57,7 @@ def test_beyond_the_limit_only_what_the_next_batch_needs_is_begun_or_let_in() ->
     hub = Admission(Bound(groups_per_batch=2, max_staleness=3, num_groups=20), max_bytes=100)
     hub.register(1, 0, 0)
     hub.publish(0)
-    hub.join("anna", Actor(capacity=20, fence=1, version=0, heard_at=0.0))
+    hub.fleet.join("anna", Actor(capacity=20, fence=1, version=0, heard_at=0.0))
     assert len(hub.credits()["anna"]) == 8  # nothing is known of sizes yet
     hub.put("anna", 5, Entry(0, 0, 0, 1, 90))
     for late in (4, 7):
@@ -66,5 +70,5 @@ def test_beyond_the_limit_only_what_the_next_batch_needs_is_begun_or_let_in() ->
     assert hub.take(0) == [0, 1] and hub.ledger.leased == 5
     hub.trained(0)
     hub.publish(1)
-    hub.actors["anna"].version = 1
+    hub.fleet.actors["anna"].version = 1
     assert hub.credits() == {}, "seven groups of up to 90 bytes do not fit"

@@ -26,11 +26,11 @@ OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
 MAY: dict[roles.Role, set[str]] = {
     "actor": OF_ACTORS,
     "relay": OF_ACTORS,
-    "learner": {"register", "take", "trained", "commit", "publish", "chunk", "check"},
-    "control": {"get_status", "drain", "gone", "halt"},
+    "learner": {"register", "take", "tried", "trained", "commit", "publish", "chunk", "check"},
+    "control": {"get_status", "drain", "gone", "quarantine", "halt"},
 }
 SAID: list[wire.Message] = [
-    wire.Hello(actor="gpu2-0", capacity=0, fence=0, version=0),
+    wire.Hello(actor="gpu2-0", life="1", capacity=0, fence=0, version=0),
     wire.Beat(capacity=0, fence=0, version=0),
     wire.Put(group=HEADER),
     wire.Release(numbers=[]),
@@ -39,6 +39,7 @@ SAID: list[wire.Message] = [
     wire.Bye(),
     wire.Register(step=0, committed=0, learner="life"),
     wire.Take(fence=9, step=0),
+    wire.Tried(fence=9, step=0, number=0, done=False),
     wire.Trained(fence=9, step=0),
     wire.Commit(fence=9, step=0),
     wire.Publish(fence=9, version=0, num_bytes=0, tensors=[]),
@@ -47,11 +48,12 @@ SAID: list[wire.Message] = [
     wire.GetStatus(),
     wire.Gone(actor="nobody"),
     wire.Drain(),
+    wire.Quarantine(number=0, reason="bad"),
     wire.Halt(),
 ]
 FROM_THE_HUB = {
-    "welcome", "credits", "adopt", "ack", "rejected", "later", "stop", "registered", "batch", "waiting", "ended", "status",
-    "done", "refused", "wanted", "checked", "manifest",
+    "welcome", "credits", "adopt", "ack", "rejected", "later", "stop", "registered", "batch", "trial", "waiting", "ended",
+    "status", "done", "refused", "wanted", "checked", "manifest",
 }  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_nobody_else
     [("gpu2", "gpu2", True), ("gpu2", "gpu2-7", True), ("gpu2", "gpu20", False), ("gpu2", "gpu", False)],
 )
 def test_an_actor_has_its_machines_name(holder: str, name: str, is_welcome: bool) -> None:
-    hello = wire.Hello(actor=name, capacity=0, fence=0, version=0)
+    hello = wire.Hello(actor=name, life="1", capacity=0, fence=0, version=0)
     roles.check(roles.Holder(holder, frozenset({"relay"})), hello)
     roles.check(None, hello)
     if is_welcome:

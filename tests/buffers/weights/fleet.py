@@ -16,6 +16,7 @@ from buffers.clients.control import control
 from buffers.clients.learner import LearnerClient
 from buffers.config import QueueConfig, WeightsConfig
 from buffers.hub.hub import Hub
+from buffers.protocol import wire
 from buffers.queue.bound import Bound
 from buffers.tensors import RawTensor
 from buffers.transport.keys import load_hub
@@ -96,7 +97,7 @@ class Actor:
         self.words = b""
 
     def look(self) -> bool:
-        self.client.poll(ActorState(0, *self.serving, ()), {}, timeout_s=0.02)
+        self.client.poll(ActorState(0, *self.serving, ()), wire.Telemetry(), timeout_s=0.02)
         weights = self.client.weights()
         if weights is None:
             return False

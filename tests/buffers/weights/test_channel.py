@@ -163,7 +163,7 @@ def test_an_actor_that_does_not_adopt_in_its_time_is_dropped_and_comes_back(flee
 
         def dropped() -> int:
             anna.look()
-            stubborn.client.poll(ActorState(0, 0, -1, ()), {}, timeout_s=0.02)  # beats, and never adopts
+            stubborn.client.poll(ActorState(0, 0, -1, ()), wire.Telemetry(), timeout_s=0.02)  # beats, and never adopts
             return int(place.status()["weights"]["dropped_actors"])
 
         until(dropped)

@@ -137,7 +137,7 @@ def test_credits_and_puts_go_through_a_relay_and_a_hub_that_is_begun_again(stati
         numbers: list[int] = []
 
         def credited() -> bool:
-            anna.client.poll(ActorState(1, *anna.serving, ()), {}, timeout_s=0.02)
+            anna.client.poll(ActorState(1, *anna.serving, ()), wire.Telemetry(), timeout_s=0.02)
             numbers.extend(credit.number for credit in anna.client.credits())
             return bool(numbers)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import WeightsError
+from buffers.errors import DamagedError, WeightsError
 from buffers.protocol.wire import Publish, TensorSpec
 from buffers.tensors import RawTensor
 from buffers.weights import weight_set as weights_module
@@ -80,9 +80,8 @@ def test_a_chunk_that_does_not_fit_is_refused() -> None:
     [
         ([("a", "float32", [3])], 11, "tensors need 12 bytes, announced 11"),
         ([("a", "float32", [1]), ("a", "float32", [1])], 8, "a tensor name occurs twice"),
-        ([("a", "float32", [-1])], 0, "cannot travel"),
         ([("a", "object", [1])], 8, "cannot travel"),
-        ([("a", "uint8", [1 << 62, 4])], 1 << 64, "no room for"),
+        ([("a", "uint8", [1 << 60, 4])], 1 << 62, "no room for"),
     ],
 )
 def test_an_impossible_announcement_is_refused(tensors: list[tuple[str, str, list[int]]], num_bytes: int, message: str) -> None:
@@ -171,5 +170,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0xFF
     path.write_bytes(data)
-    with pytest.raises(WeightsError, match=f"{path} is damaged"):
+    with pytest.raises(DamagedError, match=f"{path} is damaged"):
         WeightStore(tmp_path)

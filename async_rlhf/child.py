@@ -1,0 +1,94 @@
+"""One role of a run as its supervisor sees it: what runs, since when, when it was heard last, how often it has died.
+
+Decides when to start again, when to give up and when a role is frozen. Reads no clock and touches no process: the caller
+passes the time (`SupervisedTime`), and does what is decided.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from async_rlhf.launch.program import Node, Process
+
+MAX_DEATHS = 6
+"""A role that ends so often without having worked in between will not get better."""
+_MAX_PAUSE_S = 30.0
+_WORKED_PAUSES = 10  # a life so many times longer than the pause before it was no attempt to start
+_QUIET_WORKED_S = 300.0  # of roles that do not say what they have done
+_QUIET = ("scorer", "evaluation")
+_LONGEST_LOOK_S = 1.0
+
+
+class SupervisedTime:
+    """Seconds in which the supervisor could look. Of a gap between two calls at most a second counts.
+
+    A supervisor that was frozen, alone or with everything, finds no role late.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last, self._passed = clock, clock(), 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._passed += min(now - self._last, _LONGEST_LOOK_S)
+        self._last = now
+        return self._passed
+
+
+@dataclass
+class Child:
+    """A role is given up when `MAX_DEATHS` lives in a row were none in which it worked.
+
+    It has worked in a life in which it has done something of what it is for, and which was ten times as long as the pause
+    before it. So the steps of others excuse no role's deaths, and pauses grow until a role works or is given up.
+    """
+
+    node: Node
+    process: Process | None = None
+    wanted: bool = True
+    """Whether it should be running."""
+    ended_well: bool = False
+    """Whether it ended with code 0, and it is not known yet whether that was right."""
+    deaths: int = 0
+    start_at: float = 0.0
+    _pause_s: float = 0.0
+    _started_at: float = 0.0
+    _ended_at: float | None = None
+    _heard_at: float = 0.0
+    _progressed: bool = False
+
+    def started(self, process: Process, now: float) -> None:
+        self.process, self.ended_well = process, False
+        self._started_at, self._ended_at, self._heard_at, self._progressed = now, None, now, False
+
+    def heard(self, now: float) -> None:
+        self._heard_at = now
+
+    def progressed(self) -> None:
+        self._progressed = True
+
+    def silent_s(self, now: float) -> float:
+        return now - self._heard_at
+
+    def ends_well(self, now: float) -> None:
+        """It has ended with code 0: `died` follows, unless that was right."""
+        self.process, self.ended_well, self.start_at, self._ended_at = None, True, now, now
+
+    def died(self, now: float, first_pause_s: float) -> float:
+        """Counts this end; returns the pause before the next start, in seconds."""
+        ended_at = now if self._ended_at is None else self._ended_at
+        if self._worked(ended_at - self._started_at):
+            self.deaths = 0
+        self.process, self.ended_well = None, False
+        self._started_at, self._progressed = now, False
+        self.deaths += 1
+        self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** (self.deaths - 1))
+        self.start_at = now + self._pause_s
+        return self._pause_s
+
+    def _worked(self, lived_s: float) -> bool:
+        if self.node.role in _QUIET:
+            return lived_s >= _QUIET_WORKED_S
+        return self._progressed and lived_s >= _WORKED_PAUSES * self._pause_s

@@ -1,0 +1,169 @@
+"""Reads the small files of a run directory, which may be damaged, foreign or still being written.
+
+Every read is bounded: a regular file, so many bytes at most, checked types. What cannot be read is a DamagedError that names
+the file, or counted where the rest is of use all the same. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from buffers.errors import DamagedError
+
+MAX_SMALL_BYTES = 4 << 20
+"""A configuration, a status: far more than they ever have."""
+MAX_LOG_BYTES = 8 << 30
+"""A file with a line a step, over weeks."""
+_MAX_LINE_BYTES = 16 << 20
+_REMEMBERED = 4096
+
+
+@dataclass
+class Lines:
+    """Whole lines that are JSON objects, and how many others there were."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: int = 0
+    first_unreadable: int = 0
+    """Its number, from 1."""
+
+
+def printable(text: str) -> str:
+    """What may be shown on a terminal: line ends stay, all else that does not print is written out as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
+    """Open for reading. Raises FileNotFoundError, and DamagedError for what is no regular file or larger; never waits."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+        os.close(descriptor)
+        what = (
+            f"has {found.st_size} bytes, at most {max_bytes} are read" if stat.S_ISREG(found.st_mode) else "is no regular file"
+        )
+        raise DamagedError(f"{path} {what}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> str:
+    """A whole small file. Raises FileNotFoundError and DamagedError."""
+    with open_regular(path, max_bytes) as file:
+        try:
+            return file.read(max_bytes).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A small file with one JSON object; empty where there is no file. Raises DamagedError."""
+    try:
+        text = read_small(path)
+    except FileNotFoundError:
+        return {}
+    found = _object(text)
+    if found is None:
+        raise DamagedError(f"{path} is damaged: it is no JSON object. Remove it, or restore it from a copy")
+    return found
+
+
+def read_lines(path: Path, max_bytes: int = MAX_LOG_BYTES) -> Lines:
+    """A JSONL file; its last line may be being written and is left out then. Raises DamagedError for what is no such file."""
+    try:
+        file = open_regular(path, max_bytes)
+    except FileNotFoundError:
+        return Lines()
+    with file:
+        return _lines(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
+
+
+def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
+    """As `read_lines`, of the last `window` bytes only: takes no longer for a longer run."""
+    try:
+        file = open_regular(path, MAX_LOG_BYTES)
+    except FileNotFoundError:
+        return Lines()
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size > window:
+            file.seek(size - window)
+            file.readline(window)
+        return _lines(io.BytesIO(file.read(window)))
+
+
+class Tail:
+    """The whole lines that were added to a JSONL file since the last `read`.
+
+    A learner that starts again cuts the file, and may have written beyond the old end before it is looked at: reading goes on
+    behind the last line that still stands where it was read. unreadable: lines that were left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)  # begin, end, digest of the newest lines
+        self.unreadable = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Raises DamagedError when the file is no regular one."""
+        try:
+            file = open_regular(self._path, MAX_LOG_BYTES)
+        except FileNotFoundError:
+            return []
+        with file:
+            while self._read and not self._stands(file, *self._read[-1]):
+                self._read.pop()
+            offset = self._read[-1][1] if self._read else 0
+            file.seek(offset)
+            data = file.read(_MAX_LINE_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole and len(data) == _MAX_LINE_BYTES:
+            whole = data  # no line is so long
+        lines = io.BytesIO(whole).readlines()
+        for line in lines:
+            self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
+            offset += len(line)
+        found = _lines(lines)
+        self.unreadable += found.unreadable
+        return found.records
+
+    @staticmethod
+    def _stands(file: IO[bytes], begin: int, end: int, digest: int) -> bool:
+        file.seek(begin)
+        return xxhash.xxh3_64_intdigest(file.read(end - begin)) == digest
+
+
+def _lines(lines: Iterable[bytes]) -> Lines:
+    found = Lines()
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
+            break
+        record = _object(line.decode(errors="replace"))
+        if record is None:
+            found.first_unreadable = found.first_unreadable or number
+            found.unreadable += 1
+        else:
+            found.records.append(record)
+    return found
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

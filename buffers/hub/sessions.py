@@ -1,0 +1,135 @@
+"""The actors' side of the hub: who is in, under which name, alive and moving. Their groups are `exchange`'s.
+
+Knows no socket and no file. A name belongs to one process. Of two that claim it the one that is there keeps it for as long as
+it is heard; one that was not heard for `_SILENT_BEATS` beats since the other came is taken for ended, and the other is let in.
+
+silence          ends a lease after `queue.lease_s` and counts against no group; bytes that still arrive are no silence
+no progress      of a group, for `queue.progress_timeout_s`, ends its lease and counts against it
+a late hub       forgives everything that it could not hear meanwhile
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from buffers.config import QueueConfig
+from buffers.errors import RefusedError
+from buffers.hub.peers import Peers
+from buffers.protocol import wire
+from buffers.queue.admission import Actor, Admission
+from buffers.weights.publication import Publication
+
+_log = logging.getLogger(__name__)
+_SILENT_BEATS = 3
+_MAX_LATE_S = 2.0  # a tick that comes later than this after the last proves that nothing was heard
+
+
+class ActorSessions:
+    """Owns nothing but the challenges to names. `shared`: digests that every actor must have in common with the hub."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        peers: Peers,
+        publication: Publication,
+        config: QueueConfig,
+        shared: Mapping[str, str],
+        incarnation: str,
+    ) -> None:
+        self._admission, self._peers, self._publication, self._config = admission, peers, publication, config
+        self._shared, self._incarnation = shared, incarnation
+        self._challenged: dict[str, float] = {}  # name -> since when another process claims it
+        self._ticked_at: float | None = None
+
+    def known(self, identity: bytes, now: float) -> str:
+        """Name of the living actor behind an identity; hearing from it keeps its leases."""
+        name = self._peers.name(identity)
+        if name is None or name not in self._admission.fleet.actors:
+            raise RefusedError("unknown-actor", "say hello first (the hub was restarted, or thought you dead)")
+        self._admission.fleet.actors[name].heard_at = now
+        return name
+
+    def arrives(self, identity: bytes, now: float) -> None:
+        """Bytes of a message that is not whole yet arrive from this peer: it lives."""
+        name = self._peers.name(identity)
+        if name is not None and name in self._admission.fleet.actors:
+            self._admission.fleet.actors[name].heard_at = now
+
+    def hello(self, identity: bytes, hello: wire.Hello, now: float) -> wire.Message:
+        """Raises RefusedError: `shared` for an actor of another configuration, `name-taken` while another process holds it."""
+        self._check_shared(hello)
+        name, before = hello.actor, self._peers.name(identity)
+        self._check_name(hello, now)
+        if before is not None and before != name:
+            self.leave(before, f"said hello as {name}")
+        self._peers.join(name, identity)
+        actor = Actor(hello.capacity, hello.fence, hello.version, now, life=hello.life)
+        self._admission.fleet.join(name, actor, hello.holding)
+        _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
+        return wire.Welcome(incarnation=self._incarnation, max_frame_bytes=self._config.max_frame_bytes)
+
+    def hear(self, name: str, message: wire.Beat | wire.Release | wire.Bye, now: float) -> wire.Message:
+        match message:
+            case wire.Beat():
+                actor, peer = self._admission.fleet.actors[name], self._peers[name]
+                self._publication.serves(actor, peer, message.fence, message.version)
+                actor.capacity, peer.telemetry = message.capacity, message.telemetry
+                actor.progressed(message.progress, now)
+            case wire.Release(numbers=numbers):
+                self._admission.release(name, numbers)
+            case wire.Bye():  # also of an actor that ends by an error: the supervisor's word counts then
+                self.leave(name, "said goodbye", seen=False)
+        return wire.Done()
+
+    def leave(self, name: str, reason: str, *, seen: bool = True) -> None:
+        self._admission.fleet.leave(name, reason, seen=seen)
+        self._peers.forget(name)
+        self._challenged.pop(name, None)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: who is silent, late or stuck loses its groups."""
+        late = 0.0 if self._ticked_at is None else now - self._ticked_at
+        self._ticked_at = now
+        if late > _MAX_LATE_S:
+            _log.warning("nothing was heard for %.1f s, for the hub stood still: all leases are longer by that", late)
+            self._admission.fleet.forgive(late, now)
+            self._peers.forgive(late, now)
+            self._challenged.clear()
+        for name in self._publication.late(self._admission, self._peers, now):
+            self.leave(name, "adopted no weights in its time", seen=False)
+            _log.warning("%s adopted no weights in its time: its groups go to others", name)
+        for name in self._admission.fleet.expire(now):
+            self.leave(name, "", seen=False)
+            _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
+        for name, number in self._admission.fleet.overdue(now, self._config.progress_timeout_s):
+            _log.warning(
+                "%s made no progress with group %d for %.0f s: it goes to others", name, number, self._config.progress_timeout_s
+            )
+
+    def _check_shared(self, hello: wire.Hello) -> None:
+        other = sorted(name for name, digest in self._shared.items() if hello.shared.get(name) != digest)
+        if other:
+            raise RefusedError(
+                "shared",
+                f"{hello.actor} and this run differ in: {', '.join(other)}. Give the actor the same files and settings "
+                "(paths may differ), or start it from the run's config.toml",
+            )
+
+    def _check_name(self, hello: wire.Hello, now: float) -> None:
+        """Raises RefusedError while another living process holds the name."""
+        holder = self._admission.fleet.actors.get(hello.actor)
+        if holder is None or holder.life == hello.life:
+            self._challenged.pop(hello.actor, None)
+            return
+        patience = _SILENT_BEATS * self._config.beat_s
+        since = self._challenged.setdefault(hello.actor, now)
+        if holder.heard_at > since:
+            since = self._challenged[hello.actor] = holder.heard_at
+        if now - since < patience:
+            raise RefusedError(
+                "name-taken",
+                f"an actor called {hello.actor!r} is in the run, heard {now - holder.heard_at:.1f} s ago. Choose another name, "
+                "or end that one",
+            )
+        del self._challenged[hello.actor]

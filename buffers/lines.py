@@ -1,0 +1,145 @@
+"""Files of one JSON object a line that one process appends to: a line is in the file whole, or not at all.
+
+What a crash, a failing disk or a full one left behind the last whole line is cut off before the next is written. Files are
+read in pieces, so that a long run's cost no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from buffers.files import DISK, File
+
+_log = logging.getLogger(__name__)
+_PIECE = 1 << 16
+# What is longer is no line of ours: a damaged file may have no end of line for a long way.
+_LONGEST = 64 << 20
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`last`: the line that a file ends with now. `damaged`: bytes that were cut off and were no whole lines."""
+
+    last: Line | None
+    damaged: int
+
+
+class LineFile:
+    """Owns the file, which is made with the first line. Each line is with the operating system when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: File | None = None
+        self._end = 0  # of the last whole line
+        self._torn = False  # there may be something behind it
+
+    def cut(self, keep: Callable[[Line], bool] = lambda line: True) -> Cut:
+        """End the file with its last whole line that `keep` keeps. To be called before the first `write`."""
+        self._end, last = 0, None
+        if not self._path.exists():
+            return Cut(None, 0)
+        behind = size = DISK.size(self._path)
+        damaged = 0
+        for start, end, line in _backwards(self._path):
+            damaged += behind - end  # the beginning of a line
+            behind = end
+            if line is not None and keep(line):
+                self._end, last = end, line
+                break
+            damaged += 0 if line is not None else end - start
+            behind = start
+        else:
+            damaged += behind
+        if self._end < size:
+            DISK.truncate(self._path, self._end)
+        return Cut(last, damaged)
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its end. Raises OSError; nothing of it is then left when the next one is written."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = DISK.append(self._path)
+        if self._torn:
+            DISK.truncate(self._path, self._end)
+        self._torn = True
+        data = left = memoryview(f"{line}\n".encode())
+        while left:
+            left = left[self._file.write(left) :]
+        self._torn = False
+        self._end += len(data)
+
+    def sync(self) -> None:
+        """What was written is durable when this returns; may be called by another thread. Raises OSError."""
+        if self._path.exists():
+            DISK.sync_path(self._path)
+            DISK.sync_path(self._path.parent)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The whole lines of a file, first to last; none where there is no file, and the last may be being written.
+
+    What is no line (a damaged page) is passed over and logged with its place.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start = 0
+        for raw in file:
+            if (line := _parsed(raw)) is not None:
+                yield line
+            elif raw.endswith(b"\n"):
+                _log.warning("%s is damaged: bytes %d to %d are not a line", path, start, start + len(raw))
+            start += len(raw)
+
+
+def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
+    """Where each line begins and ends, last to first, and what it says: None for what is no line."""
+    with path.open("rb") as file:
+        end = None
+        for found in _line_ends(file):
+            if end is not None:
+                yield found, end, _line_at(file, found, end)
+            end = found
+        if end:
+            yield 0, end, _line_at(file, 0, end)
+
+
+def _line_ends(file: BinaryIO) -> Iterator[int]:
+    """Offsets right behind each end of line, last to first."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        length = min(_PIECE, position)
+        position -= length
+        piece = os.pread(file.fileno(), length, position)
+        at = piece.rfind(b"\n")
+        while at >= 0:
+            yield position + at + 1
+            at = piece.rfind(b"\n", 0, at)
+
+
+def _line_at(file: BinaryIO, start: int, end: int) -> Line | None:
+    if end - start > _LONGEST or os.pread(file.fileno(), 1, start) != b"{":
+        return None
+    return _parsed(os.pread(file.fileno(), end - start, start))
+
+
+def _parsed(raw: bytes) -> Line | None:
+    if not raw.startswith(b"{") or not raw.endswith(b"\n"):
+        return None
+    try:
+        found: Line = json.loads(raw.decode())
+    except ValueError:
+        return None
+    return found

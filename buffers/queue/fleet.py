@@ -1,0 +1,140 @@
+"""The actors, what each is making, and how that ends. Owned by `admission`, which decides who may begin what.
+
+A pure state machine over the line of numbers; time enters as an argument. A lease ends when its group is put, given up, or
+lost; what of that counts against the group is said in `failures`:
+
+    its actor's end was seen            counts
+    its actor is silent                 counts only if its end is seen later (`Silences`)
+    it makes no progress                counts, and its actor is given nothing until it moves
+    its actor never got the credit      does not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from buffers.queue.failures import Failures
+from buffers.queue.leases import Actor, Credit, Silences
+from buffers.queue.order import Line
+
+
+class Fleet:
+    """`actors` by name. newest: no version above it can have sampled anything. credited, failed: attempts, for the ledger.
+
+    on_burial: called when a number was quarantined, which moves those behind it up.
+    """
+
+    def __init__(self, line: Line, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
+        self._line, self._lease_s, self._on_burial = line, lease_s, on_burial
+        self.actors: dict[str, Actor] = {}
+        self.failures = Failures(max_attempts)
+        self._silences = Silences()
+        self.newest = self.credited = self.failed = 0
+
+    def join(self, name: str, actor: Actor, holding: Iterable[tuple[int, int]] = ()) -> None:
+        """An actor (re)joins and says which (number, attempt) it works on.
+
+        Leases it no longer holds are lost; work that no other actor has is leased to it (after the hub was restarted), unless
+        no version exists that could have begun it.
+        """
+        self._charge(self._silences.back(name, actor), f"{name} came back as another process")
+        before = self.actors.pop(name, None)
+        if before is not None and before.life == actor.life:
+            actor.stuck |= before.stuck
+        held = dict(holding)
+        for credit in list(before.leases.values()) if before else []:
+            if held.get(credit.number) == credit.attempt:
+                actor.leases[credit.number] = credit
+                del held[credit.number]
+            else:
+                ended = before is not None and before.life != actor.life
+                self._lose(credit.number, f"{name} came back {'as another process' if ended else 'without it'}", counts=ended)
+        self.actors[name] = actor
+        for number, attempt in sorted(held.items()):
+            is_wanted = self._line.is_open(number) and not self.failures.is_stuck(number, attempt)
+            if is_wanted and self._line.lowest_version(number) <= self.newest:
+                self.lease(actor, number, attempt)
+
+    def leave(self, name: str, reason: str = "left", *, seen: bool = True) -> None:
+        """An actor is gone, why says `reason`: its groups are lost and will be credited again.
+
+        seen: whether its end was seen. Else it may be alive and slow, which counts against none of its groups, until its end
+        is seen after all.
+        """
+        if seen:
+            self._charge(self._silences.ended(name), f"{name} {reason}")
+        actor = self.actors.pop(name, None)
+        if actor is not None and not seen:
+            self._silences.note(name, actor)
+        for number in list(actor.leases) if actor else []:
+            self._lose(number, f"{name} {reason}", counts=seen)
+
+    def expire(self, now: float) -> list[str]:
+        """Drop the actors not heard for `lease_s` seconds; returns their names."""
+        silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
+        for name in silent:
+            self.leave(name, f"was silent for {self._lease_s:g} s", seen=False)
+        return silent
+
+    def overdue(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
+        """End the leases of groups that made no progress for so long although their actor beats; returns (actor, number).
+
+        Lack of progress counts, and their actor is given nothing until they move, or are not there any more.
+        """
+        late = [(name, *each) for name, actor in self.actors.items() for each in actor.overdue(now, timeout_s)]
+        for name, number, is_made in late:
+            attempt = self.actors[name].leases.pop(number).attempt
+            reason = f"{name} {'made no progress with' if is_made else 'does not work on'} it for {timeout_s:g} s"
+            if is_made:
+                self._lost(number, self.failures.stuck(number, attempt, reason))
+            else:
+                self._lost(number, self.failures.lost(number, reason, counts=False))
+        return [(name, number) for name, number, _ in late]
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """So long the hub did not listen: whatever was not heard meanwhile proves nothing."""
+        for actor in self.actors.values():
+            actor.forgive(seconds, now)
+
+    @property
+    def leased(self) -> set[int]:
+        """The numbers that are being made."""
+        return {number for actor in self.actors.values() for number in actor.leases}
+
+    def lease(self, actor: Actor, number: int, attempt: int) -> Credit:
+        """Move an open number into a lease."""
+        self._line.begin(number)
+        credit = Credit(number, attempt, self._line.lowest_version(number))
+        actor.lease(credit)
+        self.credited += 1
+        return credit
+
+    def end_lease(self, number: int) -> bool:
+        """Whether an actor held it."""
+        return any(actor.leases.pop(number, None) for actor in self.actors.values())
+
+    def _lose(self, number: int, reason: str, *, counts: bool) -> None:
+        """The lease of `number` ended without a group. counts: whether that says something of the group."""
+        self.end_lease(number)
+        self._lost(number, self.failures.lost(number, reason, counts=counts))
+
+    def _lost(self, number: int, is_last: bool) -> None:
+        if is_last:
+            self.bury(number)
+        else:
+            self.failed += 1
+            self._line.reopen(number)
+
+    def _charge(self, credits: Iterable[Credit], reason: str) -> None:
+        """The end of an actor was seen that had been silent before: what it held then counts now, where it is still open."""
+        for credit in credits:
+            number = credit.number
+            is_open = self._line.is_open(number) and self.failures.attempt(number) == credit.attempt + 1
+            if is_open and self.failures.charge(number, f"attempt {credit.attempt}: {reason}"):
+                self.failed -= 1  # the lost attempt is the quarantined one
+                self.bury(number)
+
+    def bury(self, number: int) -> None:
+        """This number will never be consumed."""
+        self._line.quarantine(number)
+        self._on_burial()

@@ -1,0 +1,105 @@
+"""Where the learner's steps are written down: `metrics.jsonl`, a line a step, and `rollouts.jsonl`, a sample of their groups.
+
+    owns        both files
+    waits for   room on the disk, where a step finds none. Without a deadline of its own: a run that finishes no step ends
+                after `stall_timeout_s`
+    woken by    nothing: it tries again every `_AGAIN_S`
+    on close    nothing is left to write
+
+A resumed run continues the same files: what a lost incarnation wrote beyond the checkpoint is cut off first, so that steps
+never go back. The metrics have no hole, so they wait; a sample that cannot be written is counted and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from buffers.files import FULL
+from buffers.lines import Line, LineFile
+
+_log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+
+
+class Recording:
+    """See the module docstring. `sleep`: how it waits for room. `lost_lines`: those that should be in the files and are not."""
+
+    def __init__(self, directory: Path, sleep: Callable[[float], object] = time.sleep) -> None:
+        self._sleep = sleep
+        self._metrics, self._samples = LineFile(directory / "metrics.jsonl"), LineFile(directory / "rollouts.jsonl")
+        self._begun = False
+        self.lost_lines = 0
+
+    def begin(self, steps_done: int) -> None:
+        """Cut off the lines of steps after `steps_done`, the checkpoint's; nothing when it has begun already."""
+        if self._begun:
+            return
+        self._begun = True
+        metrics = self._metrics.cut(lambda line: _is_done(line, steps_done))
+        samples = self._samples.cut(lambda line: _is_done(line, steps_done))
+        for name, cut in (("metrics.jsonl", metrics), ("rollouts.jsonl", samples)):
+            if cut.damaged:
+                _log.warning("%s ended with %d bytes that were no whole lines; they are cut off", name, cut.damaged)
+        last = 0 if metrics.last is None else metrics.last["step"]
+        if last < steps_done:
+            self.lost_lines += steps_done - last
+            _log.error("metrics.jsonl is damaged: it has no lines of the steps from %d to %d", last + 1, steps_done)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Write down a step; on a full disk wait until there is room. Raises OSError for every other failure of the disk."""
+        line, waited = as_line(record), False
+        while True:
+            try:
+                self._metrics.write(line)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                if not waited:
+                    _log.error("the disk is full: step %s waits until metrics.jsonl has room (%s)", record["step"], error)
+                waited = True
+                self._sleep(_AGAIN_S)
+            else:
+                if waited:
+                    _log.warning("there is room on the disk again: step %s is recorded", record["step"])
+                return
+
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """Write down a group that was trained on; one that cannot be written is counted."""
+        try:
+            self._samples.write(as_line(record))
+        except OSError as error:
+            if not self.lost_lines:
+                _log.error("rollouts.jsonl loses lines as long as this lasts: %s", error)
+            self.lost_lines += 1
+
+    def sync(self) -> None:
+        """What was recorded until now is durable when this returns; may be called by another thread. Raises OSError."""
+        self._metrics.sync()
+        self._samples.sync()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def _is_done(line: Line, steps_done: int) -> bool:
+    return isinstance(line.get("step"), int) and line["step"] <= steps_done
+
+
+def as_line(record: Mapping[str, Any]) -> str:
+    """One JSON object. A number that is not finite becomes null, which every reader of JSON understands."""
+    return json.dumps(_finite(record), default=float, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

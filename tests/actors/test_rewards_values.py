@@ -1,0 +1,149 @@
+"""Whatever a reward returns or raises is a score, not applicable, or a failure with a reason: from the call to the record."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.reward_server import messages as served
+from actors.rewards import Answer, TransientError, failed, resolve, reward
+from actors.rewards.settings import TRANSIENT
+from actors.scorer import messages as scorer
+from actors.scoring.calls import Answers, Call
+from actors.scoring.sync_calls import run_call
+from buffers.score import MAX_SCORE, Score
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
+NUMBERS = st.one_of(
+    st.integers(),
+    st.sampled_from([10**400, -(10**400), 10**19, 1e308, 1e18, True]),
+    st.floats(),
+    st.fractions(),
+    st.decimals(),
+    st.complex_numbers(),
+    st.floats().map(np.float64),
+    st.floats(width=32).map(np.float32),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+    st.floats().map(np.array),
+    st.sampled_from([np.array("text"), np.datetime64("2020-01-01"), np.longdouble("1e4000"), np.ones(2), np.array(None)]),
+)
+PLAIN = st.one_of(st.none(), NUMBERS, TEXTS, st.binary(max_size=20), st.builds(object))
+NESTED = st.recursive(
+    PLAIN,
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.tuples(below),
+        st.dictionaries(st.one_of(TEXTS, st.integers(), st.none()), below, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def scored(value: float | None, metrics: dict[Any, Any], failure: str | None) -> Score:
+    """A score whose contents were changed after they had been checked."""
+    score = Score(1.0)
+    object.__setattr__(score, "value", None if failure is not None else value)
+    object.__setattr__(score, "failure", failure)
+    object.__setattr__(score, "metrics", metrics)
+    return score
+
+
+SCORES = st.builds(
+    scored, NESTED, st.one_of(NESTED, st.dictionaries(NESTED.filter(lambda key: hashable(key)), NESTED)), st.none() | TEXTS
+)
+
+
+def hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def echo(completion: Any) -> Any:
+    if isinstance(completion, BaseException):
+        raise completion
+    return completion
+
+
+def echo_list(completions: list[Any]) -> Any:
+    return echo(completions[0])
+
+
+@reward(scope="group")
+def echo_group(completions: list[Any]) -> Any:
+    return echo(completions[0])
+
+
+SPECS = {spec.name: spec for spec in resolve([f"{__name__}:{name}" for name in ("echo", "echo_list", "echo_group")], Path("/"))}
+
+
+def ask(name: str, value: Any, count: int = 1) -> Answers:
+    return run_call(Call(0, SPECS[name], tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
+
+
+def check(answer: Answer) -> None:
+    """It reaches the actor from a worker, from a scorer and from a reward server, and is a score there."""
+    score = pickle.loads(pickle.dumps(answer)).score()
+    assert score.value is None or (type(score.value) is float and abs(score.value) <= MAX_SCORE)
+    assert score.failure is None or 0 < len(score.failure) <= 500
+    told = scorer.Told(id=0, answers=[scorer.said(answer)])
+    assert [each.score() for each in scorer.answers(scorer.unpack(scorer.pack(told)).answers)] == [score]  # type: ignore[union-attr]
+    reply = served.Told(id=0, value=score.value, failure=score.failure, metrics=dict(score.metrics))
+    assert served.unpack(served.Told, served.pack(reply)) == reply
+
+
+@given(st.one_of(NESTED, SCORES))
+def test_whatever_one_call_returns_is_a_score_or_a_failure(value: Any) -> None:
+    (answer,) = ask("echo", value)
+    check(answer)
+    if type(value) in (int, float) and abs(value) <= MAX_SCORE:
+        assert answer.value == value
+    elif value is not None and not isinstance(value, Score | bool | Fraction | np.generic | np.ndarray):
+        assert answer.failure is not None
+
+
+@given(st.one_of(st.lists(NESTED | SCORES, min_size=2, max_size=2), NESTED), st.sampled_from(["echo_list", "echo_group"]))
+def test_whatever_a_list_holds_each_member_has_a_score_or_a_failure(value: Any, name: str) -> None:
+    answers = ask(name, value, count=2)
+    assert len(answers) == 2
+    for answer in answers:
+        check(answer)
+
+
+@pytest.mark.parametrize("wrong", [10**400, math.nan, "text", 1e308, Decimal(1), object()])
+def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None:
+    first, second = ask("echo_group", [wrong, 2.0], count=2)
+    assert first.failure is not None and second.value == 2.0
+
+
+@given(TEXTS, st.sampled_from([ValueError, KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, RecursionError]))
+def test_whatever_a_reward_raises_is_a_failure(text: str, kind: type[BaseException]) -> None:
+    (answer,) = ask("echo", kind(text))
+    check(answer)
+    assert answer.failure is not None and answer.failure.startswith(kind.__name__)
+
+
+def test_an_exception_of_a_gigabyte_is_a_short_failure_and_a_short_traceback() -> None:
+    (answer,) = ask("echo", ValueError("x" * 10_000_000))
+    assert len(answer.failure or "") == 500 and len(answer.traceback) <= 20_000
+
+
+@given(st.one_of(NESTED, st.just(math.inf)))
+def test_no_error_makes_its_score_be_waited_for_without_an_end(after_s: Any) -> None:
+    error = TransientError("busy", after_s=after_s)
+    try:
+        raise error
+    except TransientError as caught:
+        pause_s = failed(caught, TRANSIENT).retry_after_s
+    assert pause_s is not None and 0 <= pause_s <= 600

@@ -1,0 +1,232 @@
+"""What a reward may take, and what is left of it: memory, output, programs, names. An actor of its own in each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import actors
+from actors.scoring.guard import OUTPUT_BYTES
+from tests.conftest import wait_for
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")]
+
+ACTOR = """
+import json, os, subprocess, sys, threading, time
+from pathlib import Path
+from actors.config import ScoringConfig
+from actors.rewards import resolve, spec_of
+from actors.scoring.pool import ScoringPool
+
+DAEMON = '''
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+with open(sys.argv[1] + ".new", "w") as file: file.write(str(os.getpid()))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(1000)
+'''
+
+def escape(completion):
+    subprocess.run([sys.executable, "-c", DAEMON, completion])
+    while not os.path.exists(completion): time.sleep(0.01)
+    return 1.0
+
+def escape_and_hang(completion):
+    escape(completion)
+    time.sleep(1000)
+
+async def escape_async(completion):
+    return escape(completion)
+
+kept = []
+
+def hoard(completion):
+    for _ in range(int(completion)): kept.append(bytearray(1 << 20))
+    return float(len(kept))
+
+async def hoard_async(completion):
+    return hoard(completion)
+
+def aborts(completion):
+    os.abort()
+
+def shout(completion):
+    print("heard", completion)
+    os.write(1, b"x" * int(completion))
+    subprocess.run(["sh", "-c", "head -c 1000000 /dev/zero >&2"])
+    return 1.0
+
+def main(name, settings, completions):
+    answered = threading.Event()
+    pool = ScoringPool(resolve([spec_of(globals()[name])], Path("/")), ScoringConfig(**json.loads(settings)), answered.set)
+    for completion in json.loads(completions):
+        pool.submit("key", {"completion": completion})
+        scored = []
+        while not scored:
+            answered.wait(1)
+            answered.clear()
+            scored = pool.poll()
+        score = scored[0].scores[name]
+        print("\\nscored", json.dumps([score.value, score.failure]), flush=True)
+    sys.stdin.readline()
+    pool.close()
+    print("closed", flush=True)
+    sys.stdin.readline()
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> Iterator[Start]:
+    """`actor("hoard", ["1", "2"], timeout_s=3)`: scores one after the other, closes its pool at a line, ends at another."""
+    (tmp_path / "actor.py").write_text(ACTOR)
+    (tmp_path / "t").mkdir()
+    started = []
+
+    def start(reward: str, completions: list[str], **settings: Any) -> subprocess.Popen[str]:
+        with (tmp_path / "stderr").open("wb") as errors:
+            running = subprocess.Popen(
+                [sys.executable, str(tmp_path / "actor.py"), reward, json.dumps(settings), json.dumps(completions)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": str(Path(actors.__file__).parents[1]), "TMPDIR": str(tmp_path / "t")},
+                text=True,
+                start_new_session=True,
+            )
+        started.append(running)
+        return running
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate(timeout=30)
+
+
+def say(actor: subprocess.Popen[str]) -> None:
+    assert actor.stdin is not None
+    actor.stdin.write("\n")
+    actor.stdin.flush()
+
+
+def heard(actor: subprocess.Popen[str], word: str) -> str:
+    """What follows this word, where a line begins with it."""
+    assert actor.stdout is not None
+    for line in actor.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    raise AssertionError(f"the actor ended without {word!r}")
+
+
+def score(actor: subprocess.Popen[str]) -> tuple[float | None, str]:
+    value, failure = json.loads(heard(actor, "scored"))
+    return value, failure or ""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_program_that_left_its_session_and_its_parent_ends_with_the_call_that_is_killed(actor: Start, tmp_path: Path) -> None:
+    running = actor("escape_and_hang", [str(tmp_path / "pid")], timeout_s=3.0)
+    assert "timed out" in score(running)[1]
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: gone(pid), "the end of what the call started", 30.0)
+
+
+@pytest.mark.parametrize("end", ["close", "kill the actor", "kill its group", "kill the guard"])
+@pytest.mark.parametrize("reward", ["escape", "escape_async"])
+def test_nothing_that_a_reward_started_outlives_its_worker(actor: Start, tmp_path: Path, reward: str, end: str) -> None:
+    running = actor(reward, [str(tmp_path / "pid")])
+    assert score(running) == (1.0, "")
+    pid = int((tmp_path / "pid").read_text())
+    assert not gone(pid)
+    below = psutil.Process(running.pid).children(recursive=True)
+    guards = [process for process in below if any(word.endswith("guard.py") for word in process.cmdline())]
+    assert len(guards) == 1
+    if end == "close":
+        say(running)
+        heard(running, "closed")
+    elif end == "kill the actor":
+        running.kill()
+    elif end == "kill its group":
+        os.killpg(running.pid, signal.SIGKILL)
+    else:
+        # Its worker ends with it. What had escaped is then the init process's: this is as far as it goes.
+        workers = [process for process in guards[0].children() if process.pid != pid]
+        guards[0].kill()
+        psutil.wait_procs(workers, timeout=30)
+        assert all(gone(worker.pid) for worker in workers)
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: gone(pid), "the end of what the reward started", 30.0)
+
+
+@pytest.mark.parametrize("reward", ["hoard", "escape_async"])
+def test_a_group_that_is_killed_leaves_no_name_behind(actor: Start, tmp_path: Path, reward: str) -> None:
+    running = actor(reward, ["3" if reward == "hoard" else str(tmp_path / "pid")])
+    assert score(running)[1] == ""
+    family = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
+    shared = [mapped.path for process in family for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm")]
+    assert shared == []
+    os.killpg(running.pid, signal.SIGKILL)
+    wait_for(lambda: all(gone(process.pid) for process in family), "the end of them all", 30.0)
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+@pytest.mark.parametrize("reward", ["hoard", "hoard_async"])
+def test_a_reward_that_takes_too_much_memory_fails_with_the_limit_and_its_worker_is_replaced(actor: Start, reward: str) -> None:
+    running = actor(reward, ["10", "4000", "10"], worker_memory_mb=256)
+    assert score(running) == (10.0, "")
+    assert score(running) == (None, "out of memory: limit 256 MB (scoring.worker_memory_mb)")
+    assert score(running) == (10.0, "")  # what was kept is gone with its worker
+
+
+def test_without_a_limit_a_reward_takes_what_it_needs(actor: Start) -> None:
+    assert score(actor("hoard", ["300"], worker_memory_mb=None)) == (300.0, "")
+
+
+def test_a_worker_that_aborts_says_that_memory_may_be_the_cause(actor: Start) -> None:
+    failure = score(actor("aborts", [""], worker_memory_mb=512))[1]
+    assert failure == (
+        "its worker process ended with exit code -6, perhaps out of memory: limit 512 MB (scoring.worker_memory_mb)"
+    )
+
+
+def test_what_a_reward_prints_reaches_the_log_and_no_more_of_it_than_is_allowed(actor: Start, tmp_path: Path) -> None:
+    running = actor("shout", ["1000", "50000000", "7"], timeout_s=60.0)
+    assert heard(running, "heard") == "1000"
+    assert [score(running) for _ in range(3)] == [(1.0, "")] * 3
+    say(running)
+    heard(running, "closed")
+    errors = (tmp_path / "stderr").read_text(errors="replace")
+    assert "the rest of this minute's output is dropped" in errors
+    (dropped,) = re.findall(r"(\d+) bytes of its output were dropped", errors)
+    assert errors.count("\0") < OUTPUT_BYTES
+    assert int(dropped) > 50_000_000
+
+
+def test_a_reward_never_waits_for_a_log_that_is_not_read(actor: Start, tmp_path: Path) -> None:
+    running = actor("shout", ["50000000", "50000000"], timeout_s=60.0)
+    # Its standard output is a pipe that is read only after all of it was written.
+    errors = tmp_path / "stderr"
+    wait_for(lambda: "is dropped" in errors.read_text(errors="replace"), "the limit", 60.0)
+    assert [score(running) for _ in range(2)] == [(1.0, "")] * 2

@@ -1,0 +1,106 @@
+"""A run whose newest checkpoint is damaged goes on from one before it, by the command that it advises."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_rlhf.run_dir import RunDir
+from tests.async_rlhf.test_faults import assert_whole, steps
+from tests.conftest import wait_for
+
+NUM_STEPS = 16
+
+
+def saved(run: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted((run / "checkpoints").glob("step_*"))]
+
+
+def damage(run: Path, step: int, *, as_long: bool) -> None:
+    path = run / "checkpoints" / f"step_{step:06d}" / "optimizer.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if as_long else data[:-1])
+
+
+@pytest.fixture
+def stopped(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> list[str]:
+    """Arguments of a run that was killed after its checkpoints of steps 4 and 6."""
+    arguments = small_arguments(**{"max_steps": NUM_STEPS, "checkpoint.save_every": 2, "queue.max_staleness": 1})
+    started = command(*arguments)
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: run.exists() and 6 in saved(run) and steps(run) >= 7, "a step after the checkpoint of step 6")
+    family = started.family()
+    started.process.kill()
+    assert not psutil.wait_procs(family, timeout=15)[1]
+    assert steps(run) < NUM_STEPS, "the run was over before it was killed: give it more steps"
+    return arguments
+
+
+def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
+    command: Callable[..., Any], stopped: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "quick"
+    older, newest = saved(run)[-2:]
+    before = RunDir(run).metrics.read_bytes()
+    damage(run, newest, as_long=False)
+    code, output = command(*stopped, "--resume").finish()
+    assert code == 8 and f"step_{newest:06d} is torn: optimizer.safetensors has" in output, output
+    assert RunDir(run).metrics.read_bytes() == before, "nothing is cut off"
+    advised = re.search(r"async-rlhf (train .* --resume --from-step (\d+))", output.replace("\n", " "))
+    assert advised is not None and int(advised[2]) == older, output
+
+    code, output = command(*shlex.split(advised[1])).finish()
+    assert code == 0, output
+    assert_whole(run, NUM_STEPS)
+    assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
+
+
+def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_is_cut_off(
+    command: Callable[..., Any], stopped: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "quick"
+    older, newest = saved(run)[-2:]
+    before = RunDir(run).metrics.read_bytes()
+    damage(run, newest, as_long=True)
+    code, output = command(*stopped, "--resume").finish()
+    assert code != 0 and "has other bytes than were written" in output and f"--resume --from-step {older}" in output, output
+    assert RunDir(run).metrics.read_bytes() == before
+
+    code, output = command(*stopped, "--resume", "--from-step", str(newest)).finish()
+    assert code == 8 and f"step_{newest:06d} is torn" in output and f"can go on from step {older}" in output, output
+    code, output = command(*stopped, "--resume", "--from-step", str(newest + 1)).finish()
+    assert code == 3 and f"--from-step {newest + 1}: there is no checkpoint of that step" in output, output
+    code, output = command(*stopped, "--from-step", str(older)).finish()
+    assert code == 3 and "give --resume too" in output, output
+    assert saved(run)[-2:] == [older, newest], "and what is refused sets nothing aside"
+    state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
+    assert state["step"] == newest
+
+
+def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_steps_keep_their_groups(
+    command: Callable[..., Any], stopped: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "quick"
+    before = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
+    bad, done = before[7][1], before[1][0]
+    for number in (done, 1 << 40):
+        code, output = command("rollouts", "quarantine", str(run), "--group", str(number)).finish()
+        assert code == 1 and re.search(r"trained: group|unknown: group", output), output
+    code, output = command("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key").finish()
+    assert code == 0 and f"group {bad} is quarantined" in output, output
+    assert "a wrong answer key" in (run / "quarantine.jsonl").read_text()
+
+    code, output = command(*stopped, "--resume").finish()
+    assert code == 0, output
+    after = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
+    assert after[7] == [number for number in before[7] if number != bad]
+    assert sorted(number for groups in after.values() for number in groups) == sorted({*range(NUM_STEPS * 4)} - {bad})
+    ledger = RunDir(run).read_ledger()["ledger"]
+    assert ledger["closes"] and ledger["quarantined"] == 1 and ledger["committed"] == NUM_STEPS * 4 - 1

@@ -1,0 +1,101 @@
+"""Files that are damaged, foreign or still being written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.run_files import Lines, Tail, printable, read_last_lines, read_lines, read_object, read_small
+from buffers.errors import DamagedError
+
+
+def steps(*numbers: int, mark: str = "") -> str:
+    return "".join(json.dumps({"step": number, "mark": mark}) + "\n" for number in numbers)
+
+
+def seen(tail: Tail) -> list[int]:
+    return [record["step"] for record in tail.read()]
+
+
+def test_a_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert seen(tail) == []
+    path.write_text(steps(1, 2) + '{"step"')
+    assert seen(tail) == [1, 2] and seen(tail) == []
+    path.write_text(steps(1, 2, 3))
+    assert seen(tail) == [3]
+
+
+def test_a_tail_goes_on_behind_the_last_line_that_still_stands(tmp_path: Path) -> None:
+    """A learner that starts again cuts the file, and may have written more than was there before it is looked at."""
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_text(steps(1, 2, 3, 4, 5))
+    assert seen(tail) == [1, 2, 3, 4, 5]
+    path.write_text(steps(1, 2, 3) + steps(4, 5, 6, 7, mark="again"))
+    assert seen(tail) == [4, 5, 6, 7]
+    path.write_text(steps(1, 2))
+    assert seen(tail) == []
+    with path.open("a") as file:
+        file.write(steps(3, mark="again"))
+    assert seen(tail) == [3]
+    path.write_text(steps(1, 2, 3, mark="another"))
+    assert seen(tail) == [1, 2, 3]
+    path.unlink()
+    assert seen(tail) == []
+
+
+def test_lines_that_are_no_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_bytes(
+        steps(1).encode() + b"\0" * 5000 + b"\n" + b"[1]\n{\r]\n\xff\n" + b"[" * 100_000 + b"\n" + steps(2).encode()
+    )
+    assert seen(tail) == [1, 2] and tail.unreadable == 5
+    found = read_lines(path)
+    assert ([record["step"] for record in found.records], found.unreadable, found.first_unreadable) == ([1, 2], 5, 2)
+    assert [record["step"] for record in read_last_lines(path, window=100).records] == [2]
+    assert read_lines(tmp_path / "none") == read_last_lines(tmp_path / "none") == Lines()
+
+
+def test_nothing_but_a_regular_file_of_its_size_is_opened(tmp_path: Path) -> None:
+    pipe, directory, large = tmp_path / "pipe", tmp_path / "directory", tmp_path / "large"
+    os.mkfifo(pipe)
+    directory.mkdir()
+    with large.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    for path, message in ((pipe, "is no regular file"), (directory, "is no regular file"), (large, "has 1099511627776 bytes")):
+        for read in (read_small, read_object, read_lines, read_last_lines, lambda path: Tail(path).read()):
+            with pytest.raises(DamagedError, match=message):
+                read(path)
+    with pytest.raises(FileNotFoundError):
+        read_small(tmp_path / "none")
+    assert read_object(tmp_path / "none") == {}
+
+
+@given(data=st.binary(max_size=200))
+def test_whatever_is_in_a_file_it_is_read_or_refused(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(data)
+    assert len(read_lines(path).records) + read_lines(path).unreadable <= data.count(b"\n")
+    try:
+        assert isinstance(read_object(path), dict)
+    except DamagedError as error:
+        assert str(path) in str(error)
+
+
+@given(st.text())
+def test_what_is_shown_speaks_to_no_terminal(text: str) -> None:
+    shown = printable(text)
+    assert all(line.isprintable() for line in shown.split("\n"))
+    shown.encode()
+
+
+def test_an_escape_sequence_is_written_out() -> None:
+    assert printable("a\x1b[2J\x07\r\n\u202eb\ud800é") == "a\\x1b[2J\\x07\\r\n\\u202eb\\ud800é"

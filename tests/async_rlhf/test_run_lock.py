@@ -1,0 +1,203 @@
+"""One run directory, one run: who holds it, when it is free, and who may be signalled."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.cli import app
+from async_rlhf.run_dir import RunDir
+from async_rlhf.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from buffers.errors import ConfigError, DamagedError
+from tests.conftest import Command, wait_for
+
+HOLD = "import sys; from async_rlhf.run_lock import RunLock; from pathlib import Path; lock = RunLock.take(Path(sys.argv[1]));"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`hold(then)`: another process that takes the lock, runs `then`, and waits; it has printed a line."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(then: str = "print('held', flush=True)") -> subprocess.Popen[str]:
+        code = f"{HOLD}{then}; sys.stdin.read()"
+        command = [sys.executable, "-c", code, str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        wait_for(lambda: is_held(path), "the lock to be taken")
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_a_second_taker_is_told_who_holds_it_and_what_to_do(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+    process = hold()
+    with pytest.raises(ConfigError, match=rf"is running \(process {process.pid} on host .*stop it first: async-rlhf stop"):
+        RunLock.take(path)
+    assert is_held(path) and holder(path) == Holder(socket.gethostname(), process.pid)
+
+
+def test_no_clock_decides_who_is_alive(
+    path: Path, hold: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stepped clock changes when a process seems to have been made; it holds its lock all the same."""
+    hold()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)
+    assert is_held(path)
+    with pytest.raises(ConfigError, match="is running"):
+        RunLock.take(path)
+
+
+def test_a_killed_holder_frees_it(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+    process = hold()
+    process.kill()
+    lock = RunLock.take(path)
+    assert holder(path) == Holder(socket.gethostname(), os.getpid())
+    lock.release()
+    assert not is_held(path)
+
+
+def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+    """The roles of a killed supervisor: nothing may begin beside them."""
+    start = "subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,))"
+    then = f"import subprocess; print({start}.pid, flush=True)"
+    parent = hold(then)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait(30)
+    with pytest.raises(ConfigError, match=rf"still held 0 s after its start.*: {child.pid} \(another program\).*kill -9"):
+        RunLock.take(path, wait_s=0.0)
+    with pytest.raises(ConfigError, match=rf"has no supervisor.*{child.pid}"):
+        signal_holder(path, signal.SIGTERM)
+    waiting: list[RunLock] = []
+    thread = threading.Thread(target=lambda: waiting.append(RunLock.take(path)))
+    thread.start()
+    child.kill()
+    thread.join(30)
+    waiting[0].release()
+
+
+def test_only_who_holds_the_lock_is_signalled(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        said = json.dumps({"host": socket.gethostname(), "pid": bystander.pid})
+        path.write_text(said)
+        with pytest.raises(ConfigError, match="is not running"):
+            signal_holder(path, signal.SIGKILL)
+        process = hold()
+        path.write_text(said)
+        with pytest.raises(ConfigError, match=rf"has no supervisor.*{process.pid}"):
+            signal_holder(path, signal.SIGKILL)
+        path.write_text(json.dumps({"host": "elsewhere", "pid": process.pid}))
+        with pytest.raises(ConfigError, match=rf"running on another host \(process {process.pid} on host elsewhere\)"):
+            signal_holder(path, signal.SIGKILL)
+        for rubbish in (
+            "",
+            "{",
+            "[]",
+            '{"host": 1, "pid": 2}',
+            '{"host": "a", "pid": -1}',
+            '{"host": "a", "pid": true}',
+            "\0" * 9,
+        ):
+            path.write_text(rubbish)
+            with pytest.raises(ConfigError, match="does not say where"):
+                signal_holder(path, signal.SIGKILL)
+        assert process.poll() is None and bystander.poll() is None
+        path.write_text(json.dumps({"host": socket.gethostname(), "pid": process.pid}))
+        assert signal_holder(path, signal.SIGKILL).pid == process.pid
+        assert process.wait(30) == -signal.SIGKILL and bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait(30)
+
+
+def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
+    os.mkfifo(path)
+    for look in (is_held, RunLock.take):
+        with pytest.raises(DamagedError, match="is no regular file"):
+            look(path)
+    assert holder(path) is None
+
+
+def test_of_two_at_the_same_time_exactly_one_goes_on(
+    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
+) -> None:
+    RunDir.create(small(max_steps=200)).retire()
+    both = [command(*small_arguments(max_steps=200), "--resume") for _ in range(2)]
+    lost = wait_for(lambda: next((each for each in both if each.process.poll() is not None), None), "the one that is refused")
+    code, output = lost.finish()
+    (won,) = (each for each in both if each is not lost)
+    assert code == 3 and f"process {won.process.pid} on host" in output, output
+    run = RunDir.existing(small().run_dir)
+    wait_for(run.read_metrics, "a step")
+    assert won.process.poll() is None
+    with pytest.raises(ConfigError, match="is running"):
+        RunDir.reopen(small(max_steps=200))
+    assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+    code, output = won.finish()
+    assert code == 0, output
+    assert not run.is_alive() and CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 3
+
+
+def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
+    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
+) -> None:
+    started, config = command(*small_arguments(max_steps=500)), small(max_steps=500)
+    metrics = config.run_dir / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, "a step")
+    learner, family = started.child("learner"), started.family()
+    learner.suspend()
+    started.process.kill()
+    try:
+        assert psutil.wait_procs([each for each in family if each != learner], 30)[1] == [], "they end by themselves"
+        with pytest.raises(ConfigError, match=rf"still held .* by processes of an earlier one: {learner.pid} \(learner\)"):
+            RunDir.reopen(config)
+        assert (
+            f"has no supervisor that can be seen from here; processes that hold its lock: {learner.pid} (learner)"
+            in CliRunner().invoke(app, ["stop", str(config.run_dir)]).output
+        )
+    finally:
+        learner.kill()
+    run = RunDir.reopen(config)
+    assert run.is_alive()
+    run.retire()
+
+
+def test_a_replay_holds_the_directory_that_it_writes(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from async_rlhf import learning, rollouts
+
+    source, config = RunDir.create(small(name="source")), small(name="again")
+    held: list[bool] = []
+    trainer = SimpleNamespace(run=lambda: held.append(RunDir.existing(config.run_dir).is_alive()))
+    monkeypatch.setattr(rollouts, "read_batches", lambda queue: iter([SimpleNamespace(step=0)]))
+    monkeypatch.setattr(learning, "backend_of", lambda run, config: nullcontext())
+    monkeypatch.setattr(learning, "make_trainer", lambda *_: trainer)
+    again = rollouts.replay(source, config)
+    assert held == [True] and not again.is_alive()
+    with pytest.raises(ConfigError, match="exists"):
+        rollouts.replay(source, config)

@@ -1,0 +1,307 @@
+"""What the supervisor does about ends that were not asked for, crash loops, frozen processes and full disks: real processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_rlhf.api import start
+from async_rlhf.daemon import Progress, Supervisor
+from async_rlhf.exit_codes import WorkerLostError
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.program import Node
+from async_rlhf.run_dir import RunDir
+from async_rlhf.sockets import hub_address, socket_directory
+from buffers.clients.control import control
+from buffers.errors import ConfigError, DamagedError
+from tests.async_rlhf.test_faults import assert_whole, steps
+from tests.conftest import Command, wait_for
+
+
+class Heard(Progress):
+    """Keeps what the supervisor says; `on_step` is called with each step."""
+
+    def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
+        self.events: list[str] = []
+        self.on_step = on_step
+
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+    def step(self, record: dict[str, Any], max_steps: int) -> None:
+        self.on_step()
+
+
+class Spoiling(LocalLauncher):
+    """Starts the role of this name with arguments that it cannot be run with, but for the first time."""
+
+    def __init__(self, run: RunDir, name: str, *arguments: str) -> None:
+        super().__init__(run.lock)
+        self._name, self._arguments, self._lives = name, arguments, 0
+
+    def start(self, run_dir: Path, node: Node) -> LocalProcess:
+        self._lives += node.name == self._name
+        spoilt = node.name == self._name and self._lives > 1
+        return super().start(run_dir, replace(node, arguments=self._arguments) if spoilt else node)
+
+
+def told(run: Path) -> str:
+    """The address of a live run's hub, once it listens."""
+
+    def look() -> str:
+        sockets = RunDir.existing(run).sockets() if (run / "config.toml").exists() else None
+        return hub_address(sockets) if sockets is not None and (sockets / "hub").exists() else ""
+
+    return wait_for(look, "the hub to listen")
+
+
+def test_a_hub_that_ends_with_code_0_is_started_again(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Any local process may halt a hub without keys."""
+    started = command(*small_arguments(max_steps=20))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    with control(told(run)) as asked:
+        asked.halt()
+    code, output = started.finish()
+    assert code == 0 and "hub ended with code 0; starting it again" in output, output
+    assert_whole(run, 20)
+
+
+def test_a_drain_reaches_a_hub_that_was_away(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    started = command(*small_arguments(**{"max_steps": 500, "actors.restart_backoff_s": 3.0}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 2, "step 2")
+    hub = started.child("hub")
+    hub.kill()
+    psutil.wait_procs([hub], 30)
+    started.process.send_signal(signal.SIGTERM)
+    code, output = started.finish()
+    assert code == 0 and "drained" in output, output
+    assert 2 <= steps(run) < 500 and RunDir(run).read_ledger()["ledger"]["closes"]
+
+
+def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_steps(small: Any) -> None:
+    config = small(**{"max_steps": 100_000, "actors.count": 2, "actors.restart_backoff_s": 0.5})
+    run, heard = RunDir.create(config), Heard()
+    supervisor = Supervisor(config, run, Spoiling(run, "actor-1", "ipc:///nowhere", "actor-1", "", "one too many"), heard)
+
+    def kill_once() -> None:
+        heard.on_step = lambda: None
+        os.kill(supervisor.processes()["actor-1"], signal.SIGKILL)
+
+    heard.on_step = kill_once
+    with pytest.raises(WorkerLostError, match=r"actor-1 ended 6 times.*code 1 \(TypeError: .*takes"):
+        supervisor.run()
+    assert [text.split("again in ")[1] for text in heard.events if "actor-1" in text] == [
+        "0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s",
+    ]  # fmt: skip
+    assert not run.is_alive()
+
+
+def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:
+    config = small()
+    run, heard = RunDir.create(config), Heard()
+    (run.path / "run.json").unlink(missing_ok=True)
+    supervisor = Supervisor(config, run, LocalLauncher(run.lock), heard)
+    config_file = run.path / "config.toml"
+    config_file.write_text("= is no TOML")
+    with pytest.raises(DamagedError, match=r"config.toml is damaged"):
+        supervisor.run()
+    assert heard.events == []
+
+
+@pytest.mark.parametrize("role", ["hub", "learner"])
+def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_started_again(
+    role: str, command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    started = command(*small_arguments(**{"max_steps": 25, "watchdog_s": 10.0}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    frozen = started.child(role)
+    frozen.suspend()
+    psutil.wait_procs([frozen], 60)
+    assert not frozen.is_running()
+    code, output = started.finish()
+    assert code == 0 and f"{role} is frozen: no beat for 10 s (watchdog_s)" in output, output
+    assert_whole(run, 25)
+
+
+def test_a_role_that_is_frozen_for_less_goes_on_where_it_was(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    started = command(*small_arguments(**{"max_steps": 25, "watchdog_s": 60.0, "checkpoint.save_every": 100}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    for role in ("hub", "learner"):
+        frozen = started.child(role)
+        frozen.suspend()
+        with pytest.raises(psutil.TimeoutExpired):
+            frozen.wait(4)  # the time itself is what is tested
+        frozen.resume()
+    code, output = started.finish()
+    assert code == 0 and "starting it again" not in output, output
+    assert_whole(run, 25)
+
+
+def test_a_supervisor_that_was_frozen_kills_no_one(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """All of it is frozen for longer than the watchdog's time, as on a machine that sleeps; nothing is started again."""
+    started = command(*small_arguments(**{"max_steps": 25, "watchdog_s": 5.0, "queue.lease_s": 60.0}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    os.killpg(started.process.pid, signal.SIGSTOP)
+    with pytest.raises(psutil.TimeoutExpired):
+        psutil.Process(started.process.pid).wait(7)  # the time itself is what is tested
+    os.killpg(started.process.pid, signal.SIGCONT)
+    code, output = started.finish()
+    assert code == 0 and "frozen" not in output and "starting it again" not in output, output
+    assert_whole(run, 25)
+
+
+def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """As with nohup or systemd. The hub knows of its end at once: it said goodbye."""
+    import subprocess
+    import sys
+
+    started = command(*small_arguments(**{"max_steps": 100_000, "queue.lease_s": 600.0}))
+    run = tmp_path / "runs" / "quick"
+    arguments = [sys.executable, "-m", "async_rlhf.roles", "actor", str(run), told(run), "by-hand"]
+    actor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        address = told(run)
+
+        def actors() -> set[str]:
+            with control(address) as asked:
+                return set(asked.status()["actors"])
+
+        wait_for(lambda: "by-hand" in actors(), "the actor that was started by hand")
+        actor.terminate()
+        _, said = actor.communicate(timeout=60)
+        assert actor.returncode == 0 and "ended: asked to by SIGTERM" in said, said
+        assert "by-hand" not in actors()
+    finally:
+        actor.kill()
+        actor.communicate(timeout=30)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish()[0] == 0
+
+
+def test_a_full_disk_at_the_start_leaves_the_directory_as_it_was(small: Any, tmp_path: Path) -> None:
+    """A real limit on the size of files stands for the disk."""
+    run = RunDir.create(small())
+    run.retire()
+    before = (run.path / "config.toml").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            RunDir.reopen(small())
+        with pytest.raises(ConfigError, match="cannot be written"):
+            RunDir.create(small(name="new"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (run.path / "config.toml").read_bytes() == before
+    assert not (tmp_path / "runs" / "new").exists()
+    RunDir.reopen(small()).retire()
+
+
+@pytest.mark.parametrize("rubbish", ["", "\0" * 40, "[]", '{"sockets": 3}'])
+def test_a_damaged_run_json_does_not_keep_a_run_from_going_on(small: Any, rubbish: str) -> None:
+    run = RunDir.create(small())
+    run.retire()
+    (run.path / "run.json").write_text(rubbish)
+    RunDir.reopen(small()).retire()
+
+
+def test_the_sockets_of_a_killed_supervisor_are_removed_by_the_next_start_and_a_living_ones_are_not(
+    small: Any, tmp_path: Path
+) -> None:
+    run = RunDir.create(small())
+    with socket_directory() as living:
+        run.announce(living)
+        copied = (run.path / "run.json").read_text()
+        run.retire()
+        (run.path / "run.json").write_text(copied)  # as in a copy of a live run's directory
+        RunDir.reopen(small()).retire()
+        assert living.is_dir()
+    left = Path(living)
+    left.mkdir(mode=0o700)
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(left / "hub"))
+    (run.path / "run.json").write_text(copied)
+    RunDir.reopen(small()).retire()
+    assert not left.exists()
+    left.mkdir(mode=0o700)
+    (left / "something of value").write_text("")
+    (run.path / "run.json").write_text(copied)
+    RunDir.reopen(small()).retire()
+    assert (left / "something of value").exists()
+    (left / "something of value").unlink()
+    left.rmdir()
+
+
+def test_a_model_that_is_not_whole_is_refused_before_any_process_starts(small: Any, tmp_path: Path) -> None:
+    import shutil
+
+    good, weights = small().model, "model.safetensors"
+    for name, spoil, message in (
+        (weights, lambda old: old[:-1], "not fully covered"),
+        (weights, lambda old: b"", "header too small"),
+        ("tokenizer.json", lambda old: b"{", r"tokenizer\.json"),
+        (f"{weights}.index.json", lambda old: b'{"weight_map": {"lost": "2"}}', "tensor 'lost' should be in '2'"),
+    ):
+        path = tmp_path / "model"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(good, path)
+        file = path / name
+        file.write_bytes(spoil(file.read_bytes() if file.exists() else b""))
+        with pytest.raises(ConfigError, match=message):
+            start(small(model=str(path)))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reason_is_read_from_the_present_life_only(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), tmp_path / "role.log"
+    log.write_text("fatal: of an earlier life\n")
+    process = LocalLauncher().start(tmp_path, Node("role", "hub", ("ipc:///nowhere",), log))
+    wait_for(lambda: process.poll() is not None, "its end")
+    assert process.poll() == 3 and process.last_words() == f"{str(run.path)!r} is no run directory (it has no config.toml)"
+    log.write_text("cut\n")
+    assert process.last_words() == "cut"
+
+
+def test_a_full_disk_costs_an_evaluation_its_line_and_nothing_else(tmp_path: Path) -> None:
+    from async_rlhf.roles import _append
+
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text('{"label": "start"}\n')
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+    try:
+        with pytest.raises(OSError, match="no room for a whole line"):
+            _append(path, '{"label": "end"}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before

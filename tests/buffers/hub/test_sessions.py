@@ -1,0 +1,331 @@
+"""Actors come, go, are slow, stuck, doubled or of another run: real sockets, and never a group that pays for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffers.clients.learner import SuspectGroup
+from buffers.errors import RefusedError
+from buffers.hub.exchange import Exchange
+from buffers.protocol import wire
+from buffers.protocol.schema import GroupSchema
+from buffers.queue.bound import Bound
+from buffers.record import Rollout, Score, Span, Support
+from tests.buffers.hub.test_hub import (
+    Actor,
+    Place,
+    a_group,
+    delivered,
+    holds,
+    learner_of,
+    peers,
+    taken,
+    tensors,
+    until,
+)
+
+BOUND = Bound(groups_per_batch=2, max_staleness=1, num_groups=8)
+LEASE_S = 0.6
+
+
+@pytest.fixture
+def make(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Place]]:
+    places: list[Place] = []
+
+    def begin(address: str = "", **options: Any) -> Place:
+        places.append(Place(tmp_path, address or f"ipc://{socket_dir}/hub", BOUND, **options))
+        places[-1].begin()
+        return places[-1]
+
+    yield begin
+    for each in places:
+        each.close()
+
+
+def no_group_paid(hub: Place) -> bool:
+    ledger = hub.status()["ledger"]
+    return bool(ledger["quarantined"] == 0 and ledger["closes"])
+
+
+def test_of_two_living_actors_with_one_name_the_second_is_refused_and_the_first_goes_on(make: Callable[..., Place]) -> None:
+    hub = make(lease_s=LEASE_S, max_attempts=1)
+    first, learner = Actor(hub), learner_of(hub)
+    with peers(first, learner):
+        learner.publish(0, tensors(0))
+        until(holds(first, 0), first)
+        second = Actor(hub)
+        with peers(second), pytest.raises(RefusedError, match="name-taken: an actor called 'anna' is in the run"):
+            until(lambda: False, first, second)
+        first.put(*sorted(first.begun))
+        until(delivered(first), first)
+        assert taken(learner, 0) == [0, 1]
+        assert no_group_paid(hub) and hub.status()["ledger"]["failed"] == 0
+
+
+def test_an_actor_started_again_by_hand_gets_its_name_back_once_the_old_one_is_silent(make: Callable[..., Place]) -> None:
+    hub = make(lease_s=60.0, max_attempts=1)
+    first, learner = Actor(hub), learner_of(hub)
+    with peers(learner):
+        learner.publish(0, tensors(0))
+        until(holds(first, 0), first)
+        first.client._connection.close()  # killed: no goodbye
+        second = Actor(hub, beat_s=1.0)
+        with peers(second):
+            until(holds(second, 4), second)
+            assert hub.status()["ledger"]["quarantined"] == 4, "the end of the first was seen: it counts"
+        assert hub.status()["ledger"]["quarantined"] == 4, "and an orderly goodbye does not"
+
+
+def test_an_actor_of_another_configuration_is_refused_by_name(make: Callable[..., Place]) -> None:
+    shared = {"model": "a1", "tokenizer": "b1", "data": "c1"}
+    hub = make(wanted={"shared": shared})
+    for given, other in (({"model": "a1", "tokenizer": "XX"}, "data, tokenizer"), ({}, "data, model, tokenizer")):
+        stranger = Actor(hub, "stranger", shared=given)
+        with peers(stranger), pytest.raises(RefusedError, match=f"shared: stranger and this run differ in: {other}"):
+            until(lambda: False, stranger)
+    friend = Actor(hub, "friend", shared=shared)
+    with peers(friend):
+        until(lambda: "friend" in hub.status()["actors"], friend)
+
+
+def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(make: Callable[..., Place]) -> None:
+    now = [0.0]
+    hub = make(lease_s=LEASE_S, max_attempts=1, wanted={"clock": lambda: time.monotonic() + now[0]})
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(holds(anna, 0), anna)
+        now[0] += 1000.0
+        until(lambda: "anna" in hub.status()["actors"], anna)
+        anna.put(*sorted(anna.begun))
+        until(delivered(anna), anna)
+        assert not anna.client.refused and hub.status()["ledger"]["failed"] == 0
+
+
+def test_beats_go_on_while_an_engine_loads_for_twice_the_lease_and_twice_the_patience(make: Callable[..., Place]) -> None:
+    hub = make(lease_s=LEASE_S, max_attempts=1)
+    anna, learner = Actor(hub, beat_s=0.1, timeout_s=LEASE_S), learner_of(hub)
+    anna.client.keep_beating()
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(holds(anna, 0), anna)
+        blocked = threading.Event()
+        blocked.wait(2 * LEASE_S + 2.0)  # the engine's thread, in `load_weights`
+        anna.put(*sorted(anna.begun))
+        until(delivered(anna), anna)
+        assert not anna.client.refused and hub.status()["ledger"]["failed"] == 0
+
+
+def test_a_group_without_progress_goes_to_another_although_its_actor_beats(make: Callable[..., Place]) -> None:
+    hub = make(progress_timeout_s=LEASE_S)
+    stuck, learner = Actor(hub, "stuck", beat_s=0.1), learner_of(hub)
+    stuck.client.keep_beating()
+    with peers(stuck, learner):
+        learner.publish(0, tensors(0))
+        until(holds(stuck, 3), stuck)
+        stuck.client.works_on(stuck.state)
+        until(lambda: hub.status()["ledger"]["failed"] == 4)
+        other = Actor(hub, "other")
+        with peers(other):
+            until(lambda: other.begun.keys() == {0, 1, 2, 3}, other)
+            other.put(0, 1, 2, 3)
+            until(delivered(other), other)
+            assert taken(learner, 0) == [0, 1] and no_group_paid(hub)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux says how many bytes a connection has received")
+def test_bytes_that_still_arrive_keep_a_lease(make: Callable[..., Place]) -> None:
+    """A large group over a slow uplink, with the beats behind it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1)
+    slow = SlowUplink(port)
+    anna, learner = Actor(hub), learner_of(hub)
+    far = Actor(hub, "far", address=f"tcp://127.0.0.1:{slow.port}")
+    with peers(anna, learner, far):
+        anna.capacity = 0
+        learner.publish(0, tensors(0))
+        until(holds(far, 0), far, anna)
+        slow.bytes_per_s = 400_000
+        far.put(0, text="x" * 600_000)  # of two rollouts: three seconds, five leases
+        until(delivered(far), far, anna)
+        assert not far.client.refused and hub.status()["ledger"]["failed"] == 0
+    slow.close()
+
+
+class SlowUplink:
+    """A proxy before the hub that passes on what the peer sends at `bytes_per_s`, and what the hub sends at once."""
+
+    def __init__(self, hub_port: int) -> None:
+        self._hub_port, self.bytes_per_s = hub_port, 1 << 30
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                peer, _ = self._listener.accept()
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                hub = socket.create_connection(("127.0.0.1", self._hub_port))
+                for way in ((peer, hub, True), (hub, peer, False)):
+                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+        except OSError:
+            pass
+
+    def _pass(self, source: socket.socket, sink: socket.socket, slowly: bool) -> None:
+        try:
+            while data := source.recv(1 << 14):
+                if slowly:
+                    time.sleep(len(data) / self.bytes_per_s)  # what a slow link is
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            source.close()
+            sink.close()
+
+
+SCHEMA = GroupSchema(
+    group_size=2,
+    vocabulary=100,
+    max_prompt_length=2,
+    max_completion_length=3,
+    rewards=frozenset({"right"}),
+    sampling=(1.0, 0, 1.0, 0.0),
+)
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "one member instead of two": (lambda g: g.update(rollouts=g["rollouts"][:1]), "members: 1; this run's: 2"),
+    "a token beyond the vocabulary": (lambda g: g.update(rollouts=[rollout(100)] * 2), "largest token id: 100; at most 99"),
+    "a prompt token beyond it": (lambda g: g.update(prompt_ids=np.array([1 << 20], np.int32)), "largest token id: 1048576"),
+    "a support beyond it": (lambda g: g.update(rollouts=[supported(), rollout(5)]), "largest token id in a support: 777"),
+    "a reward that the run has not": (
+        lambda g: g.update(rollouts=[rollout(5, scores={"other": Score(1.0)})] * 2),
+        "rewards: \\['other'\\]; this run's: \\['right'\\]",
+    ),
+    "a completion that is too long": (
+        lambda g: g.update(rollouts=[rollout(5, length=4)] * 2),
+        "tokens of a completion: 4; at most 3",
+    ),
+    "a prompt that is too long": (lambda g: g.update(prompt_ids=np.zeros(3, np.int32)), "prompt tokens: 3; at most 2"),
+    "another temperature": (lambda g: g.update(temperature=0.5), "temperature, top_k, top_p and min_p: \\(0.5"),
+}
+
+
+def rollout(token: int, length: int = 3, scores: dict[str, Score] | None = None, support: Support | None = None) -> Rollout:
+    ids, logprobs = np.full(length, token, np.int32), np.full(length, -0.5, np.float32)
+    return Rollout(ids, logprobs, (Span(0, length),), "stop", scores or {"right": Score(1.0)}, support=support)
+
+
+def supported() -> Rollout:
+    return rollout(5, support=Support(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32)))
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(make: Callable[..., Place], name: str) -> None:
+    hub = make(wanted={"schema": SCHEMA})
+    anna, learner = Actor(hub), learner_of(hub)
+    spoil, message = SPOILT[name]
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(holds(anna, 0), anna)
+        fields = vars(a_group(0, 0, 0, "anna"))
+        spoil(fields)
+        anna.client.put(type(a_group(0, 0, 0, "anna"))(**fields))
+        with pytest.raises(RefusedError, match=f"schema: group 0: {message}"):
+            until(lambda: False, anna)
+    assert hub.status()["ledger"]["queued"] == 0
+
+
+def test_a_defect_of_the_hub_refuses_the_message_that_met_it_and_no_other(
+    make: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = Exchange._put
+
+    def broken(self: Exchange, identity: bytes, request: int, put: wire.Put, frames: wire.Frames) -> wire.Message | None:
+        if put.group.number == 1:
+            raise OverflowError("int too big to convert")
+        return honest(self, identity, request, put, frames)
+
+    monkeypatch.setattr(Exchange, "_put", broken)
+    hub = make()
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(holds(anna, 1), anna)
+        anna.put(0)
+        until(delivered(anna), anna)
+        for _ in range(2):
+            anna.client.put(a_group(1, 0, 0, "anna"))
+            with pytest.raises(RefusedError, match="unforeseen: a defect of the hub: OverflowError"):
+                until(lambda: False, anna)
+    assert hub.status()["refused"] == {"unforeseen": 2} and hub.status()["ledger"]["queued"] == 1
+    assert sum("OverflowError" in (record.exc_text or "") for record in caplog.records) == 1, "its traceback is logged once"
+
+
+def test_a_batch_that_ends_learners_is_tried_group_by_group_and_goes_on_without_the_guilty_one(
+    make: Callable[..., Place],
+) -> None:
+    hub = make(max_attempts=2)
+    anna = Actor(hub)
+    with peers(anna):
+        for _ in range(2):
+            learner = learner_of(hub)
+            with peers(learner):
+                learner.publish(0, tensors(0))
+                until(lambda: hub.status()["ledger"]["queued"] >= 2 or feed(anna), anna)
+                assert taken(learner, 0) == [0, 1]
+        learner = learner_of(hub)
+        with peers(learner):
+            learner.publish(0, tensors(0))
+            first = learner.take(0)
+            assert isinstance(first, SuspectGroup) and first.group().number == first.number == 0
+            learner.tried(first)
+            second = learner.take(0)
+            assert isinstance(second, SuspectGroup) and second.number == 1  # and it ends with it
+        learner = learner_of(hub)
+        with peers(learner):
+            learner.publish(0, tensors(0))
+            assert taken(learner, 0) == [0]
+            learner.trained(0)
+            learner.publish(1, tensors(1))
+            assert hub.status()["ledger"]["quarantined"] == 1
+            assert "ended the learner alone" in (hub.folder / "quarantine.jsonl").read_text()
+
+
+def feed(anna: Actor) -> bool:
+    anna.put(*sorted(anna.begun))
+    return False
+
+
+def test_an_operator_takes_a_group_back_and_it_stays_so_when_the_hub_is_restarted(make: Callable[..., Place]) -> None:
+    hub = make()
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(holds(anna, 3), anna)
+        anna.put(0, 1, 2, 3)
+        until(delivered(anna), anna)
+        with hub.control() as operator:
+            operator.quarantine(1, "its answer key is wrong")
+            with pytest.raises(RefusedError, match="trained: group 1"):
+                operator.quarantine(1, "again")
+        assert taken(learner, 0) == [0, 2]
+    hub.restart()
+    learner = learner_of(hub)
+    with peers(learner):
+        learner.publish(0, tensors(0))
+        assert taken(learner, 0) == [0, 2] and hub.status()["ledger"]["quarantined"] == 1
+    assert "its answer key is wrong" in (hub.folder / "quarantine.jsonl").read_text()

@@ -1,0 +1,135 @@
+"""Lines are in a file whole or not at all, whatever ended the process before; reading costs no memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.lines import LineFile, read_lines
+
+PAGE = 4096
+
+
+def up_to(step: int) -> Any:
+    return lambda line: line["step"] <= step
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
+
+
+def write(path: Path, *numbers: int, padding: int = 0) -> None:
+    with path.open("a") as file:
+        for step in numbers:
+            file.write(json.dumps({"step": step, "text": "x" * padding}) + "\n")
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: a disk that is full for everybody in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("behind", [b"", b'{"step": 4, "te', b"\0" * PAGE, b"\0" * PAGE + b"\n", b"[4]\n", b"\xff\n", b"\n\n"])
+def test_what_is_behind_the_last_whole_line_is_cut_off_and_counted(tmp_path: Path, behind: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + behind)
+    file = LineFile(path)
+    cut = file.cut()
+    assert (cut.last, cut.damaged) == ({"step": 3, "text": ""}, len(behind))
+    assert path.read_bytes() == whole
+    file.write('{"step": 4}')
+    file.close()
+    assert steps(path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_file_is_cut_behind_the_last_line_that_is_wanted(tmp_path: Path, step: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 2, 4, padding=70_000)  # longer than what is read at once
+    cut = LineFile(path).cut(up_to(step))
+    kept = [each for each in (1, 2, 2, 4) if each <= step]
+    assert steps(path) == kept and cut.damaged == 0
+    assert (cut.last or {}).get("step") == (kept[-1] if kept else None)
+
+
+def test_a_file_that_is_nothing_but_rubbish_begins_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\0" * PAGE)
+    file = LineFile(path)
+    assert file.cut().damaged == PAGE
+    file.write('{"step": 1}')
+    file.close()
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_hole_in_the_middle_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, *range(1, 200), padding=100)
+    data = bytearray(path.read_bytes())
+    data[PAGE : 2 * PAGE] = bytes(PAGE)
+    path.write_bytes(data)
+    assert LineFile(path).cut().damaged == 0
+    found = steps(path)
+    lost = set(range(1, 200)) - set(found)
+    assert found == sorted(found) and lost == set(range(min(lost), max(lost) + 1)) and found[-1] == 199
+    (message,) = caplog.messages
+    begins, ends = data.rfind(b"\n", 0, PAGE) + 1, data.find(b"\n", 2 * PAGE) + 1
+    assert f"metrics.jsonl is damaged: bytes {begins} to {ends} are not a line" in message
+
+
+def test_a_long_file_with_damage_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write(path, *range(1, 1025), padding=1 << 16)  # 64 MiB
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size + (64 << 20))  # and as much that was never written
+    tracemalloc.start()
+    try:
+        cut = LineFile(path).cut(up_to(3))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cut.last is not None and cut.last["step"] == 3 and cut.damaged == 64 << 20
+    assert peak < 2 << 20
+    assert steps(path) == [1, 2, 3]
+
+
+def test_half_a_line_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    file = LineFile(path)
+    file.write('{"step": 1}')
+    with small_files(20), pytest.raises(OSError, match="File too large"):
+        file.write('{"step": 2, "text": "more than fits"}')
+    assert path.stat().st_size == 20 and steps(path) == [1]
+    file.write('{"step": 3}')
+    file.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_a_file_that_cannot_be_made_is_made_when_it_can(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "spans"
+    in_the_way.write_text("no directory")
+    file = LineFile(in_the_way / "actor.jsonl")
+    file.cut()
+    with pytest.raises(OSError, match="spans"):
+        file.write('{"step": 1}')
+    in_the_way.unlink()
+    file.write('{"step": 2}')
+    file.sync()
+    file.close()
+    assert steps(in_the_way / "actor.jsonl") == [2]
