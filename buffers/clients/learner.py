@@ -54,7 +54,7 @@ class LearnerClient:
         self.fence = 0
 
     def register(self, step: int, committed: int) -> None:
-        """(Re)start at `step`, the newest durable checkpoint being of `committed` steps; a new fence holds from now on."""
+        """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it."""
         register = wire.Register(step=step, committed=committed, learner=self._life, fence=self.fence)
         answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
         assert isinstance(answer, wire.Registered)
@@ -95,7 +95,7 @@ class LearnerClient:
         self._connection.send(wire.Trained(fence=self.fence, step=step))
 
     def commit(self, step: int) -> None:
-        """A checkpoint of `step` steps is durable; everything before it may be deleted."""
+        """The oldest checkpoint that is kept has `step` steps; the groups of earlier steps may be deleted."""
         self._connection.ask(wire.Commit(fence=self.fence, step=step), timeout_s=self._timeout_s)
 
     def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:

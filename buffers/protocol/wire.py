@@ -183,7 +183,7 @@ class Stop(MessageBase):
 
 
 class Register(MessageBase):
-    """A learner (re)starts with `step` steps done and a durable checkpoint of `committed`; its fence is in the answer.
+    """A learner (re)starts with `step` steps done; its fence is in the answer. committed: as `Commit.step`.
 
     learner: the name of this life of it. fence: the one it was given last, 0 when it never was.
     """
@@ -259,7 +259,7 @@ class Trained(MessageBase):
 
 
 class Commit(MessageBase):
-    """A checkpoint of `step` steps is durable."""
+    """The oldest checkpoint that is kept has `step` steps: no learner goes back behind it."""
 
     type: Literal["commit"] = "commit"
     fence: Count

@@ -188,16 +188,16 @@ class Admission:
     def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
-        `committed`: its newest durable checkpoint, before `step` when the learner lived on while the hub was restarted.
+        committed: as `commit` takes it, for a hub that was not told.
         owner: names the learner's process. Another one than held the batch of the present step ended with it.
-        Returns the numbers that checkpoint commits. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
+        Returns what `commit` returns. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
         """
         if fence <= self.fence:
             raise RefusedError("fenced", f"fence {fence} is not above the newest, {self.fence}")
         if step < self.committed_step:
             raise RefusedError(
                 "committed",
-                f"groups before step {self.committed_step} were deleted when that checkpoint became durable; "
+                f"groups before step {self.committed_step} were deleted, for no older checkpoint is kept; "
                 f"a learner cannot resume from step {step}",
             )
         if step > self.committed_step and step - 1 not in self._batches.of:
@@ -257,7 +257,9 @@ class Admission:
             self._trials.trying = number
 
     def commit(self, step: int) -> list[int]:
-        """A checkpoint of `step` steps is durable: returns the numbers that may be deleted. Raises RefusedError: `order`."""
+        """The oldest checkpoint that is kept has `step` steps: returns the numbers that may be deleted, for no learner goes
+        back behind it. Raises RefusedError: `order`.
+        """
         if step > self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot commit {step}")
         numbers = self._batches.commit(step)

@@ -1,4 +1,7 @@
-"""The batches that are made up and in no durable checkpoint yet, and how much is in one. Values only; `admission` owns one."""
+"""The batches that a learner may still go back to, and how much lies before them. Values only; `admission` owns one.
+
+A batch is committed when every checkpoint that is kept was made after its step.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Batches:
         self.removed.add(number)
 
     def commit(self, step: int) -> list[int]:
-        """Batches before `step` are in a durable checkpoint; returns their groups."""
+        """Commit the batches before `step`; returns their groups."""
         numbers: list[int] = []
         for index in sorted(index for index in self.of if index < step):
             batch = self.of.pop(index)

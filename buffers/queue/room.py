@@ -16,7 +16,7 @@ Claim: it never deadlocks.
     A finished group that must wait stays with its actor, whose lease lives on; it takes no place in the engine. It enters
     when there is room, or at the latest when it is due.
 
-On disk lie, beside Q, the groups trained on since the last durable checkpoint.
+On disk lie, beside Q, the groups trained on since the oldest checkpoint that is kept.
 """
 
 from __future__ import annotations
