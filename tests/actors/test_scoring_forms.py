@@ -122,7 +122,7 @@ def test_a_group_that_gets_too_few_scores_fails_as_a_whole(bench: Callable[..., 
 
 
 def test_a_hanging_reward_of_groups_with_workers_of_its_own_holds_up_nobody(bench: Callable[..., Bench]) -> None:
-    pool = bench("hangs batched", timeout_s=0.5)
+    pool = bench("hangs batched", timeout_s=1.0)
     for member in range(2):
         pool.submit(member, "1", Place("g", member, 2))
     scores = pool.wait()[0].scores
@@ -168,7 +168,7 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, culprit: str, told: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        scores = bench(f"innocent {culprit}", timeout_s=0.5).one("7")
+        scores = bench(f"innocent {culprit}", timeout_s=1.0).one("7")
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
     if culprit == "blocker":
         assert any("reward 'blocker' has kept the event loop to itself" in r.getMessage() for r in caplog.records)
