@@ -45,6 +45,11 @@ class StepReport:
 class Backend(Protocol):
     """Owns model, optimizer and schedule. Waits for nothing."""
 
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row that holds several completions; 1 where each has a row of its own."""
+        ...
+
     def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         ...

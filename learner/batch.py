@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from buffers.attention import FULL, Reach
 from buffers.errors import RecordError
 from buffers.record import Float32Array, Group, Int32Array, Rollout
 from learner.support import Supports
@@ -98,6 +99,11 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.target_N)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether completions share a row."""
+        return len(self.member_S) > len(self.ids_RL)
 
     @property
     def member_N(self) -> Tensor:
@@ -210,12 +216,19 @@ def make_micro_batches(
     return [_tensors(batch, with_supports=with_supports, with_references=with_references) for batch in batches]
 
 
-def attention_mask(segments_RL: Tensor) -> Tensor:
-    """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far."""
+def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
+    """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far, as
+    far back as a layer reaches. Distances are those of positions, for siblings stand between a completion and its prompt."""
     length = segments_RL.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
     keys = segments_RL[:, None, :]
-    return causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
+    seen = causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
+    query, key = positions_RL[:, :, None], positions_RL[:, None, :]
+    if reach.window is not None:
+        seen &= query - key < reach.window
+    if reach.chunk is not None:
+        seen &= query // reach.chunk == key // reach.chunk
+    return seen
 
 
 def _tensors(rows: Sequence[Row], *, with_supports: bool, with_references: bool) -> MicroBatch:

@@ -36,6 +36,7 @@ from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
 from learner.deepspeed_config import deepspeed_settings
 from learner.machine_check import check_division
+from learner.model_check import check_policy
 from learner.model_files import saved_weights, write_model
 from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
 from learner.policy import Policy, load_model
@@ -77,6 +78,7 @@ class DeepSpeedBackend(RankBackend):
         if self._lora is not None:
             lora.add_adapters(model, self._lora)
         self._policy = Policy(model, config, with_critic=True)
+        check_policy(self._policy)
         self._load_reference()
         learned = model.state_dict() if self._lora is None else lora.adapters(model)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}

@@ -29,6 +29,10 @@ class Leader:
     def __init__(self, own: RankBackend, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
+    @property
+    def row_tokens(self) -> int:
+        return self._own.row_tokens
+
     def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
         parts = self._scatter("observe", self._own.cut([rows], self._ranks.size))
         found = self._own.observe_part(parts[0].batches)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from buffers.attention import FAMILIES, Reach, attention
 from buffers.errors import ConfigError
 from learner.batch import MicroBatch, attention_mask
 from learner.config import LearnerConfig
@@ -22,8 +23,10 @@ from learner.critic import make_critic
 from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 from learner.sequence_parallel import Share, share_attention
 
-# An output layer that is followed by nothing else agrees with the model's own logits to rounding.
-_SAME_LOGITS = 1e-3
+# An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
+_SAME_LOGITS = 1e-5
+# Beyond every cap on logits that models have.
+_LARGE = 1e4
 
 
 def load_model(directory: Path, device: torch.device) -> nn.Module:
@@ -51,9 +54,17 @@ class Policy(nn.Module):
         self._logits_mib = config.logits_mib
         if config.gradient_checkpointing:
             _checkpoint_gradients(model)
+        self.config: dict[str, Any] = cast(Any, model).config.get_text_config().to_dict()
+        self.attention = attention(self.config)
+        self.packs = self.attention is not None
         self._chunked = self._output_layer_is_last()
         self._sequence_ranks = config.sequence_parallel
         if self._sequence_ranks > 1:
+            if self.attention is None:
+                raise ConfigError(
+                    f"learner.sequence_parallel = {self._sequence_ranks}: how model type {self.config.get('model_type')!r} "
+                    f"attends is not known here; set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
+                )
             share_attention(model)
 
     @property
@@ -62,7 +73,7 @@ class Policy(nn.Module):
 
     @property
     def trunk(self) -> nn.Module:
-        """The model without its output layer."""
+        """The model without its output layer; the model itself where it is not built of two."""
         model: Any = self.model
         return cast(nn.Module, model.base_model)
 
@@ -78,20 +89,39 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
-        share = None
-        segments_RL = batch.segments_RL
-        if self._sequence_ranks > 1:
-            share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
-            batch, segments_RL = share.own, share.segments_RL
-        with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            mask = attention_mask(segments_RL)
-            bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
-            inputs = {
-                "input_ids": batch.ids_RL,
-                "position_ids": batch.positions_RL,
-                "attention_mask": bias[:, None],
-                "use_cache": False,
-            }
+        if self._sequence_ranks == 1:
+            return self._forward(
+                batch, self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed), self._autocast
+            )
+        share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
+        inputs = self._inputs(share.own, share.segments_RL, share.positions_RL, True)
+        logp_N, entropy_N, value_N = self._forward(share.own, inputs, self._autocast)
+        return share.joined(logp_N), share.joined(entropy_N), value_N
+
+    def exactly(self, batch: MicroBatch) -> Tensor:
+        """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
+        inputs = self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed)
+        return self._forward(batch, inputs, None)[0]
+
+    def _inputs(self, batch: MicroBatch, segments_RL: Tensor, positions_RL: Tensor, masked: bool) -> dict[str, Any]:
+        """What the model is given. A row of one completion needs no mask: padding stands on the right, where nothing looks."""
+        inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
+        if masked:
+            assert self.attention is not None, "rows of several completions for a model that takes one"
+
+            def bias(reach: Reach) -> Tensor:
+                hidden = ~attention_mask(segments_RL, positions_RL, reach)
+                return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, torch.finfo(torch.float32).min)[
+                    :, None
+                ]
+
+            inputs |= {"position_ids": batch.positions_RL, "attention_mask": self.attention.masks(bias)}
+        return inputs
+
+    def _forward(
+        self, batch: MicroBatch, inputs: dict[str, Any], dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
@@ -107,8 +137,6 @@ class Policy(nn.Module):
                 logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.supports)
                 entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.supports)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
-        if share is not None:
-            logp_N, entropy_N = share.joined(logp_N), share.joined(entropy_N)
         return logp_N, entropy_N, value_N
 
     def probe(self, ids: Tensor) -> Tensor:
@@ -119,14 +147,28 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _output_layer_is_last(self) -> bool:
-        """False for models that scale or cap what the output layer gives; their logits are then computed whole."""
+        """False for models that do something to the trunk's states before the output layer, or to what that gives (scale it,
+        cap it); their logits are then computed whole."""
         model: Any = self.model
         head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
+        if not isinstance(head, nn.Linear) or self.trunk is model:
             return False
         ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
-        own = model(input_ids=ids, use_cache=False).logits
-        return bool((own - head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)).abs().max() < _SAME_LOGITS)
+        states = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        given: list[Tensor] = []
+
+        def enlarge(module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+            # Small logits would not show a cap.
+            given.append(logits * (_LARGE / logits.abs().max().clamp(min=1e-30)))
+            return given[-1]
+
+        with head.register_forward_hook(enlarge):
+            own = model(input_ids=ids, use_cache=False).logits
+        plain = head(states)
+        if len(given) != 1 or given[0].shape != own.shape:
+            return False
+        same_states = (plain * (_LARGE / plain.abs().max().clamp(min=1e-30)) - given[0]).abs().max()
+        return bool(same_states < _SAME_LOGITS * _LARGE) and bool((own - given[0]).abs().max() < _SAME_LOGITS * _LARGE)
 
 
 def _checkpoint_gradients(model: nn.Module) -> None:

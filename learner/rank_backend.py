@@ -60,6 +60,12 @@ class RankBackend(ABC):
         """The frozen model that divergences are measured from, where the loss wants one and no actor has asked it."""
         if self._loss_config.needs_reference and not self._reference_recorded:
             self._reference = Policy(load_model(self._model_dir, self.device).requires_grad_(False), self._config)
+            self._reference.packs = self._policy.packs
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Backend.row_tokens`."""
+        return self._config.row_tokens if self._policy.packs else 1
 
     def cut(self, updates: Sequence[Sequence[Row]], ranks: int) -> list[list[Update]]:
         """For each of so many ranks its micro-batches of every update.

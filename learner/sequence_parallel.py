@@ -28,11 +28,12 @@ _NAME = "ulysses"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. segments_RL: of whole rows,
-    padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
+    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. segments_RL, positions_RL: of
+    whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
 
     own: MicroBatch
     segments_RL: Tensor
+    positions_RL: Tensor
     index_M: Tensor
     num_tokens: int
 
@@ -42,6 +43,7 @@ class Share:
         whole = -(-length // size) * size
         width = whole // size
         segments = pad(batch.segments_RL, (0, whole - length), value=-1)
+        positions = pad(batch.positions_RL, (0, whole - length))
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
         index = (position_N // width == rank).nonzero()[:, 0]
@@ -49,14 +51,14 @@ class Share:
         own = replace(
             batch,
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
-            positions_RL=pad(batch.positions_RL, (0, whole - length))[:, mine],
+            positions_RL=positions[:, mine],
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
             support_sizes_N=None if supports is None else supports.sizes_N,
             support_ids_K=None if supports is None else supports.ids_K,
         )
-        return cls(own, segments, index, batch.num_tokens)
+        return cls(own, segments, positions, index, batch.num_tokens)
 
     def joined(self, value_M: Tensor) -> Tensor:
         """[N]: every token's, from the rank that has it; the gradient goes to the own ones."""

@@ -15,6 +15,7 @@ from learner import lora
 from learner.batch import MicroBatch
 from learner.config import LearnerConfig, LossConfig
 from learner.frozen import Frozen
+from learner.model_check import check_policy
 from learner.model_files import load_weights, write_model
 from learner.optimizer import (
     load_optimizer_state,
@@ -50,6 +51,7 @@ class TorchBackend(RankBackend):
         if self._lora is not None:
             lora.add_adapters(self._model, self._lora)
         self._policy = Policy(self._model, config, with_critic=True)
+        check_policy(self._policy)
         self._load_reference()
         critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
         groups = parameter_groups(dict(self._model.named_parameters()), critic)

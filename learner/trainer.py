@@ -217,7 +217,7 @@ class Trainer:
         chosen = choose(rewards, config.advantage, config.loss)
         scored = any(reward is not None for group in rewards for reward in group)
         nothing = scored and all(reward is None for group in chosen for reward in group)
-        rows = make_rows(groups, chosen, config.learner.row_tokens) if config.loss.needs_observation(config.advantage) else []
+        rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_observation(config.advantage) else []
         observed = self._backend.observe(rows) if rows else {}
         return believe(groups, rewards, chosen, observed, config.advantage, config.loss), nothing
 
@@ -252,7 +252,7 @@ class Trainer:
     def _updates(self, groups: Sequence[Group], beliefs: Beliefs) -> list[list[Row]]:
         """Whole groups dealt to the updates of this step in order, in every pass over the batch."""
         learner = self._config.learner
-        rows = make_rows(groups, beliefs.advantages, learner.row_tokens, beliefs.targets)
+        rows = make_rows(groups, beliefs.advantages, self._backend.row_tokens, beliefs.targets)
         return deal(rows, learner.updates_per_step) * learner.epochs
 
     def _certify(self, groups: Sequence[Group]) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from buffers.attention import FAMILIES, attention, max_length
 from buffers.errors import ConfigError
-
-# Model types whose tokens see only what is before them, and which keep nothing but keys and values.
-_DECODERS = (
-    "gemma", "gemma2", "glm", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo", "olmo2", "phi", "phi3", "qwen2",
-    "qwen3", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
 
 
 def check_reads_along(path: str, longest: int, of: str, shorten: str) -> None:
@@ -20,14 +15,14 @@ def check_reads_along(path: str, longest: int, of: str, shorten: str) -> None:
     longest: tokens of the longest text. of: who asks. shorten: the setting that makes texts shorter.
     """
     config = json.loads((Path(path) / "config.json").read_text())
-    kind, window = config.get("model_type"), config.get("sliding_window")
-    if kind not in _DECODERS:
+    kind, limit = config.get("model_type"), max_length(config)
+    if attention(config) is None:
         raise ConfigError(
-            f"{of}: {path!r} is of type {kind!r}, which is not known to read from left to right, so it cannot read along; "
-            f"set stream_tokens = 0, or use one of {', '.join(_DECODERS)}"
+            f"{of}: {path!r} is of type {kind!r}, which is not known to read from left to right and to keep "
+            f"nothing but keys and values, so it cannot read along; set stream_tokens = 0, or use one of {', '.join(sorted(FAMILIES))}"
         )
-    if window and config.get("use_sliding_window", True) and window < longest:
+    if limit is not None and limit < longest:
         raise ConfigError(
-            f"{of}: {path!r} forgets what is {window} tokens back and cannot read along further, texts have up to {longest}; "
-            f"set stream_tokens = 0, or {shorten} {window}"
+            f"{of}: {path!r} reads {limit} tokens at most, texts have up to {longest}; set stream_tokens = 0, "
+            f"or {shorten} {limit}"
         )

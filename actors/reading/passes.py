@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from actors.torch_engine.chunks import PaddedChunks
+from actors.torch_engine.masks import attention_of
 from actors.torch_engine.scheduler import Chunk
 from buffers.errors import RewardError
 
@@ -74,7 +75,7 @@ def extend(model: Reader, texts: Sequence[tuple[Beginning, list[int]]]) -> list[
     hidden: torch.Tensor = model.body(
         input_ids=padded.ids,
         position_ids=padded.positions,
-        attention_mask=padded.mask(model.dtype),
+        attention_mask=attention_of(model.body.config).masks(lambda reach: padded.mask(model.dtype, reach)),
         past_key_values=_Pass([beginning for beginning, _ in texts], chunks, padded.length),
         use_cache=True,
     ).last_hidden_state

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.torch_engine.masks import position_mask
 from actors.torch_engine.scheduler import Chunk
+from buffers.attention import FULL, Reach
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,9 @@ class PaddedChunks:
             continues=continues,
         )
 
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """[K, 1, P, T]: 0 up to each token's position, the lowest finite number beyond. What padding sees means nothing."""
-        columns = torch.arange(self.length, device=self.positions.device)
-        hidden = columns > self.positions[:, :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    def mask(self, dtype: torch.dtype, reach: Reach = FULL) -> torch.Tensor:
+        """[K, 1, P, T], as `position_mask`. What padding sees means nothing."""
+        return position_mask(self.positions, self.length, dtype, reach)
 
 
 def _continues(

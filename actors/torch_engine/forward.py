@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.chunks import PaddedChunks
+from actors.torch_engine.masks import attention_of, decode_mask
 from actors.torch_engine.scheduler import Chunk
 
 
@@ -47,12 +48,14 @@ class ModelForward:
     def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
         self._model = model
         self._cache = cache
+        self._attention = attention_of(model.config)
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         padded = PaddedChunks.of(chunks, tokens.device)
         if padded is not None:
             self._cache.begin_chunks(padded)
-            self._pass(padded.ids, padded.positions, padded.mask(self._model.dtype))
+            masks = self._attention.masks(lambda reach: padded.mask(self._model.dtype, reach))
+            self._pass(padded.ids, padded.positions, masks)
         return self._decode(tokens, positions, length)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -65,10 +68,10 @@ class ModelForward:
     def _decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """One token in each row: logits [N, V]."""
         self._cache.begin_tokens(positions, length)
-        mask = decode_mask(positions, length, self._model.dtype)
-        return self._pass(tokens[:, None], positions[:, None], mask)
+        masks = self._attention.masks(lambda reach: decode_mask(positions, length, self._model.dtype, reach))
+        return self._pass(tokens[:, None], positions[:, None], masks)
 
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, V] at the last position."""
         outputs = self._model(
             input_ids=ids,
@@ -80,13 +83,3 @@ class ModelForward:
         )
         logits: torch.Tensor = outputs.logits
         return logits[:, -1]
-
-
-def decode_mask(positions: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """[N, 1, 1, length]: 0 up to each row's position, the lowest finite number beyond.
-
-    The additive form is what every attention implementation takes as it is.
-    """
-    hidden = torch.arange(length, device=positions.device) > positions[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None, :]

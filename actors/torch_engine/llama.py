@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from actors.torch_engine.cache import RowCache
 from actors.torch_engine.chunks import PaddedChunks
-from actors.torch_engine.forward import decode_mask
+from actors.torch_engine.masks import decode_mask
 from actors.torch_engine.products import Product
 from actors.torch_engine.scheduler import Chunk
 from actors.torch_engine.segments import Segment, segments

@@ -10,46 +10,48 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from actors.config import EngineConfig
 from actors.engine import OnUpdate
 from actors.torch_engine.adapters import Base
 from actors.torch_engine.engine import TorchEngine
 from actors.torch_engine.graphs import record_on_cuda
-from buffers.errors import ConfigError, EngineError
+from actors.torch_engine.masks import attention_of
+from actors.torch_engine.model_check import check_engine
+from buffers.attention import max_length
+from buffers.errors import ConfigError
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
     """An engine that serves the weights of `model_dir`, stamped `version`.
 
     Sets the CPU threads of the whole process to `config.threads`.
-    Raises ConfigError when the directory holds no causal language model or the device is not there, EngineError when
-    the architecture keeps something else than keys and values between tokens.
+    Raises ConfigError when the directory holds no causal language model, or one whose numbers the engine would not get right,
+    or the device is not there.
     """
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    max_length = find_max_length(model.config)
-    return TorchEngine(
+    engine = TorchEngine(
         model,
         slots=config.slots,
         stop_ids=find_stop_ids(model, tokenizer),
         decode=None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True),
         version=version,
-        max_length=max_length,
+        max_length=max_length(model.config.get_text_config().to_dict()),
         on_update=on_update,
         prefill_tokens=config.prefill_tokens,
         max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
         recorder=record_on_cuda if config.cuda_graphs else None,
         base=Base(Path(model_dir)),
     )
+    check_engine(engine, model)
+    return engine
 
 
 @torch.inference_mode()
@@ -74,33 +76,6 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return {int(token) for ids in lists for token in ids if token is not None}
 
 
-def find_max_length(config: PretrainedConfig) -> int | None:
-    """Longest sequence the engine may run: the model's positions, or its attention window where that is shorter.
-
-    The engine attends to everything before a token, which is what a sliding window does until it is full.
-    """
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    windows = [
-        layer.sliding_window for layer in DynamicCache(config=text).layers if isinstance(layer, DynamicSlidingWindowLayer)
-    ]
-    return min((int(limit) for limit in (positions, *windows) if limit), default=None)
-
-
-def check_architecture(config: PretrainedConfig) -> None:
-    """Raises EngineError for a model whose memory of earlier tokens is more than keys and values per position."""
-    text = config.get_text_config()
-    foreign = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - {
-        DynamicLayer.__name__,
-        DynamicSlidingWindowLayer.__name__,
-    }
-    if foreign or getattr(text, "alibi", False) or getattr(text, "num_kv_shared_layers", 0):
-        raise EngineError(
-            f"model type {config.model_type!r} keeps {', '.join(sorted(foreign)) or 'position biases or shared layers'} "
-            "besides keys and values per position; the torch engine serves models with ordinary attention only"
-        )
-
-
 def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
     if config.cuda_graphs and (torch.device(config.device).type != "cuda" or config.kv_bytes is not None):
         raise ConfigError(
@@ -120,5 +95,5 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
-    check_architecture(model.config)
+    attention_of(model.config)
     return model.to(device).eval()

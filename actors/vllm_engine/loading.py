@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from actors.config import EngineConfig
 from actors.engine import OnUpdate
 from actors.torch_engine.adapters import Base
-from actors.torch_engine.loading import find_max_length, find_stop_ids
+from actors.torch_engine.loading import find_stop_ids
 from actors.vllm_engine.arguments import engine_arguments, environment
 from actors.vllm_engine.capabilities import probe
 from actors.vllm_engine.engine import VLLMEngine
 from actors.vllm_engine.session import Session
+from buffers.attention import max_length as longest_text
 from buffers.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     for lacking in has.lacking:
         _log.warning("vLLM %s lacks %s", vllm.__version__, lacking)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    context = find_max_length(model.config) or 0
+    context = longest_text(model.config.get_text_config().to_dict()) or 0
     arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
     session = Session(config.slots, sorted(find_stop_ids(model, tokenizer)))
     max_length = session.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), has, version)

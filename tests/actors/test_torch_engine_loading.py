@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MambaForCausalLM
 
 from actors.config import EngineConfig
 from actors.engine import Engine, Request, RolloutKey
-from actors.torch_engine.loading import check_architecture, find_max_length, load_engine
+from actors.torch_engine.loading import load_engine
 from buffers.errors import ConfigError, EngineError
 
 SMALL = {
@@ -82,14 +82,10 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_engine(save_model(tmp_path), EngineConfig(device="warp:9"))
 
 
-def test_a_model_with_another_memory_than_keys_and_values_is_refused() -> None:
-    with pytest.raises(EngineError, match="'mamba'"):
-        check_architecture(MambaConfig(num_hidden_layers=2, hidden_size=16))
-
-
-def test_a_sliding_window_limits_the_length() -> None:
-    assert find_max_length(LlamaConfig(**SMALL)) == 32
-    assert find_max_length(MistralConfig(**SMALL, sliding_window=20)) == 20
+def test_a_model_with_another_memory_than_keys_and_values_is_refused(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=32)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model type 'mamba'.*Set engine\.kind = 'vllm'"):
+        load_engine(str(tmp_path), EngineConfig())
 
 
 def test_graphs_without_a_gpu_are_refused(tmp_path: Path) -> None:

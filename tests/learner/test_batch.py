@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    allowed = attention_mask(batch.segments_RL)
+    allowed = attention_mask(batch.segments_RL, batch.positions_RL)
     mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     out = model(input_ids=batch.ids_RL, position_ids=batch.positions_RL, attention_mask=mask[:, None], use_cache=False)
     return token_logprobs(out.logits.flatten(0, 1)[batch.source_N], batch.target_N, batch.temperature_N)
@@ -183,7 +183,7 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
             past = group.prompt_ids.tolist()
             for token, source in zip(rollout.completion_ids.tolist(), batch.source_N[own].tolist(), strict=True):
                 row, query = divmod(source, width)
-                keys = attention_mask(batch.segments_RL)[row, query].nonzero()[:, 0]
+                keys = attention_mask(batch.segments_RL, batch.positions_RL)[row, query].nonzero()[:, 0]
                 # exactly the prompt and what this completion said before, in order, at positions 0, 1, 2, ...
                 assert batch.ids_RL[row, keys].tolist() == past
                 assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))
@@ -191,7 +191,7 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
                 past = [*past, token]
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
     assert all(
-        bool(attention_mask(batch.segments_RL).any(-1).all()) for batch in batches
+        bool(attention_mask(batch.segments_RL, batch.positions_RL).any(-1).all()) for batch in batches
     )  # an empty softmax would be NaN, padding or not
 
 

@@ -1,0 +1,74 @@
+"""Holds an engine to its model: what it samples against plain passes, one text at a time.
+
+Run once, before anything is generated, with the weights that the engine starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from actors.engine import Completion, Request, RolloutKey
+from actors.torch_engine.engine import TorchEngine
+from buffers.attention import attention, max_length, probe_length
+from buffers.errors import ConfigError
+
+# Mean difference of log-probabilities, in nats: rounding makes a hundredth of it, a wrong mask or state some times as much.
+MAX_DIFFERENCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+_NUM_NEW = 8
+
+
+def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
+    """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone."""
+    requests = _requests(model)
+    try:
+        engine.submit(requests)
+        ended: list[Completion] = []
+        while engine.num_unfinished:
+            ended += engine.step()
+        difference = _difference(model, requests, {completion.key: completion for completion in ended})
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
+    if not difference <= MAX_DIFFERENCE[model.dtype]:
+        raise _refused(
+            model,
+            f"log-probabilities of sampled tokens differ from plain passes by {difference:.3g} nats on average "
+            f"(at most {MAX_DIFFERENCE[model.dtype]:g} in {str(model.dtype).removeprefix('torch.')})",
+        )
+
+
+def _refused(model: PreTrainedModel, what: str) -> ConfigError:
+    return ConfigError(
+        f"model type {model.config.get_text_config().model_type!r} cannot be served by the torch engine: {what}. "
+        "Set engine.kind = 'vllm'"
+    )
+
+
+@torch.inference_mode()
+def _difference(model: PreTrainedModel, requests: Sequence[Request], ended: dict[object, Completion]) -> float:
+    differences = []
+    for request in requests:
+        completion = ended[request.key]
+        ids = torch.tensor([*request.prompt_ids, *completion.token_ids.tolist()], device=model.device)
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(request.prompt_ids) - 1 :].float()
+        plain = torch.log_softmax(logits, dim=-1).gather(-1, ids[len(request.prompt_ids) :, None])[:, 0]
+        differences.append((plain.cpu() - torch.from_numpy(completion.logprobs)).abs())
+    return float(torch.cat(differences).mean().nan_to_num(torch.inf))
+
+
+def _requests(model: PreTrainedModel) -> list[Request]:
+    """Two completions of a prompt longer than any window, where that is affordable, and one of a short prompt between them."""
+    config = model.config.get_text_config().to_dict()
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    length = probe_length(num_parameters, vocabulary, attention(config), max_length(config))
+    num_new = min(_NUM_NEW, length - 1)
+    rng = np.random.default_rng(0)
+    long = tuple(rng.integers(vocabulary, size=length - num_new).tolist())
+    prompts = (long, long[: max(1, len(long) // 4)], long)
+    return [
+        Request(RolloutKey(0, 0, index), prompt, num_new, temperature=1.0, seed=index) for index, prompt in enumerate(prompts)
+    ]

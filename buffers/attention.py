@@ -1,0 +1,107 @@
+"""What each layer of a model attends to, as its configuration says, and how long a text may be. Values only, no torch.
+
+Learner, reference and torch engine make their masks from this. A family is listed when its layers keep nothing but keys and
+values, and attend to all before, to a window, or to a chunk, as `layer_types` or `sliding_window` say; each is held to plain
+passes by `tests/families`. Of others nothing is assumed: the learner computes one completion a row without a mask of its own,
+which is what any causal model is made for, and the torch engine refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+FAMILIES = frozenset((
+    "afmoe", "apertus", "arcee", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "gemma",
+    "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "jetmoe", "llama",
+    "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm",
+))  # fmt: skip
+"""Model types, as `config.json` names them."""
+
+# What a check of a model at the start of a run may cost: parameters x tokens of a text, and logits of a plain pass (tokens x
+# vocabulary).
+_WORK, _LOGITS = 1 << 38, 1 << 26
+_SHORTEST, _USUAL = 12, 64
+
+# Angles that depend on how long the longest text of a pass is, beyond the length the model was first trained for.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back a layer attends. window: so many positions, its own included. chunk: to the last multiple of so many.
+    Neither: to the beginning."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+FULL = Reach()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The reach of each layer type; under `""` where the model takes one mask for all of its layers."""
+
+    reaches: Mapping[str, Reach]
+
+    def masks(self, make: Callable[[Reach], T]) -> T | dict[str, T]:
+        """What the model takes as `attention_mask`."""
+        if "" in self.reaches:
+            return make(self.reaches[""])
+        return {kind: make(reach) for kind, reach in self.reaches.items()}
+
+    @property
+    def window(self) -> int | None:
+        """The shortest reach, None where every layer sees all."""
+        return min((limit for each in self.reaches.values() for limit in (each.window, each.chunk) if limit), default=None)
+
+
+def attention(config: Mapping[str, Any]) -> Attention | None:
+    """Of a configuration with all its fields (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
+    if config.get("model_type") not in FAMILIES or config.get("alibi"):
+        return None
+    window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
+    kinds = {"full_attention": FULL, "sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}
+    if not (types := config.get("layer_types")):
+        return Attention({"": Reach(window=window)})
+    return Attention({kind: kinds[kind] for kind in sorted(set(types))}) if set(types) <= set(kinds) else None
+
+
+def unknown(kind: str) -> str:
+    """Why the torch engine refuses a model type."""
+    return (
+        f"model type {kind!r}: the torch engine keeps keys and values of each position, and this family is not known to need "
+        f"nothing else. Set engine.kind = 'vllm', or use one of {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def max_length(config: Mapping[str, Any]) -> int | None:
+    """Longest text that the model can take and whose numbers do not depend on the texts beside it, None for any."""
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    return min((int(limit) for limit in (positions, _length_of_angles(config)) if limit), default=None)
+
+
+def probe_length(num_parameters: int, vocabulary: int, attention: Attention | None, longest: int | None) -> int:
+    """How long a text is to check a model with: longer than its window where that is affordable, at most `longest`."""
+    affordable = min(_WORK // max(1, num_parameters), _LOGITS // vocabulary)
+    window = attention.window if attention is not None else None
+    length = max(_SHORTEST, min(max(_USUAL, (window or 0) + 16), affordable))
+    return min(length, longest or length)
+
+
+def _length_of_angles(config: Mapping[str, Any]) -> int | None:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [scaling, *(each for each in scaling.values() if isinstance(each, Mapping))]
+    if not any(each.get("rope_type", each.get("type")) in _LENGTH_DEPENDENT for each in kinds):
+        return None
+    found = [each.get("original_max_position_embeddings") for each in kinds]
+    found += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
+    return next((int(limit) for limit in found if limit), None)

@@ -1,0 +1,96 @@
+"""Every family is served as its own plain passes say: tokens and log-probabilities, whatever runs beside a sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engine import Request, RolloutKey
+from actors.reading.passes import Beginning, extend
+from actors.torch_engine.engine import TorchEngine
+from actors.torch_engine.model_check import check_engine
+from buffers.attention import FAMILIES
+from buffers.errors import ConfigError
+from tests import families
+
+NOT_SERVED = ("bloom", "gpt_neo", "jamba", "mamba", "minimax", "mpt", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def requests() -> list[Request]:
+    """Two siblings, and prompts shorter and longer than a window; some greedy."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, 64, n).tolist()) for n in (13, 3, 21)]
+    return [
+        Request(RolloutKey(group, 0, member), prompts[group], num_new, temperature=temperature, seed=group)
+        for group, member, num_new, temperature in ((0, 0, 20, 1.0), (0, 1, 6, 1.0), (1, 0, 24, 1.0), (2, 0, 11, 0.0))
+    ]
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str) -> None:
+    model = families.model(kind)
+    # Fewer slots than requests, and prompts that are computed in several pieces beside running rows.
+    engine = TorchEngine(model, slots=3, stop_ids=set(), max_length=64, prefill_tokens=10)
+    engine.submit(asked := requests())
+    ended = {}
+    while engine.num_unfinished:
+        ended |= {completion.key: completion for completion in engine.step()}
+    for request in asked:
+        completion = ended[request.key]
+        plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
+        np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=2e-5)
+        if request.temperature == 0:
+            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+            with torch.inference_mode():
+                likeliest = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
+            assert likeliest.tolist() == completion.token_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", NOT_SERVED)
+def test_a_family_that_keeps_more_than_keys_and_values_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model type '{kind}': the torch engine .* Set engine.kind = 'vllm', or use one of"):
+        TorchEngine(families.model(kind), slots=2, stop_ids=set())
+
+
+def test_position_biases_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model type 'falcon'"):
+        TorchEngine(families.model("falcon", alibi=True), slots=2, stop_ids=set())
+
+
+def test_an_engine_that_would_sample_from_another_distribution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffers.attention.FAMILIES", FAMILIES | {"gpt_neo"})
+    model = families.model("gpt_neo")
+    with pytest.raises(
+        ConfigError, match=r"'gpt_neo' cannot be served by the torch engine: log-probabilities of"
+    ):
+        check_engine(TorchEngine(model, slots=4, stop_ids=set(), max_length=256), model)
+
+
+class Reading:
+    """A policy as what reads along."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = families.model(kind)
+        self.device, self.dtype, self.body = self.model.device, self.model.dtype, self.model.base_model
+
+    def some_tokens(self, count: int) -> list[int]:
+        return list(range(3, 3 + count))
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES - {"llama4_text"}))
+def test_a_text_read_in_pieces_is_what_it_is_as_a_whole(kind: str) -> None:
+    reader = Reading(kind)
+    texts = [(Beginning(), list(range(3, 33))), (Beginning(), list(range(20, 40)))]
+    for end in (4, 15, 17):
+        extend(reader, [(kept, ids[:end]) for kept, ids in texts])
+    read = extend(reader, texts)
+    for (_, ids), hidden in zip(texts, read, strict=True):
+        with torch.inference_mode():
+            whole = reader.body(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(hidden, whole[-len(hidden) :], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,74 @@
+"""What a model's configuration says of its layers and of how long a text may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffers.attention import FULL, Attention, Reach, attention, max_length, probe_length
+
+
+@pytest.mark.parametrize(
+    ("config", "reaches"),
+    [
+        ({"model_type": "llama"}, {"": FULL}),
+        ({"model_type": "mistral", "sliding_window": 4096}, {"": Reach(window=4096)}),
+        ({"model_type": "mistral", "sliding_window": None}, {"": FULL}),
+        (
+            {"model_type": "gemma2", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            {"full_attention": FULL, "sliding_attention": Reach(window=8)},
+        ),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 16, "layer_types": ["chunked_attention"]},
+            {"chunked_attention": Reach(chunk=16)},
+        ),
+    ],
+)
+def test_layers_reach_as_far_as_the_configuration_says(config: dict[str, Any], reaches: dict[str, Reach]) -> None:
+    found = attention(config)
+    assert found is not None and found.reaches == reaches
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mamba"},
+        {"model_type": "a-family-of-tomorrow"},
+        {},
+        {"model_type": "falcon", "alibi": True},
+        {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
+    ],
+)
+def test_of_layers_that_carry_a_state_and_of_unknown_families_nothing_is_assumed(config: dict[str, Any]) -> None:
+    assert attention(config) is None
+
+
+def test_a_model_takes_one_mask_or_one_for_each_layer_type() -> None:
+    assert Attention({"": FULL}).masks(lambda reach: reach) == FULL
+    reaches = {"full_attention": FULL, "sliding_attention": Reach(window=8)}
+    assert Attention(reaches).masks(lambda reach: reach.window) == {"full_attention": None, "sliding_attention": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 99, "rope_parameters": {"a": {"rope_type": "longrope", "original_max_position_embeddings": 8}}}, 8),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+    ],
+)  # fmt: skip
+def test_a_text_is_no_longer_than_where_its_angles_would_depend_on_others(config: dict[str, Any], limit: int | None) -> None:
+    assert max_length(config) == limit
+
+
+def test_a_model_is_checked_beyond_its_window_where_that_is_affordable() -> None:
+    windowed = Attention({"": Reach(window=512)})
+    assert probe_length(10**6, 1000, windowed, None) > 512
+    assert probe_length(10**6, 1000, windowed, 300) == 300
+    assert probe_length(8 * 10**9, 128_000, windowed, None) < 64
+    assert probe_length(10**12, 10**6, None, None) >= 12

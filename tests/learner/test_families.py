@@ -1,0 +1,83 @@
+"""Every family is computed as its own plain passes are: log-probabilities and gradients, whatever shares a micro-batch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from buffers.attention import FAMILIES
+from buffers.errors import ConfigError
+from buffers.record import Group, Rollout, Span
+from learner.batch import make_micro_batches, make_rows
+from learner.config import LearnerConfig
+from learner.model_check import check_policy
+from learner.policy import Policy
+from tests import families
+
+# Their layers carry a state, or look at places and not at positions.
+ONE_A_ROW = ("bloom", "gpt_neo", "mamba", "mamba2", "minimax", "mpt", "olmo_hybrid", "recurrent_gemma", "rwkv")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def group(number: int, prompt: int, lengths: list[int]) -> Group:
+    rng = np.random.default_rng(number)
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(3, 64, count).astype(np.int32)
+
+    rollouts = tuple(Rollout(ids(n), np.zeros(n, np.float32), (Span(0, n),), "length") for n in lengths)
+    return Group(number, 0, ids(prompt), rollouts, temperature=1.0)
+
+
+GROUPS = [group(0, 5, [20, 3, 13]), group(1, 11, [9, 16])]
+
+
+def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [*sorted(FAMILIES), *ONE_A_ROW])
+def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) -> None:
+    model = families.model(kind)
+    policy = Policy(model, LearnerConfig())
+    check_policy(policy)
+    assert policy.packs == (kind not in ONE_A_ROW)
+    rows = make_rows(GROUPS, [[1.0] * 3, [1.0] * 2], 512 if policy.packs else 1)
+    (batch,) = make_micro_batches(rows, 8192)
+    found, _, _ = policy(batch)
+    members = [(each.prompt_ids.tolist(), r.completion_ids.tolist()) for each in GROUPS for r in each.rollouts]
+    plain = {member: families.plain_logprobs(model, *texts) for member, texts in enumerate(members)}
+    wanted = torch.cat([plain[int(member)] for member in batch.member_S])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    weights = torch.linspace(-1, 1, len(wanted))
+    want = gradients(model, (wanted * weights).sum())
+    got = gradients(model, (found * weights).sum())
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=2e-4, msg=f"the gradient of {name} differs")
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model type 'bert': log-probabilities of padded rows differ from plain passes by"):
+        check_policy(Policy(families.model("bert"), LearnerConfig()))
+
+
+def test_a_family_that_cannot_share_rows_after_all_has_one_completion_a_row(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("buffers.attention.FAMILIES", FAMILIES | {"mpt"})
+    policy = Policy(families.model("mpt"), LearnerConfig())
+    assert policy.packs
+    with caplog.at_level(logging.WARNING):
+        check_policy(policy)
+    assert not policy.packs and "in one row this model mixes them" in caplog.text
