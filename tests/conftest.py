@@ -80,14 +80,14 @@ class Command:
             start_new_session=True,
         )
 
-    def finish(self, timeout_s: float = 180.0) -> tuple[int, str]:
+    def finish(self, timeout_s: float = 600.0) -> tuple[int, str]:
         """Exit code and everything it printed."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""
-        return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process", 60.0)
+        return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process")
 
     def family(self) -> list[psutil.Process]:
         """Every process below this one."""
@@ -108,7 +108,7 @@ class Command:
 T = TypeVar("T")
 
 
-def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T:
+def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 300.0) -> T:
     """Look until there is something to see; fails naming what was waited for."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
