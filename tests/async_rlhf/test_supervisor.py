@@ -21,7 +21,7 @@ from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.exit_codes import WorkerLostError
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
-from async_rlhf.roles import _append
+from async_rlhf.roles import record_evaluation
 from async_rlhf.run_dir import RunDir
 from async_rlhf.sockets import hub_address, socket_directory
 from buffers.clients.control import control
@@ -280,10 +280,11 @@ def test_a_reason_is_read_from_the_present_life_only(tmp_path: Path) -> None:
     assert process.last_words() == "cut"
 
 
-def test_a_full_disk_costs_an_evaluation_its_line_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "evaluations.jsonl"
-    path.write_text('{"label": "start"}\n')
-    before = path.read_bytes()
-    with file_size_limit(len(before) + 5), pytest.raises(OSError, match="no room for a whole line"):
-        _append(path, '{"label": "end"}\n')
-    assert path.read_bytes() == before
+def test_a_full_disk_costs_an_evaluation_its_line_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir(tmp_path)
+    record_evaluation(run, {"label": "start"})
+    with file_size_limit(run.evaluations.stat().st_size + 5):
+        record_evaluation(run, {"label": "middle"})
+    assert "the evaluation middle is lost" in caplog.text and run.read_evaluations() == [{"label": "start"}]
+    record_evaluation(run, {"label": "end"})
+    assert run.read_evaluations() == [{"label": "start"}, {"label": "end"}]
