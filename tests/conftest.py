@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +39,7 @@ SMALL: dict[str, Any] = {
     "checkpoint.save_every": 2,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
-    "stall_timeout_s": 120.0,
+    "stall_timeout_s": 240.0,
     "queue.lease_s": 5.0,
 }
 
@@ -80,9 +82,9 @@ class Command:
             start_new_session=True,
         )
 
-    def finish(self, timeout_s: float = 600.0) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """Exit code and everything it printed."""
-        output, _ = self.process.communicate(timeout=timeout_s)
+        output, _ = self.process.communicate(timeout=400)
         return self.process.returncode, output
 
     def child(self, role: str) -> psutil.Process:
@@ -118,6 +120,17 @@ def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 300.0) 
     pytest.fail(f"waited {timeout_s:.0f} s for {what}")
 
 
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: a disk that is full for everybody in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def has_ended(process: psutil.Process) -> bool:
     """Also of one that nothing has reaped yet."""
     try:
@@ -139,7 +152,7 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     for each in started:
         if each.process.poll() is None:
             each.process.kill()  # its children end with it
-        each.process.communicate(timeout=30)
+        each.process.communicate(timeout=60)
 
 
 @pytest.fixture
