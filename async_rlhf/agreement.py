@@ -31,9 +31,9 @@ def shared(config: Config) -> dict[str, str]:
     """Digests by name. Raises ConfigError when a file cannot be read."""
     model = Path(config.model)
     rewards = [spec.partition("=")[2] or spec for spec in config.rewards.functions]
-    described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
     source = Path(config.data.source)
     try:
+        described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
         return {
             "record": _digest(PROTOCOL),
             "model": _digest(described),
@@ -97,7 +97,7 @@ def _portable(value: Any) -> Any:
 
 def _content(file: Path) -> str:
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
 def _digest(*values: Any) -> str:

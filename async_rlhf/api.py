@@ -68,8 +68,10 @@ def start(
 ) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`."""
     preflight(config)
-    config = as_rewards_want(config.model_copy(update={"model": model_directory(config.model)}))
-    check_model_files(Path(config.model))
+    model = model_directory(config.model)
+    if model != config.model:  # converted from a file, in which `preflight` cannot look
+        check_model_files(Path(model))
+    config = as_rewards_want(config.model_copy(update={"model": model}))
     if from_step is not None and not resume:
         raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
     directory = _reopened(config, from_step) if resume else RunDir.create(config)

@@ -23,6 +23,7 @@ from async_rlhf.run_files import read_lines
 
 # One blow in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
 _FREEZE_SHARE = 0.2
+_FREEZE_S = 3.0
 _MAX_STEPS_BETWEEN = 2
 _LOOK_S = 0.05
 # Of a long freeze, in seconds: on both sides of the watchdog's time in configs/chaos.toml.
@@ -53,7 +54,6 @@ class Monkey:
     num_blows: int
     seed: int
     num_long: int = 0
-    freeze_s: float = 3.0
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     blows: list[Blow] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Monkey:
             os.kill(running[name], signal.SIGSTOP if freeze else signal.SIGKILL)
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
             if freeze:
-                seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * self.freeze_s
+                seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * _FREEZE_S
                 self._closing.wait(seconds)
                 if self.processes().get(name) == running[name]:  # else the watchdog has ended it
                     os.kill(running[name], signal.SIGCONT)

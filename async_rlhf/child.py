@@ -16,8 +16,7 @@ MAX_DEATHS = 6
 """A role that ends so often without having worked in between will not get better."""
 _MAX_PAUSE_S = 30.0
 _WORKED_PAUSES = 10  # a life so many times longer than the pause before it was no attempt to start
-_QUIET_WORKED_S = 300.0  # of roles that do not say what they have done
-_QUIET = ("scorer", "evaluation")
+_SCORER_WORKED_S = 300.0  # it does not say what it has done
 _LONGEST_LOOK_S = 1.0
 
 
@@ -89,6 +88,6 @@ class Child:
         return self._pause_s
 
     def _worked(self, lived_s: float) -> bool:
-        if self.node.role in _QUIET:
-            return lived_s >= _QUIET_WORKED_S
+        if self.node.role == "scorer":
+            return lived_s >= _SCORER_WORKED_S
         return self._progressed and lived_s >= _WORKED_PAUSES * self._pause_s

@@ -24,7 +24,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -69,7 +70,6 @@ class _Signals:
     """Counts what the operator asked for."""
 
     asked: int = 0
-    before: dict[int, Any] = field(default_factory=dict)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.asked += 1
@@ -107,9 +107,8 @@ class Supervisor:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
         try:
             with _signals(self._signals), self._listening():
-                self._step = self._highest = max(
-                    (record["step"] for record in self._tail.read() if _is_step(record)), default=0
-                )
+                before = chain.from_iterable(iter(self._tail.read, []))  # a read is of so many bytes at most
+                self._step = self._highest = max((record["step"] for record in before if _is_step(record)), default=0)
                 self._courier = Courier(self._ask_for)
                 try:
                     self._start_all()

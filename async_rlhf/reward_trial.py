@@ -20,6 +20,7 @@ from actors.config import RewardsConfig, ScoringConfig
 from actors.rewards import spec_of
 from actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from buffers.errors import ConfigError, DeadlineError
+from buffers.lines import read_lines
 from buffers.score import Score
 
 _TOKENS = ("completion_ids", "prompt_ids")
@@ -144,8 +145,6 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
     from async_rlhf.run_dir import RunDir
 
     RunDir.existing(path)
-    file = path / "rollouts.jsonl"
-    groups = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [
         {
             **group["columns"],
@@ -154,7 +153,7 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
             "completion_ids": [rollout["tokens"] for rollout in group["rollouts"]],
             "finish_reason": [rollout["finish_reason"] for rollout in group["rollouts"]],
         }
-        for group in groups
+        for group in read_lines(path / "rollouts.jsonl")
     ]
 
 

@@ -8,7 +8,6 @@ at once on the second.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -16,9 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.agreement import schema, shared
 from async_rlhf.config import Config
@@ -51,7 +49,6 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     num_prompts = num_rows() if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
     bound = config.bound(num_prompts)
-    prompt_of = lambda group: prompt_number(config.seed, group, num_rows())  # noqa: E731
     Hub(
         addresses,
         run.path,
@@ -59,7 +56,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         bound,
         access=access,
         weights=config.weights,
-        prompt_of=prompt_of,
+        prompt_of=lambda group: prompt_number(config.seed, group, num_rows()),
         schema=schema(config),
         shared=shared(config),
         beat=beat,
@@ -196,20 +193,21 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     finally:
         scoring.close()
         engine.close()
+    record_evaluation(run, {"label": label, "model": model, **vars(result)})
+
+
+def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
+    """Append a line; one that finds no room is lost and logged."""
+    from buffers.lines import LineFile
+
+    file = LineFile(run.evaluations)
     try:
-        _append(run.evaluations, json.dumps({"label": label, "model": model, **vars(result)}) + "\n")
+        file.cut()
+        file.write(json.dumps(record))
     except OSError as error:
-        _log.warning("the evaluation %s is lost: %s cannot be written: %s", label, run.evaluations, error)
-
-
-def _append(path: Path, line: str) -> None:
-    """A whole line or nothing; raises OSError."""
-    data = line.encode()
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
-        if file.write(data) < len(data):
-            os.truncate(path, size)
-            raise OSError(errno.ENOSPC, "no room for a whole line")
+        _log.warning("the evaluation %s is lost: %s cannot be written: %s", record["label"], run.evaluations, error)
+    finally:
+        file.close()
 
 
 _ROLES: dict[str, Callable[..., None]] = {

@@ -56,7 +56,7 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     from buffers.transport.link import connector
     from learner.resuming import newest
 
-    if run.is_alive() and (sockets := run.sockets()) is not None:
+    if (sockets := run.sockets()) is not None:
         with control(hub_address(sockets), connect=connector(config.security.directory)) as hub:
             hub.quarantine(group, reason)
         return

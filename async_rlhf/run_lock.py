@@ -66,10 +66,9 @@ class RunLock:
                     f"run {str(path.parent)!r} is running ({found}); stop it first: async-rlhf stop {path.parent}"
                 )
             if waited_s >= wait_s:
-                left = ", ".join(_left(path)) or "none that can be seen from here"
                 raise ConfigError(
                     f"run {str(path.parent)!r} is still held {wait_s:.0f} s after its start by processes of an earlier one: "
-                    f"{left}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
+                    f"{_left(path)}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
                 )
             time.sleep(_LOOK_S)
 
@@ -120,8 +119,7 @@ def signal_holder(path: Path, number: signal.Signals) -> Holder:
                 return found
         finally:
             os.close(process)
-    left = ", ".join(_left(path)) or "none that can be seen from here"
-    raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {left}")
+    raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {_left(path)}")
 
 
 def _open(path: Path, flags: int) -> int:
@@ -162,7 +160,7 @@ def _took(pid: int, path: Path) -> bool:
     return False
 
 
-def _left(path: Path) -> list[str]:
+def _left(path: Path) -> str:
     """The processes of this host that have the file open, and what they are."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -173,4 +171,4 @@ def _left(path: Path) -> list[str]:
                     words[words.index(b"async_rlhf.roles") + 1].decode() if b"async_rlhf.roles" in words else "another program"
                 )
                 found.append(f"{entry.name} ({role})")
-    return found
+    return ", ".join(found) or "none that can be seen from here"

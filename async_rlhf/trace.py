@@ -20,6 +20,7 @@ from typing import Any
 
 from async_rlhf.run_dir import RunDir
 from buffers.errors import ConfigError, JournalError
+from buffers.lines import read_lines
 from buffers.queue.archive import read_batches
 from buffers.spans import read_spans
 from buffers.stages import GENERATION, Activity, StageTime, unpack
@@ -88,7 +89,7 @@ def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:
                     yield TracedRollout(group.number, member, group.actor, batch.step + 1, timed, version, rollout.num_tokens)
     except JournalError:
         pass  # a run without a journal any more still has its samples
-    for sample in _lines(run.path / "rollouts.jsonl"):
+    for sample in read_lines(run.path / "rollouts.jsonl"):
         if sample["step"] not in in_journal:
             for member, told in enumerate(sample["rollouts"]):
                 stages = unpack(told["timings"])
@@ -174,10 +175,3 @@ def _numbered(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     # What ends comes before what begins at the same moment, or a viewer nests one in the other.
     for event in sorted(events, key=lambda event: (event["ts"], event["ph"] != "e")):
         yield {**event, "pid": processes[event["pid"]], "tid": tracks[event["pid"], event["tid"]]}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +39,7 @@ SMALL: dict[str, Any] = {
     "checkpoint.save_every": 2,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
-    "stall_timeout_s": 120.0,
+    "stall_timeout_s": 240.0,
     "queue.lease_s": 5.0,
 }
 
@@ -80,14 +82,14 @@ class Command:
             start_new_session=True,
         )
 
-    def finish(self, timeout_s: float = 180.0) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """Exit code and everything it printed."""
-        output, _ = self.process.communicate(timeout=timeout_s)
+        output, _ = self.process.communicate(timeout=400)
         return self.process.returncode, output
 
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""
-        return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process", 60.0)
+        return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process")
 
     def family(self) -> list[psutil.Process]:
         """Every process below this one."""
@@ -108,7 +110,7 @@ class Command:
 T = TypeVar("T")
 
 
-def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T:
+def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 300.0) -> T:
     """Look until there is something to see; fails naming what was waited for."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -116,6 +118,17 @@ def wait_for(look: Callable[[], T | None], what: str, timeout_s: float = 120.0) 
             return found
         time.sleep(0.02)
     pytest.fail(f"waited {timeout_s:.0f} s for {what}")
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: a disk that is full for everybody in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -139,7 +152,7 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     for each in started:
         if each.process.poll() is None:
             each.process.kill()  # its children end with it
-        each.process.communicate(timeout=30)
+        each.process.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ class LocalLauncher:
                     env=variables,
                     pass_fds=(beats,) if lock is None else (beats, lock),
                 )
-            except BaseException:
+            except OSError:
                 os.close(hears)
                 raise
             finally:

@@ -97,6 +97,9 @@ class Exchange:
         if self._full:
             _log.warning("there is room on the disk again")
         self._full = ""
+        if self._admission.published is not None:
+            # Only now: in exact mode a group that a crash may still take is made again by the version that made it.
+            self._publication.drop_old(self._admission, self._peers)
         self.outbox.release(self._journal.read)
 
     def _note_full(self, error: DiskFullError) -> wire.Message:
@@ -203,8 +206,6 @@ class Exchange:
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
             self.outbox.hold(self._peers[name].identity, wire.Credits(credits=items))
-        if admission.published is not None:
-            self._publication.drop_old(admission, self._peers)
         if reason := self._tenure.answer():
             self._stop_reason = reason
             for identity in self._peers.identities:

@@ -11,8 +11,8 @@ import pytest
 
 from async_rlhf.agreement import schema, shared
 from async_rlhf.config import Config, load, override
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
 model = "model"
 max_steps = 2

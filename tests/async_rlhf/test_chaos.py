@@ -16,22 +16,22 @@ from tests.conftest import REPOSITORY
 def test_a_run_that_is_struck_at_random_loses_nothing(command: Callable[..., Any], tmp_path: Path) -> None:
     overrides = [f'output_dir="{tmp_path}"', "max_steps=40", "data.size=160"]
     sets = [word for each in overrides for word in ("--set", each)]
-    code, output = command("chaos", str(REPOSITORY / "configs" / "chaos.toml"), "--kills", "5", "--seed", "3", *sets).finish(
-        240
-    )
+    chaos = ["chaos", str(REPOSITORY / "configs" / "chaos.toml"), "--kills", "5", "--seed", "3", *sets]
+    code, output = command(*chaos).finish()
     assert code == 0, output
     assert "5 of 5 blows" in output and "nothing was lost, nothing was trained twice" in output
 
 
 def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) -> None:
-    """With a watchdog of 6 s, freezes of 3 to 10 s; every blow is one, so that none may quarantine anything."""
+    """With a watchdog of 20 s, freezes of 15 to 25 s; every blow is one, so that none may quarantine anything."""
     config = small(
-        **{"max_steps": 30, "watchdog_s": 6.0, "actors.count": 2, "actors.restart_backoff_s": 0.1, "queue.lease_s": 2.0}
+        **{"max_steps": 30, "watchdog_s": 20.0, "actors.count": 2, "actors.restart_backoff_s": 0.1, "queue.lease_s": 2.0}
     )
     supervisor, run = start(config, max_deaths=20)
-    with Monkey(supervisor.processes, lambda: supervisor.num_records, 5, 1, num_long=5, long_freeze_s=(3.0, 10.0)) as monkey:
+    # This seed strikes the learner, the hub, and only then an actor, without which the run goes on.
+    with Monkey(supervisor.processes, lambda: supervisor.num_records, 3, 75, num_long=3, long_freeze_s=(15.0, 25.0)) as monkey:
         supervisor.run()
-    assert [blow.kind for blow in monkey.blows] == ["long freeze"] * 5
+    assert [blow.kind for blow in monkey.blows] == ["long freeze"] * 3
     assert problems(run, config) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 

@@ -66,9 +66,8 @@ def test_what_came_after_its_end_is_no_part_of_a_life() -> None:
     assert made.deaths == 2
 
 
-@pytest.mark.parametrize("role", ["scorer"])
-def test_a_role_that_does_not_say_what_it_did_has_worked_after_five_minutes(role: str) -> None:
-    made = child(role)
+def test_a_scorer_which_does_not_say_what_it_did_has_worked_after_five_minutes() -> None:
+    made = child("scorer")
     lives(made, 0.0, 299.0, progress=False)
     assert made.deaths == 1
     lives(made, 1000.0, 299.0, progress=False)

@@ -35,9 +35,9 @@ def hub(address: str, tmp_path: Path) -> Callable[[], Any]:
         try:
             yield
         finally:
-            with control(address) as asked:
+            with control(address, timeout_s=60) as asked:
                 asked.halt()
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
 
     return run
@@ -51,7 +51,7 @@ def courier(address: str) -> Iterator[Courier]:
 
 
 def state(address: str) -> str:
-    with control(address) as asked:
+    with control(address, timeout_s=60) as asked:
         return str(asked.status()["state"])
 
 

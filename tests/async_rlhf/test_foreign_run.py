@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 
 from async_rlhf import status
 from async_rlhf.cli import app
+from async_rlhf.config import load
 from async_rlhf.run_dir import RunDir
 from async_rlhf.run_lock import RunLock
 from async_rlhf.sockets import hub_address, socket_directory
+from tests.conftest import QUICK
 
 GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}
 LEDGER = {"state": "running", "ledger": {"credited": 1, "trained": 1, "closes": True}}
@@ -46,12 +48,12 @@ def quiet(run: RunDir, verbs: tuple[str, ...] = VERBS) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(small: Callable[..., Any]) -> Iterator[RunDir]:
+def run(small: Callable[..., Any]) -> RunDir:
     made = RunDir.create(small())
     made.retire()
     made.ledger.write_text(json.dumps(LEDGER))
     made.metrics.write_text(json.dumps(GOOD) + "\n")
-    yield made
+    return made
 
 
 @contextmanager
@@ -192,9 +194,6 @@ def test_whatever_stands_in_its_files_no_verb_breaks(name: str, content: bytes, 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    from async_rlhf.config import load
-    from tests.conftest import QUICK
-
     made = RunDir.create(load(QUICK, {"output_dir": str(tmp_path_factory.mktemp("fuzz"))}))
     made.retire()
     return made

@@ -13,7 +13,7 @@ from async_rlhf.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import wait_for
 
-NUM_STEPS = 12
+NUM_STEPS = 24
 
 
 def test_the_learner_waits_for_room_and_the_run_is_whole(
@@ -23,8 +23,8 @@ def test_the_learner_waits_for_room_and_the_run_is_whole(
     overrides = {"weights.transport": "chunks", "checkpoint.save_every": 3}
     started = command(*small_arguments(**{"max_steps": NUM_STEPS, **overrides}))
     run = RunDir(tmp_path / "runs" / "quick")
-    wait_for(lambda: steps(run.path) >= 4, "step 4")
     learner = started.child("learner")
+    wait_for(lambda: steps(run.path) >= 4, "step 4")
     no_limit = learner.rlimit(psutil.RLIMIT_FSIZE)
     learner.rlimit(psutil.RLIMIT_FSIZE, (run.metrics.stat().st_size + 100, no_limit[1]))
     wait_for(lambda: "the disk is full: step" in run.log("learner").read_text(), "a learner that waits for room")

@@ -9,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rlhf.run_dir import RunDir
-from tests.async_rlhf.test_faults import assert_whole, steps
+from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
 from tests.conftest import wait_for
-
-NUM_STEPS = 16
 
 
 def saved(run: Path) -> list[int]:
@@ -31,16 +28,25 @@ def damage(run: Path, step: int, *, as_long: bool) -> None:
 
 @pytest.fixture
 def stopped(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> list[str]:
-    """Arguments of a run that was killed after its checkpoints of steps 4 and 6."""
-    arguments = small_arguments(**{"max_steps": NUM_STEPS, "checkpoint.save_every": 2, "queue.max_staleness": 1})
+    """Arguments that go on for some steps with a run that was killed when it had steps behind its newest checkpoint."""
+    arguments = small_arguments(**{"max_steps": 100_000, "checkpoint.save_every": 2, "queue.max_staleness": 1})
     started = command(*arguments)
     run = tmp_path / "runs" / "quick"
-    wait_for(lambda: run.exists() and 6 in saved(run) and steps(run) >= 7, "a step after the checkpoint of step 6")
-    family = started.family()
+    wait_for(lambda: max(saved(run), default=0) >= 6, "the checkpoint of step 6")
+    learner, family = started.child("learner"), started.family()
+
+    def caught() -> bool:
+        learner.suspend()
+        if steps(run) > saved(run)[-1]:
+            return True
+        learner.resume()
+        return False
+
+    wait_for(caught, "a learner with a step behind its newest checkpoint")
     started.process.kill()
-    assert not psutil.wait_procs(family, timeout=15)[1]
-    assert steps(run) < NUM_STEPS, "the run was over before it was killed: give it more steps"
-    return arguments
+    learner.kill()
+    assert_no_orphans(family)
+    return [*arguments, "--set", f"max_steps={steps(run) + 8}"]
 
 
 def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
@@ -58,7 +64,7 @@ def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
 
     code, output = command(*shlex.split(advised[1])).finish()
     assert code == 0, output
-    assert_whole(run, NUM_STEPS)
+    assert_whole(run, RunDir(run).config().max_steps)
     assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
 
 
@@ -89,7 +95,8 @@ def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_s
 ) -> None:
     run = tmp_path / "runs" / "quick"
     before = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
-    bad, done = before[7][1], before[1][0]
+    again = saved(run)[-1] + 1
+    bad, done = before[again][1], before[1][0]
     for number in (done, 1 << 40):
         code, output = command("rollouts", "quarantine", str(run), "--group", str(number)).finish()
         assert code == 1 and re.search(r"trained: group|unknown: group", output), output
@@ -100,7 +107,8 @@ def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_s
     code, output = command(*stopped, "--resume").finish()
     assert code == 0, output
     after = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
-    assert after[7] == [number for number in before[7] if number != bad]
-    assert sorted(number for groups in after.values() for number in groups) == sorted({*range(NUM_STEPS * 4)} - {bad})
+    assert after[again] == [number for number in before[again] if number != bad]
+    num_groups = RunDir(run).config().max_steps * 4
+    assert sorted(number for groups in after.values() for number in groups) == sorted({*range(num_groups)} - {bad})
     ledger = RunDir(run).read_ledger()["ledger"]
-    assert ledger["closes"] and ledger["quarantined"] == 1 and ledger["committed"] == NUM_STEPS * 4 - 1
+    assert ledger["closes"] and ledger["quarantined"] == 1 and ledger["committed"] == num_groups - 1

@@ -116,7 +116,7 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
         assert CliRunner().invoke(app, ["stop", str(run)]).exit_code == 0
         code, output = training.finish()
         assert code == 0, output
-        assert far.wait(timeout=60) == 0
+        assert far.wait(timeout=120) == 0
     finally:
         far.kill()
         said = far.communicate(timeout=30)[1]

@@ -11,7 +11,7 @@ import pytest
 from async_rlhf.api import run
 from buffers.errors import RewardError
 
-REFILL: dict[str, Any] = {"advantage.constant_groups": "refill", "stall_timeout_s": 240.0}
+REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}
 
 
 def test_every_batch_is_full_of_groups_that_say_something(small: Any, tmp_path: Path) -> None:

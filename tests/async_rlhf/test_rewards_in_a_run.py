@@ -57,7 +57,7 @@ def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert "all good" in done.stdout, done.stdout + done.stderr
 

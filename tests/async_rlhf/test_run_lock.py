@@ -26,7 +26,13 @@ from async_rlhf.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from buffers.errors import ConfigError, DamagedError
 from tests.conftest import Command, wait_for
 
-HOLD = "import sys; from async_rlhf.run_lock import RunLock; from pathlib import Path; lock = RunLock.take(Path(sys.argv[1]));"
+HOLD = """
+import subprocess, sys
+from pathlib import Path
+from async_rlhf.run_lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]))
+print("held", flush=True)
+"""
 
 
 @pytest.fixture
@@ -36,15 +42,15 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`hold(then)`: another process that takes the lock, runs `then`, and waits; it has printed a line."""
+    """`hold(then)`: another process that has taken the lock and written its name there, runs `then`, and waits."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(then: str = "print('held', flush=True)") -> subprocess.Popen[str]:
-        code = f"{HOLD}{then}; sys.stdin.read()"
-        command = [sys.executable, "-c", code, str(path)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        wait_for(lambda: is_held(path), "the lock to be taken")
-        return started[-1]
+    def start(then: str = "") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", f"{HOLD}{then}\nsys.stdin.read()", str(path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
 
     yield start
     for process in started:
@@ -74,6 +80,7 @@ def test_no_clock_decides_who_is_alive(
 def test_a_killed_holder_frees_it(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
     process = hold()
     process.kill()
+    process.wait(60)
     lock = RunLock.take(path)
     assert holder(path) == Holder(socket.gethostname(), os.getpid())
     lock.release()
@@ -82,13 +89,11 @@ def test_a_killed_holder_frees_it(path: Path, hold: Callable[..., subprocess.Pop
 
 def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
     """The roles of a killed supervisor: nothing may begin beside them."""
-    start = "subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,))"
-    then = f"import subprocess; print({start}.pid, flush=True)"
-    parent = hold(then)
+    parent = hold("print(subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,)).pid, flush=True)")
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
-    parent.wait(30)
+    parent.wait(60)
     with pytest.raises(ConfigError, match=rf"still held 0 s after its start.*: {child.pid} \(another program\).*kill -9"):
         RunLock.take(path, wait_s=0.0)
     with pytest.raises(ConfigError, match=rf"has no supervisor.*{child.pid}"):
@@ -147,8 +152,8 @@ def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
 def test_of_two_at_the_same_time_exactly_one_goes_on(
     command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
 ) -> None:
-    RunDir.create(small(max_steps=200)).retire()
-    both = [command(*small_arguments(max_steps=200), "--resume") for _ in range(2)]
+    RunDir.create(small(max_steps=100_000)).retire()
+    both = [command(*small_arguments(max_steps=100_000), "--resume") for _ in range(2)]
     lost = wait_for(lambda: next((each for each in both if each.process.poll() is not None), None), "the one that is refused")
     code, output = lost.finish()
     (won,) = (each for each in both if each is not lost)
@@ -157,7 +162,7 @@ def test_of_two_at_the_same_time_exactly_one_goes_on(
     wait_for(run.read_metrics, "a step")
     assert won.process.poll() is None
     with pytest.raises(ConfigError, match="is running"):
-        RunDir.reopen(small(max_steps=200))
+        RunDir.reopen(small(max_steps=100_000))
     assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
     code, output = won.finish()
     assert code == 0, output
@@ -174,7 +179,7 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
     learner.suspend()
     started.process.kill()
     try:
-        assert psutil.wait_procs([each for each in family if each != learner], 30)[1] == [], "they end by themselves"
+        assert psutil.wait_procs([each for each in family if each != learner], 120)[1] == [], "they end by themselves"
         with pytest.raises(ConfigError, match=rf"still held .* by processes of an earlier one: {learner.pid} \(learner\)"):
             RunDir.reopen(config)
         assert (

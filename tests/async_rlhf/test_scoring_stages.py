@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -104,7 +102,7 @@ def test_a_scorer_process_that_is_killed_is_started_again_and_no_score_is_lost(
     status = ["status", str(run_dir.path)]
     wait_for(lambda: "scorer: answered " in CliRunner().invoke(app, status).output, "the scorer to say what it has answered")
     scorer.kill()
-    assert wait_for(lambda: next((c for c in started.family() if is_scorer(c) and c.pid != scorer.pid), None), "another scorer")
+    wait_for(lambda: started.child("scorer") != scorer, "another scorer")
     done = len(run_dir.read_metrics())
     # No more than `max_ahead` groups were scored before it died.
     wait_for(lambda: len(run_dir.read_metrics()) >= done + 4, "steps whose scores are those of the other")
@@ -112,10 +110,3 @@ def test_a_scorer_process_that_is_killed_is_started_again_and_no_score_is_lost(
     code, output = started.finish()
     assert code == 0 and "scorer ended by signal 9; starting it again" in output, output
     assert all(step["rewards/failed_ratio"] == 0.0 for step in run_dir.read_metrics())
-
-
-def is_scorer(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        line = process.cmdline()
-        return "async_rlhf.roles" in line and line[line.index("async_rlhf.roles") + 1] == "scorer"
-    return False

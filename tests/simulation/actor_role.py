@@ -20,6 +20,7 @@ from buffers.protocol import wire
 from buffers.record import Float32Array, Score, Span
 from buffers.tensors import RawTensor
 from tests.simulation.hub_role import BEAT_S, PROGRESS_TIMEOUT_S, TIMEOUT_S, HubRole
+from tests.simulation.invariants import ANOTHER
 from tests.simulation.world import Network, SimLink, ViolationError
 
 STILL = np.arange(60, dtype="<i4")
@@ -180,7 +181,7 @@ class ActorRole:
     def double(self) -> None:
         """Another process claims its name, for longer than a dead one would keep it."""
         world, link = self._hub.world, self._network.connect(self.name)
-        hello = wire.Hello(actor=self.name, life="another", capacity=4, fence=0, version=-1)
+        hello = wire.Hello(actor=self.name, life=ANOTHER, capacity=4, fence=0, version=-1)
         self._hub.observer.claims += 1
 
         def claim(left: int) -> None:

@@ -26,13 +26,19 @@ from buffers.queue.journal import Journal
 from buffers.record import Group
 from tests.simulation.world import ViolationError
 
+ANOTHER = "another"
+"""The life of a process that claims the name of an actor."""
+SILENT_S = 1.49
+"""An actor whose name is claimed is taken for ended after three beats without a word; less what rounding takes."""
+
 
 class Observer:
     """Remembers what was promised (acknowledgements, batches, checkpoints) and compares."""
 
     def __init__(self, bound: Bound, max_attempts: int) -> None:
         self._bound, self._max_attempts = bound, max_attempts
-        self.ends = self.claims = 0  # of actors; other processes that claimed a name
+        self.ends = self.claims = 0  # of actors, names that went to another process included; names that one claimed
+        self._holders: dict[str, tuple[str, float]] = {}  # name -> the process that had it last, and when that was heard
         self.trying: int | None = None  # the group that the learner has alone
         self.blamed: set[int] = set()  # those that it ended with
         self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
@@ -84,11 +90,16 @@ class Observer:
         sets = len(exchange._publication.store._sets)
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
+        for name, actor in admission.fleet.actors.items():
+            before, heard_at = self._holders.get(name, (actor.life, 0.0))
+            silent = exchange._clock() - heard_at >= SILENT_S
+            self.ends += silent and before != actor.life and ANOTHER in (before, actor.life)
+            self._holders[name] = actor.life, actor.heard_at
         self.quarantined, self._num_filtered = frozenset(admission._line.quarantined), admission.num_filtered
         self.removed = frozenset(admission._batches.removed)
         if self.quarantined and self.ends < self._max_attempts:
             raise ViolationError("guilt", f"groups {sorted(self.quarantined)} are quarantined after {self.ends} ends of actors")
-        if (counted := admission.fleet.failures._counts) and not (self.ends or self.claims):
+        if (counted := admission.fleet.failures._counts) and not self.ends:
             raise ViolationError("guilt", f"what no end of an actor was seen of counts against groups: {counted}")
         if self.removed - self.blamed:
             raise ViolationError("guilt", f"groups {sorted(self.removed)} are taken out, the learner ended with {self.blamed}")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.config import QueueConfig
+from buffers.errors import DiskFullError
 from buffers.hub.exchange import Exchange
 from buffers.protocol import packing, wire
 from buffers.queue.bound import Bound
@@ -122,3 +124,41 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
             assert after["trained"] + after["queued"] == waiting or exact
         finally:
             again.close()
+
+
+def test_in_exact_mode_weights_stay_until_the_group_made_by_them_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = QueueConfig(max_staleness=1, exact=True, fsync="off")
+    journal = Journal(tmp_path / "queue", segment_bytes=1 << 20, fsync="off")
+    store = WeightStore(tmp_path / "weights")
+    exchange = Exchange(config, Bound(1, 1, 9, exact=True), journal, store, lambda: 0.0, "x")
+
+    def hear(identity: bytes, frames: wire.Frames) -> None:
+        exchange.receive(identity, frames)
+
+    hear(b"c", said(wire.Register(step=0, committed=0, learner="a")))
+    exchange.settle()
+    hear(b"c", said(WeightSet.of(1, 0, {}).announcement()))
+    hear(b"a", said(wire.Hello(actor="anna", life="1", capacity=2, fence=1, version=0)))
+    exchange.settle()
+    hear(b"a", a_put(0, 0, 0))
+    exchange.settle()
+    hear(b"c", said(wire.Take(fence=1, step=0)))
+    exchange.settle()
+    hear(b"c", said(wire.Trained(fence=1, step=0)))
+    hear(b"c", said(WeightSet.of(1, 1, {}).announcement()))
+    exchange.settle()
+    hear(b"a", a_put(1, 0, 0))  # the last that version 0 makes
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "sync", no_room)
+        exchange.settle()
+    assert 0 in store
+    exchange.tick()
+    exchange.settle()
+    assert 0 not in store and 1 in store
+    journal.close()
+
+
+def no_room(*, durable: bool = False) -> None:
+    raise DiskFullError("no room")
