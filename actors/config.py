@@ -104,6 +104,10 @@ class EngineConfig(Section):
     """Largest difference, in nats a token, between what the learner and the engine say of the same probe under the same
     weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""
 
+    mismatch_limit: float | None = Field(default=None, gt=0)
+    """Largest mean |log-ratio| of learner and engine over the tokens of a step that were sampled from the very weights it
+    begins with; above it the run ends. `"none"`: 0.01 where both compute in float32, else 0.1."""
+
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     """Of `kind = "vllm"` only. There `kv_bytes = "none"` is 1 GiB on a CPU, and vLLM's own share of a GPU's memory."""
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from actors.own_code import check_own_code
 from actors.rewards import absolute
+from buffers.attention import angle_limit, attention, unknown
 from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from buffers.errors import ConfigError, did_you_mean
 from buffers.queue.bound import Bound
@@ -86,6 +87,11 @@ class Config(Section):
     @property
     def groups_per_batch(self) -> int:
         return self.learner.batch_size // self.generation.group_size
+
+    @property
+    def usual_mismatch(self) -> float:
+        """What rounding may make of the mean |log-ratio| between learner and engine, with room to spare."""
+        return 0.01 if self.engine.dtype == self.learner.dtype == "float32" else 0.1
 
     def bound(self, num_prompts: int) -> Bound:
         """The arithmetic of admission for a data set of `num_prompts` training prompts."""
@@ -279,11 +285,20 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
     try:
         model = json.loads((directory / "config.json").read_text())
-        sizes = model.get("text_config", model).get
-    except (OSError, ValueError, AttributeError) as error:
+        text: dict[str, Any] = {**model, **model.get("text_config", {})}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
     check_own_code(directory, "model")
-    check_division(config.learner, sizes)
+    check_division(config.learner, text.get)
+    if config.engine.kind == "torch" and attention(text) is None:
+        raise ConfigError(unknown(str(text.get("model_type"))))
+    longest = config.generation.max_prompt_length + config.generation.max_completion_length
+    if (limit := angle_limit(text)) is not None and longest > limit:
+        raise ConfigError(
+            f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "
+            "model depend on how long the other texts of a batch are, and so would its log-probabilities. Highest: "
+            f"{limit} together"
+        )
 
 
 def _anchor(values: dict[str, Any], base: Path) -> None:

@@ -36,8 +36,10 @@ from async_rlhf.exit_codes import (
     CONFIGURATION,
     DAMAGED,
     FATAL,
+    REFUSED_TO_TRAIN,
     REWARDS_FAILED,
     InterruptedRunError,
+    RefusedToTrainError,
     StalledError,
     WorkerLostError,
 )
@@ -79,7 +81,8 @@ class Supervisor:
     """See the module docstring. `run` returns when the run has ended as it should.
 
     max_deaths: lives in a row in which a role did not work, after which it is given up. Raises what ended the run otherwise:
-    StalledError, WorkerLostError, RewardError, ConfigError, DamagedError, InterruptedRunError.
+    StalledError, WorkerLostError, RefusedToTrainError, RewardError, ConfigError, DamagedError,
+    InterruptedRunError.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class Supervisor:
                 CONFIGURATION: ConfigError,
                 DAMAGED: DamagedError,
                 REWARDS_FAILED: RewardError,
+                REFUSED_TO_TRAIN: RefusedToTrainError,
             }
             raise kinds.get(code, WorkerLostError)(words or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":

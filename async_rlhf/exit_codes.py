@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, NonFiniteError, RewardError, StalenessError
+from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, MismatchError, NonFiniteError, RewardError, StalenessError
 
 DONE = 0
 FAILED = 1
@@ -27,6 +27,10 @@ class WorkerLostError(AsyncRLHFError):
     """A process of the run ends again and again."""
 
 
+class RefusedToTrainError(AsyncRLHFError):
+    """The learner's process ended rather than train on what it was given."""
+
+
 class InterruptedRunError(AsyncRLHFError):
     """The run was forced to end before it had drained; `--resume` continues it."""
 
@@ -41,6 +45,8 @@ def exit_code(error: AsyncRLHFError) -> int:
         (RewardError, REWARDS_FAILED),
         (StalenessError, REFUSED_TO_TRAIN),
         (NonFiniteError, REFUSED_TO_TRAIN),
+        (MismatchError, REFUSED_TO_TRAIN),
+        (RefusedToTrainError, REFUSED_TO_TRAIN),
         (InterruptedRunError, INTERRUPTED),
     ]
     return next((code for kind, code in codes if isinstance(error, kind)), FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,16 @@ if TYPE_CHECKING:
     from learner.ranks import Ranks
     from learner.trainer import Trainer
 
+_log = logging.getLogger(__name__)
+
 
 def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
     from learner.trainer import Trainer, TrainerConfig
 
+    limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
+    if limit > usual:
+        _log.warning("engine.mismatch_limit = %g: rounding makes at most %g, more is another policy", limit, usual)
     return Trainer(
         feed,
         backend,
@@ -40,6 +46,7 @@ def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> T
             advantage=config.advantage,
             guard=config.guard,
             lowest_staleness=config.bound(config.data.size).lowest_staleness,
+            mismatch_limit=limit,
         ),
     )
 

@@ -86,7 +86,7 @@ def unknown(kind: str) -> str:
 def max_length(config: Mapping[str, Any]) -> int | None:
     """Longest text that the model can take and whose numbers do not depend on the texts beside it, None for any."""
     positions = config.get("max_position_embeddings") or config.get("n_positions")
-    return min((int(limit) for limit in (positions, _length_of_angles(config)) if limit), default=None)
+    return min((int(limit) for limit in (positions, angle_limit(config)) if limit), default=None)
 
 
 def probe_length(num_parameters: int, vocabulary: int, attention: Attention | None, longest: int | None) -> int:
@@ -97,7 +97,8 @@ def probe_length(num_parameters: int, vocabulary: int, attention: Attention | No
     return min(length, longest or length)
 
 
-def _length_of_angles(config: Mapping[str, Any]) -> int | None:
+def angle_limit(config: Mapping[str, Any]) -> int | None:
+    """Longest text whose angles (rotary positions) do not depend on the texts beside it, where they can."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = [scaling, *(each for each in scaling.values() if isinstance(each, Mapping))]
     if not any(each.get("rope_type", each.get("type")) in _LENGTH_DEPENDENT for each in kinds):

@@ -13,7 +13,8 @@
     │   └── DamagedError     … because a file is not as it was written; starting again ends the same way
     ├── EngineError          a request an engine cannot serve
     ├── RewardError          a reward function that cannot be loaded, or fails too often
-    └── NonFiniteError       a loss or gradient that is not a number
+    ├── NonFiniteError       a loss or gradient that is not a number
+    └── MismatchError        engine and learner disagree about the same tokens and weights
 
 Messages say what was asked, the value, the limit and what to do, in that order.
 """
@@ -87,6 +88,10 @@ class RewardError(AsyncRLHFError):
 
 class NonFiniteError(AsyncRLHFError):
     """A loss or gradient that is not a number."""
+
+
+class MismatchError(AsyncRLHFError):
+    """Engine and learner give the same tokens other log-probabilities under the same weights."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from typing import Any
 from buffers.clients.connection import HubRestartedError
 from buffers.clients.learner import SuspectGroup, TakenBatch
 from buffers.composition import Composition, Statistics
-from buffers.errors import NonFiniteError, RewardError, StalenessError
+from buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
 from buffers.record import Group
 from learner import guard
 from learner.backend import Backend, StepReport
@@ -42,6 +43,8 @@ from learner.saving import Saver, Writer
 _log = logging.getLogger(__name__)
 # Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
+# Of fewer tokens a mean says little.
+_MIN_TOKENS = 64
 # Why the hub gives no more batches to a run that is to go on another time.
 _DRAINED = "drained"
 
@@ -63,12 +66,14 @@ class TrainerConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     lowest_staleness: int = 0
     """The smallest staleness the guard may aim at: below it the run would wait forever."""
+    mismatch_limit: float = math.inf
+    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
 
 
 class Trainer:
     """See the module docstring. `run` returns the reason why it ended.
 
-    Raises StalenessError, NonFiniteError, RewardError, DeadlineError.
+    Raises StalenessError, NonFiniteError, MismatchError, RewardError, DeadlineError.
     """
 
     def __init__(self, client: Feed, backend: Backend, directory: Path, config: TrainerConfig) -> None:
@@ -149,6 +154,7 @@ class Trainer:
             self._check_rewards(batch.groups, data["rewards/failed_ratio"])
             beliefs = self._believe(batch.groups, rewards)
             report = self._update(batch.groups, beliefs)
+            self._check_mismatch(batch.groups, report)
         self._guard(report)
         self._tell(lambda: self._client.trained(step))
         self.step = step + 1
@@ -220,6 +226,23 @@ class Trainer:
         rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_observation(config.advantage) else []
         observed = self._backend.observe(rows) if rows else {}
         return believe(groups, rewards, chosen, observed, config.advantage, config.loss), nothing
+
+    def _check_mismatch(self, groups: Sequence[Group], report: StepReport) -> None:
+        """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
+        config, mismatch = self._config, report.metrics["mismatch/abs_log_ratio"]
+        fresh = [span for group in groups for span in group.spans() if span.version == self.step]
+        comparable = (
+            sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
+            and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
+            and not (config.loss.proximal == "interpolate" and config.learner.updates_per_step * config.learner.epochs > 1)
+            and all(rollout.support is not None for group in groups if group.is_truncated for rollout in group.rollouts)
+        )
+        if report.applied and comparable and mismatch is not None and not mismatch <= config.mismatch_limit:
+            raise MismatchError(
+                f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
+                f"the same weights; the limit is {config.mismatch_limit:g}. One of them computes this model wrong, or another one: "
+                "compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
+            )
 
     def _guard(self, report: StepReport) -> None:
         """Aim lower or higher for groups begun from the next take on, as this step's data suggest."""

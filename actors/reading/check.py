@@ -18,8 +18,8 @@ def check_reads_along(path: str, longest: int, of: str, shorten: str) -> None:
     kind, limit = config.get("model_type"), max_length(config)
     if attention(config) is None:
         raise ConfigError(
-            f"{of}: {path!r} is of type {kind!r}, which is not known to read from left to right and to keep "
-            f"nothing but keys and values, so it cannot read along; set stream_tokens = 0, or use one of {', '.join(sorted(FAMILIES))}"
+            f"{of}: {path!r} is of type {kind!r}, which is not known to read from left to right and to keep nothing but keys "
+            f"and values, so it cannot read along; set stream_tokens = 0, or use one of {', '.join(sorted(FAMILIES))}"
         )
     if limit is not None and limit < longest:
         raise ConfigError(

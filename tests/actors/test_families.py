@@ -66,9 +66,7 @@ def test_position_biases_are_refused() -> None:
 def test_an_engine_that_would_sample_from_another_distribution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffers.attention.FAMILIES", FAMILIES | {"gpt_neo"})
     model = families.model("gpt_neo")
-    with pytest.raises(
-        ConfigError, match=r"'gpt_neo' cannot be served by the torch engine: log-probabilities of"
-    ):
+    with pytest.raises(ConfigError, match=r"'gpt_neo' cannot be served by the torch engine: log-probabilities of"):
         check_engine(TorchEngine(model, slots=4, stop_ids=set(), max_length=256), model)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from buffers.clients.connection import HubRestartedError
 from buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
 from buffers.composition import Composition
-from buffers.errors import NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
+from buffers.errors import MismatchError, NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
 from buffers.files import Disk
 from buffers.protocol import packing, wire
 from buffers.protocol.wire import Canary
@@ -290,6 +290,20 @@ def test_failed_scores_up_to_the_limit_are_left_out(
     life = Life(tmp_path, model_dir, ScriptedHub([[group]]), max_steps=1, max_failed_ratio=ratio)
     assert life.trainer.run() == "end of data"
     assert life.metrics()[0]["rewards/failed_ratio"] == pytest.approx(failed / size)
+
+
+def test_an_engine_that_samples_from_another_policy_than_the_learner_s_ends_the_run(tmp_path: Path, model_dir: Path) -> None:
+    def life(name: str, version: int, limit: float) -> Life:
+        batch = [make_group(n, [12] * 6, version=version, rewards=[0.0, 1.0] * 3) for n in (0, 1)]
+        return Life(tmp_path / name, model_dir, ScriptedHub([[], batch]), max_steps=2, believing={"mismatch_limit": limit})
+
+    ended = "end of data"
+    assert life("raised", 1, 100.0).trainer.run() == ended
+    assert life("of older weights", 0, 0.01).trainer.run() == ended  # a difference that staleness makes
+    with pytest.raises(
+        MismatchError, match=r"differ by \d.* nats on average .* the limit is 0\.01.*raise engine\.mismatch_limit"
+    ):
+        life("fresh", 1, 0.01).trainer.run()
 
 
 def poisoned(group: Group) -> Group:
