@@ -84,8 +84,7 @@ class ActorSessions:
 
     def leave(self, name: str, reason: str, *, seen: bool = True) -> None:
         self._admission.fleet.leave(name, reason, seen=seen)
-        self._peers.forget(name)
-        self._challenged.pop(name, None)
+        self._forget(name)
 
     def tick(self, now: float) -> None:
         """Time has passed: who is silent, late or stuck loses its groups."""
@@ -97,7 +96,8 @@ class ActorSessions:
             self._peers.forgive(late, now)
             self._challenged.clear()
         for name in self._publication.late(self._admission, self._peers, now):
-            self.leave(name, "adopted no weights in its time", seen=False)
+            self._admission.fleet.drop(name, "adopted no weights in its time")
+            self._forget(name)
             _log.warning("%s adopted no weights in its time: its groups go to others", name)
         for name in self._admission.fleet.expire(now):
             self.leave(name, "", seen=False)
@@ -106,6 +106,10 @@ class ActorSessions:
             _log.warning(
                 "%s made no progress with group %d for %.0f s: it goes to others", name, number, self._config.progress_timeout_s
             )
+
+    def _forget(self, name: str) -> None:
+        self._peers.forget(name)
+        self._challenged.pop(name, None)
 
     def _check_shared(self, hello: wire.Hello) -> None:
         other = sorted(name for name, digest in self._shared.items() if hello.shared.get(name) != digest)

@@ -69,6 +69,12 @@ class Fleet:
         for number in list(actor.leases) if actor else []:
             self._lose(number, f"{name} {reason}", counts=seen)
 
+    def drop(self, name: str, reason: str) -> None:
+        """Give the groups of a living actor to others. Should it end later, that says nothing of them."""
+        for number in list(self.actors[name].leases):
+            self._lose(number, f"{name} {reason}", counts=False)
+        self._silences.note(name, self.actors.pop(name))
+
     def expire(self, now: float) -> list[str]:
         """Drop the actors not heard for `lease_s` seconds; returns their names."""
         silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]

@@ -327,6 +327,9 @@ class Journal:
                     for committed in replay.batches.pop(step):
                         replay.entries.pop(committed, None)
                         self._forget(committed)
+                for dead in (*record.quarantined, *record.removed):
+                    replay.entries.pop(dead, None)
+                    self._forget(dead)
 
 
 def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -103,7 +103,7 @@ def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]
             elif kind in ("commit", "state"):
                 committed = max(memory.state.committed_step, next_step - amount) if kind == "commit" else None
                 step = memory.state.committed_step if committed is None else committed
-                state = Restored(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(0,))
+                state = Restored(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(1 << 20,))
                 journal.state(state, memory.commit(state))
                 journal.sync()
             elif kind == "reopen":
@@ -373,3 +373,19 @@ def test_a_full_disk_is_an_error_of_the_journal_and_loses_nothing_acknowledged(t
         assert list(journal.replay.entries) == [0]
         assert journal.read(0) == payload(0)
         assert journal.replay.torn_bytes > 0
+
+
+def test_groups_that_were_taken_back_are_not_kept_for_the_next_hub(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        for number in range(4):
+            journal.put(number, entry(number), payload(number))
+        journal.take(0, [0, 1])
+        journal.sync()
+        # The hub dies before it has deleted anything; what its last state says is on disk.
+        journal.state(Restored(head=2, consumed=(), quarantined=(2,), removed=(1,)))
+        journal.sync()
+    with opened(tmp_path) as journal:
+        assert sorted(journal.replay.entries) == [0, 3]
+        for dead in (1, 2):
+            with pytest.raises(KeyError):
+                journal.read(dead)

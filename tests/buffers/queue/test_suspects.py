@@ -192,8 +192,18 @@ def test_an_actor_that_is_dropped_and_comes_back_is_as_stuck_as_it_was() -> None
     hub.fleet.actors["a"].progressed([(number, 1) for number in range(8)], 0.0)
     hub.fleet.overdue(0.0, 10.0)
     hub.fleet.overdue(11.0, 10.0)
-    hub.fleet.leave("a", "adopted no weights in its time", seen=False)
+    hub.fleet.drop("a", "adopted no weights in its time")
     hub.fleet.join("a", Actor(capacity=8, fence=1, version=0, heard_at=0.0, life="1"))
     assert hub.credits() == {}
     hub.fleet.join("a", Actor(capacity=8, fence=1, version=0, heard_at=0.0, life="2"))
     assert numbers(hub) == {"a": list(range(8))}
+
+
+def test_the_end_of_an_actor_that_was_dropped_while_it_lived_says_nothing_of_its_groups() -> None:
+    hub = hub_with(max_attempts=1)
+    hub.fleet.join("a", Actor(capacity=8, fence=1, version=0, heard_at=0.0, life="1"))
+    hub.credits()
+    hub.fleet.drop("a", "adopted no weights in its time")
+    hub.fleet.join("a", Actor(capacity=8, fence=1, version=0, heard_at=0.0, life="2"))
+    hub.fleet.leave("a", "ended")
+    assert hub.num_quarantined == 0 and hub.fleet.failures.suspects == frozenset() and hub.ledger.closes
