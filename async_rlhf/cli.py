@@ -68,6 +68,9 @@ def check(
     graph: Annotated[
         bool, typer.Option("--graph", help="Draw the stages of a rollout: what waits for what, and where.")
     ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
+    ] = False,
 ) -> None:
     """Check a configuration, its data and its rewards, and say what it will do."""
     with _errors():
@@ -89,6 +92,12 @@ def check(
             from async_rlhf.scoring import graph_of
 
             for line in drawing(graph_of(loaded)):
+                typer.echo(line)
+        if deep:
+            from async_rlhf.deep_check import deep_check
+            from async_rlhf.launch.gguf import model_directory
+
+            for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
                 typer.echo(line)
 
 

@@ -72,8 +72,8 @@ class Backend(Protocol):
         """
         ...
 
-    def canary(self) -> Canary:
-        """The probe and its log-probabilities under the weights that `tensors` gives."""
+    def canary(self, ids: Sequence[int] = ()) -> Canary:
+        """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens."""
         ...
 
     def freeze(self) -> Callable[[Path], None]:

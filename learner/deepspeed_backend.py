@@ -147,10 +147,10 @@ class DeepSpeedBackend(RankBackend):
         return found
 
     @torch.no_grad()
-    def canary(self) -> Canary:
+    def canary(self, ids: Sequence[int] = ()) -> Canary:
         """See `Backend.canary`."""
         with self._ranks.named("the canary"):
-            return probe(self._policy, self.device)
+            return probe(self._policy, self.device, ids)
 
     def freeze(self) -> Callable[[Path], None]:
         """See `Backend.freeze`. Gathered before it returns; only rank 0's writer writes."""

@@ -50,9 +50,9 @@ class Leader:
         self._together("tensors")
         return self._own.tensors()
 
-    def canary(self) -> Canary:
-        self._together("canary")
-        return self._own.canary()
+    def canary(self, ids: Sequence[int] = ()) -> Canary:
+        self._together("canary", ids=list(ids))
+        return self._own.canary(ids)
 
     def freeze(self) -> Callable[[Path], None]:
         self._together("freeze")
@@ -68,9 +68,9 @@ class Leader:
     def close(self) -> None:
         self._ranks.command({"do": "close"})
 
-    def _together(self, name: str) -> None:
+    def _together(self, name: str, **header: list[int]) -> None:
         if self._own.collective:
-            self._ranks.command({"do": name})
+            self._ranks.command({"do": name, **header})
 
     def _scatter(self, name: str, parts: Sequence[Sequence[Update]], **header: int) -> list[Update]:
         """Send every rank its micro-batches; rank 0's own come back."""
@@ -89,6 +89,8 @@ def follow(own: RankBackend, ranks: Ranks) -> None:
             return
         if name == "load":
             own.load(Path(header["directory"]))
+        elif name == "canary":
+            own.canary(header["ids"])
         elif name in ("step", "rehearse", "observe"):
             updates = _updates(header["updates"], tensors)
             if name == "step":
@@ -98,7 +100,7 @@ def follow(own: RankBackend, ranks: Ranks) -> None:
             else:
                 ranks.gather(_packed(own.observe_part(updates[0].batches)))
         else:
-            getattr(own, {"tensors": "tensors", "canary": "canary", "freeze": "freeze"}[name])()
+            getattr(own, {"tensors": "tensors", "freeze": "freeze"}[name])()
 
 
 def _updates(headers: Sequence[Mapping[str, object]], tensors: Sequence[Tensors]) -> list[Update]:

@@ -24,7 +24,7 @@ from learner.targets import Observation
 from learner.update import Step
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
-_PROBE_TOKENS = 32
+_PROBE_TOKENS = 128
 
 
 class RankBackend(ABC):
@@ -147,7 +147,7 @@ class RankBackend(ABC):
     def tensors(self) -> Mapping[str, RawTensor]: ...
 
     @abstractmethod
-    def canary(self) -> Canary: ...
+    def canary(self, ids: Sequence[int] = ()) -> Canary: ...
 
     @abstractmethod
     def freeze(self) -> Callable[[Path], None]: ...
@@ -166,10 +166,12 @@ def find_device(name: str, rank: int = 0) -> torch.device:
     return device
 
 
-def probe(policy: Policy, device: torch.device) -> Canary:
-    """The same text for every learner of this vocabulary, and its log-probabilities under the present weights."""
-    ids = torch.from_numpy(np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS)).to(device)
-    return Canary(ids=ids.tolist(), logprobs=policy.probe(ids).tolist())
+def probe(policy: Policy, device: torch.device, ids: Sequence[int]) -> Canary:
+    """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights."""
+    text = np.array(ids[:_PROBE_TOKENS], np.int64)
+    if len(text) < 2:
+        text = np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS // 4)
+    return Canary(ids=text.tolist(), logprobs=policy.probe(torch.from_numpy(text).to(device)).tolist())
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -99,9 +99,9 @@ class TorchBackend(RankBackend):
         return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named.items()}
 
     @torch.no_grad()
-    def canary(self) -> Canary:
+    def canary(self, ids: Sequence[int] = ()) -> Canary:
         """See `Backend.canary`."""
-        return probe(self._policy, self.device)
+        return probe(self._policy, self.device, ids)
 
     def freeze(self) -> Callable[[Path], None]:
         """See `Backend.freeze`. The copy is made by a thread; `apply` waits for it."""

@@ -93,6 +93,7 @@ class Trainer:
         self._registered = False
         self._published = self.step
         self._refused_in_a_row = self._constant_in_a_row = 0
+        self._text: Sequence[int] = ()  # the newest that was trained on, by which engines are held to this policy
         self._aim = guard.Aim(config.max_staleness)
         self._broadcast_s = 0.0
         self._waited_s = self._paused_s = 0.0
@@ -155,6 +156,9 @@ class Trainer:
             beliefs = self._believe(batch.groups, rewards)
             report = self._update(batch.groups, beliefs)
             self._check_mismatch(batch.groups, report)
+        for group in batch.groups[:1]:
+            longest = max(group.rollouts, key=lambda rollout: rollout.num_tokens)
+            self._text = [*group.prompt_ids.tolist(), *longest.completion_ids.tolist()]
         self._guard(report)
         self._tell(lambda: self._client.trained(step))
         self.step = step + 1
@@ -240,8 +244,8 @@ class Trainer:
         if report.applied and comparable and mismatch is not None and not mismatch <= config.mismatch_limit:
             raise MismatchError(
                 f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
-                f"the same weights; the limit is {config.mismatch_limit:g}. One of them computes this model wrong, or another one: "
-                "compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
+                f"the same weights; the limit is {config.mismatch_limit:g}. One of them computes this model wrong, or another "
+                "one. Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
             )
 
     def _guard(self, report: StepReport) -> None:
@@ -309,7 +313,7 @@ class Trainer:
 
     def _publish(self) -> None:
         began = time.monotonic()
-        self._client.publish(self.step, self._backend.tensors(), self._backend.canary())
+        self._client.publish(self.step, self._backend.tensors(), self._backend.canary(self._text))
         self._published = self.step
         self._broadcast_s = time.monotonic() - began
 

@@ -56,7 +56,7 @@ def test_a_model_takes_one_mask_or_one_for_each_layer_type() -> None:
         ({}, None),
         ({"max_position_embeddings": 2048}, 2048),
         ({"n_positions": 1024}, 1024),
-        ({"max_position_embeddings": 99, "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, 99),
+        ({"n_positions": 99, "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, 99),
         ({"max_position_embeddings": 99, "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 8}, 8),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "longrope", "original_max_position_embeddings": 8}}}, 8),
         ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 4096),

@@ -1,0 +1,92 @@
+"""Whatever model a run is given: it is computed right by engine and learner, or refused by name before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from actors.config import EngineConfig
+from actors.engine import Request, RolloutKey
+from actors.torch_engine.loading import load_engine
+from async_rlhf.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
+from buffers.attention import FAMILIES
+from buffers.record import Group, Rollout
+from learner.batch import make_rows
+from learner.config import LearnerConfig, LossConfig
+from learner.torch_backend import TorchBackend
+from tests import families
+from tests.async_rlhf.test_bad_input import invoke
+from tests.conftest import QUICK
+
+GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Path) -> None:
+    families.model(kind).save_pretrained(tmp_path)
+    engine = load_engine(str(tmp_path), EngineConfig(slots=4, prefill_tokens=16))
+    backend = TorchBackend(tmp_path, LearnerConfig(learning_rate=1e-2, warmup_steps=0), LossConfig())
+    rng = np.random.default_rng(0)
+    for step in range(STEPS):
+        engine.load_weights(step, backend.tensors())
+        groups = []
+        for number in range(2):
+            prompt = rng.integers(3, 64, 6 + 5 * number).astype(np.int32)
+            keys = [RolloutKey(number, step, member) for member in range(GROUP_SIZE)]
+            engine.submit([Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, 1.0, seed=key.member) for key in keys])
+            ended = {}
+            while engine.num_unfinished:
+                ended |= {completion.key: completion for completion in engine.step()}
+            made = [ended[key] for key in keys]
+            rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
+            groups.append(Group(number, 0, prompt, rollouts, temperature=1.0))
+        report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2, backend.row_tokens)], step)
+        assert report.applied and report.metrics["mismatch/abs_log_ratio"] < MISMATCH
+
+
+def told_by_check(path: Path, kind: str, **own: Any) -> str:
+    """What `check` says when it refuses this family, beside the speller's tokenizer."""
+    for file in (QUICK.parent / "models" / "tiny-speller").glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    model: PreTrainedModel = families.model(kind)
+    model.save_pretrained(path)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | own))
+    code, output = invoke("check", str(QUICK), "--set", f"model={json.dumps(str(path))}")
+    assert code == CONFIGURATION, output
+    return output
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "jamba", "mamba", "mpt", "recurrent_gemma", "rwkv"])
+def test_check_refuses_a_family_that_the_built_in_engine_cannot_serve(kind: str, tmp_path: Path) -> None:
+    told = told_by_check(tmp_path, kind)
+    assert f"model type '{kind}'" in told and "Set engine.kind = 'vllm', or use one of afmoe," in told
+
+
+def test_check_refuses_texts_beyond_where_positions_depend_on_the_batch(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    told = told_by_check(tmp_path, "phi3", rope_parameters=scaling)
+    assert "beyond 32 tokens the positions of this model depend on how long the other texts of a batch are" in told
+
+
+def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:
+    code, output = invoke("check", str(QUICK), "--deep")
+    assert code == 0, output
+    assert "learner: log-probabilities are those of plain passes (completions of a prompt share its computation;" in output
+    assert "engine: sampled log-probabilities are those of plain passes" in output
+
+
+def test_a_run_whose_engine_and_learner_disagree_ends_by_name_and_is_not_tried_again(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]]
+) -> None:
+    overrides = {"queue.max_staleness": 0, "engine.mismatch_limit": 1e-12, "max_steps": 3}
+    code, output = command(*small_arguments(**overrides)).finish()
+    assert code == REFUSED_TO_TRAIN, output
+    assert "log-probabilities of learner and engine differ by" in output and "raise engine.mismatch_limit" in output
+    assert "starting it again" not in output
