@@ -45,7 +45,8 @@ def config(kind: str, **own: Any) -> PretrainedConfig:
     if getattr(made, "sliding_window", None) is not None:
         known |= _WINDOWED
     known |= _OWN.get(kind, {}) | own
-    return CONFIG_MAPPING[kind](**{name: value for name, value in known.items() if value is not None})
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items() if value is not None}
+    return CONFIG_MAPPING[kind](**plain)
 
 
 @cache
