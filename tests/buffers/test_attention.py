@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from buffers.attention import FULL, Attention, Reach, attention, max_length, probe_length
+from buffers.attention import FAMILIES, FULL, Attention, Reach, attention, max_length, probe_length
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,9 @@ def test_a_model_is_checked_beyond_its_window_where_that_is_affordable() -> None
     assert probe_length(10**6, 1000, windowed, 300) == 300
     assert probe_length(8 * 10**9, 128_000, windowed, None) < 64
     assert probe_length(10**12, 10**6, None, None) >= 12
+
+
+def test_the_documentation_lists_the_families_that_are_served() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "generation.md").read_text()
+    listed = text.partition("They are, as `model_type`:")[2].partition(".\n")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == FAMILIES
