@@ -12,7 +12,6 @@ from async_rlhf.config import Config
 def deep_check(config: Config) -> Iterator[str]:
     """A line for each part that holds. Raises ConfigError for the first that does not."""
     # Torch takes seconds to import, and nothing else of `check` needs it.
-    import torch
     from transformers.utils import logging
 
     from actors.torch_engine.loading import load_engine
@@ -21,7 +20,6 @@ def deep_check(config: Config) -> Iterator[str]:
     from learner.rank_backend import find_device
 
     logging.disable_progress_bar()
-    torch.set_num_threads(config.learner.threads)
     began = time.monotonic()
     policy = Policy(load_model(Path(config.model), find_device(config.learner.device)), config.learner)
     check_policy(policy)

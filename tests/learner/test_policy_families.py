@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import numpy as np
@@ -81,3 +82,12 @@ def test_a_family_that_cannot_share_rows_after_all_has_one_completion_a_row(
     with caplog.at_level(logging.WARNING):
         check_policy(policy)
     assert not policy.packs and "in one row this model mixes them" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "llama"])
+def test_a_cap_or_scale_of_logits_is_seen_also_where_logits_are_small(kind: str) -> None:
+    small = copy.deepcopy(families.model(kind, **({"logits_scaling": 4.0} if kind == "granite" else {})))
+    with torch.no_grad():
+        for weights in small.parameters():
+            weights.mul_(0.05)
+    assert Policy(small, LearnerConfig())._chunked == (kind == "llama")
