@@ -30,9 +30,25 @@ def check_model_files(directory: Path) -> None:
         for tensor, file in shards.items():
             if tensor not in tensors.get(str(file), ()):
                 raise _wrong(index, f"tensor {tensor!r} should be in {file!r}, and is not there")
-    for name in _TOKENIZER:
-        if (directory / name).exists():
-            _json(directory / name)
+    found = {name: _json(directory / name) for name in _TOKENIZER if (directory / name).exists()}
+    _check_vocabulary(directory, found.get("tokenizer.json", {}))
+
+
+def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
+    """No token may have an id that the model has no embedding for."""
+    config = directory / "config.json"
+    described = _json(config) if config.exists() else {}
+    text = described.get("text_config")
+    size = (text if isinstance(text, dict) else described).get("vocab_size")
+    inner, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = inner.get("vocab") if isinstance(inner, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary or ())))
+    ids += [each.get("id") for each in added or () if isinstance(each, dict)]
+    largest = max((number for number in ids if isinstance(number, int)), default=0)
+    if isinstance(size, int) and largest >= size:
+        raise _wrong(
+            directory / "tokenizer.json", f"it has tokens up to {largest}, and the model has those from 0 to {size - 1}"
+        )
 
 
 def _tensors(path: Path) -> set[str]:

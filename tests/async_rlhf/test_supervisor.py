@@ -258,6 +258,7 @@ def test_a_model_that_is_not_whole_is_refused_before_any_process_starts(small: A
         (weights, lambda old: old[:-1], "not fully covered"),
         (weights, lambda old: b"", "header too small"),
         ("tokenizer.json", lambda old: b"{", r"tokenizer\.json"),
+        ("tokenizer.json", lambda old: old.replace(b'"id": 0', b'"id": 9999'), "it has tokens up to 9999, and the model has"),
         (f"{weights}.index.json", lambda old: b'{"weight_map": {"lost": "2"}}', "tensor 'lost' should be in '2'"),
     ):
         path = tmp_path / "model"
