@@ -100,6 +100,10 @@ class EngineConfig(Section):
     nothing. `"none"`: as much as `slots` sequences take."""
     cuda_graphs: bool = False
     """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
+    batch_invariant: bool | None = None
+    """A completion's bits do not depend on what else the engine does (`docs/generation.md`). `"none"`: where a run promises
+    the same bits whatever is killed, with `queue.exact` or `queue.max_staleness = 0`, and the engine can: `kind = "torch"`
+    on a CPU with one thread, and plain Llama."""
     canary_limit: float | None = Field(default=None, gt=0)
     """Largest difference, in nats a token, between what the learner and the engine say of the same probe under the same
     weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""
@@ -110,6 +114,17 @@ class EngineConfig(Section):
 
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     """Of `kind = "vllm"` only. There `kv_bytes = "none"` is 1 GiB on a CPU, and vLLM's own share of a GPU's memory."""
+
+    @property
+    def cannot_be_invariant(self) -> str | None:
+        """The setting with which nothing is batch invariant and what it would have to be, if there is one."""
+        if self.kind != "torch":
+            return f"engine.kind = {self.kind!r}; only 'torch' can"
+        if self.device != "cpu" or self.cuda_graphs:
+            return f"engine.device = {self.device!r} and engine.cuda_graphs = {str(self.cuda_graphs).lower()}; only 'cpu' can"
+        if self.dtype == "float16":
+            return f"engine.dtype = {self.dtype!r}; only 'float32' and 'bfloat16' can"
+        return f"engine.threads = {self.threads}; only 1 can" if self.threads != 1 else None
 
     @property
     def canary_tolerance(self) -> float:

@@ -112,6 +112,14 @@ class Config(Section):
         )
 
     @property
+    def served_engine(self) -> EngineConfig:
+        """The engine's settings with `batch_invariant` decided as far as it can be without the model."""
+        promised = self.queue.exact or self.queue.max_staleness == 0
+        if self.engine.batch_invariant is None and (not promised or self.engine.cannot_be_invariant):
+            return self.engine.model_copy(update={"batch_invariant": False})
+        return self.engine
+
+    @property
     def actor_capacity(self) -> int:
         """Groups one actor may hold in its engine: what its slots take, and a few waiting."""
         return -(-self.engine.slots // self.generation.group_size) + self.actors.queued_groups
@@ -227,6 +235,8 @@ def check(config: Config) -> None:
             f'queue.exact = true with queue.fsync = "{config.queue.fsync}": a group that a power failure takes must be made '
             'again by weights that are gone by then. Set queue.fsync = "group", or queue.exact = false.'
         )
+    if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
+        raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
     data = Circumstances(
         group_size=config.generation.group_size,
         max_staleness=config.queue.max_staleness,

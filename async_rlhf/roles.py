@@ -104,7 +104,7 @@ def run_actor(
     rows, _ = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
     check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
-    engine = load_engine(config.model, config.engine, on_update=config.generation.on_update)
+    engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
     client = ActorClient(
         address,
         name,
@@ -177,7 +177,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     _, rows = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
-    engine = load_engine(model, config.engine, version=0)
+    engine = load_engine(model, config.served_engine, version=0)
     try:
         result = evaluate(
             engine,

@@ -20,30 +20,34 @@ from transformers.cache_utils import Cache
 
 from actors.torch_engine.chunks import PaddedChunks
 
-# Columns are added in multiples of this, and at least half of what is there, so that copying stays a small share;
-# small, because columns that are never used stand between those that are and cost bandwidth.
+# Columns are added in multiples of this where nothing else is asked, and at least half of what is there, so that copying
+# stays a small share; small, because columns that are never used stand between those that are and cost bandwidth.
 COLUMNS_STEP = 16
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
     """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen.
 
-    max_length: most columns. max_places: most R x T, or None for `slots` rows at any length. While a buffer is replaced
-    by a larger one, both exist: one layer's keys, or values, at a time.
+    max_length: tokens of the longest row. max_places: most R x T, or None for `slots` rows at any length. step: columns
+    are a multiple of it, a power of two. While a buffer is replaced by a larger one, both exist: one layer's keys, or
+    values, at a time.
     """
 
-    def __init__(self, slots: int, max_length: int | None = None, max_places: int | None = None) -> None:
+    def __init__(
+        self, slots: int, max_length: int | None = None, max_places: int | None = None, step: int = COLUMNS_STEP
+    ) -> None:
         super().__init__(layers=[])
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._slots = slots
-        self._max_length, self._max_places = max_length, max_places
+        self._max_length, self._max_places, self._step = max_length, max_places, step
         self._num_columns = 0
         self._num_rows = slots
         self._chunks: PaddedChunks | None = None
         self._length = 0
         self._positions = torch.empty(0, dtype=torch.int64)
-        # Where the tokens of this pass go in a flattened buffer, by number of heads.
+        # Rows of the tokens of this pass, and where these go in a flattened buffer, by number of heads.
+        self._of_rows = torch.empty(0, dtype=torch.int64)
         self._places: dict[int, torch.Tensor] = {}
 
     def fits(self, num_rows: int, length: int) -> bool:
@@ -63,11 +67,13 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         self.reserve(chunks.length)
         self._chunks, self._length = chunks, chunks.length
 
-    def begin_tokens(self, positions: torch.Tensor, length: int) -> None:
-        """The next pass computes one token in rows 0 .. N - 1, at int64 [N] positions below `length`."""
-        self.reserve(length, len(positions))
+    def begin_tokens(self, positions: torch.Tensor, length: int, rows: torch.Tensor | None = None) -> None:
+        """The next pass brings tokens at int64 [N] positions below `length`: one in each of rows 0 .. N - 1, or in `rows`,
+        int64 [N], any number in each."""
+        self.reserve(length, len(positions) if rows is None else int(rows.max()) + 1)
         self._chunks, self._length = None, length
         self._positions = positions
+        self._of_rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         self._places.clear()
 
     def update(
@@ -96,7 +102,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         return seen[0], seen[1]
 
     def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [N, H, D] at each row's position; returns views [N, H, length, D] of keys and values."""
+        """Store [N, H, D] where `begin_tokens` said; returns views of the first N rows at most, [N, H, length, D], of keys
+        and values."""
         num_rows, num_heads, _ = new_keys.shape
         keys = self._buffer(self.keys, layer, new_keys)
         values = self._buffer(self.values, layer, new_values)
@@ -110,9 +117,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
     def _place(self, num_heads: int) -> torch.Tensor:
         """int64 [N H]: index of (row, head, position) in a buffer of [R, H, T] places."""
         if num_heads not in self._places:
-            positions = self._positions[:, None]
-            lines = torch.arange(positions.numel() * num_heads, device=positions.device).view(-1, num_heads)
-            self._places[num_heads] = (lines * self._num_columns + positions).flatten()
+            lines = self._of_rows[:, None] * num_heads + torch.arange(num_heads, device=self._of_rows.device)
+            self._places[num_heads] = (lines * self._num_columns + self._positions[:, None]).flatten()
         return self._places[num_heads]
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -142,9 +148,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
 
     def _columns_for(self, length: int) -> int:
         """`length` rounded up; the coarser the longer where places are counted, so that long rows do not move often."""
-        step = COLUMNS_STEP if self._max_places is None else max(COLUMNS_STEP, 1 << max(0, length.bit_length() - 4))
+        step = self._step if self._max_places is None else max(self._step, 1 << max(0, length.bit_length() - 4))
         columns = -(-length // step) * step
-        return min(columns, self._max_length) if self._max_length else columns
+        return min(columns, -(-self._max_length // self._step) * self._step) if self._max_length else columns
 
     def _buffer(self, buffers: list[torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
         """The buffer of a layer, made when the layer is first seen; layers come in order."""

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from actors.torch_engine.adapters import Base
-from actors.torch_engine.cache import RowCache
+from actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from actors.torch_engine.forward import Forward, ModelForward
 from actors.torch_engine.graphs import GraphedForward, Recorder
 from actors.torch_engine.llama import LlamaForward, can_serve
+from actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
 from actors.torch_engine.rows import Rows
 from actors.torch_engine.sampling import Truncation, sample
 from actors.torch_engine.scheduler import Plan, Scheduler
@@ -58,13 +59,15 @@ class TorchEngine:
         max_places: int | None = None,
         recorder: Recorder | None = None,
         base: Base | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
         max_length: the longest prompt and completion together, None for no limit. prefill_tokens: the most tokens of
         prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
-        base: the weights that adapters are added to, where they come alone.
+        base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
+        depend on its batch (on a CPU with one thread, of a model that `llama.can_serve`).
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update
@@ -75,12 +78,14 @@ class TorchEngine:
         self._scheduler = Scheduler(slots, prefill_tokens)
         self._rows = Rows(slots)
         self._is_bounded = max_places is not None
-        self._cache = RowCache(slots, max_length, max_places)
+        self._cache = RowCache(slots, max_length, max_places, columns_step(model) if batch_invariant else COLUMNS_STEP)
         self._forward: Forward
         if recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
+        elif can_serve(model):
+            self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
-            self._forward = LlamaForward(model, self._cache) if can_serve(model) else ModelForward(model, self._cache)
+            self._forward = ModelForward(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None

@@ -19,6 +19,7 @@ from actors.engine import OnUpdate
 from actors.torch_engine.adapters import Base
 from actors.torch_engine.engine import TorchEngine
 from actors.torch_engine.graphs import record_on_cuda
+from actors.torch_engine.llama import can_serve
 from actors.torch_engine.masks import attention_of
 from actors.torch_engine.model_check import check_engine
 from buffers.attention import max_length
@@ -49,6 +50,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
         recorder=record_on_cuda if config.cuda_graphs else None,
         base=Base(Path(model_dir)),
+        batch_invariant=_is_batch_invariant(model, config),
     )
     check_engine(engine, model)
     return engine
@@ -74,6 +76,18 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         named.append(tokenizer.eos_token_id)
     lists = [ids if isinstance(ids, list) else [ids] for ids in named]
     return {int(token) for ids in lists for token in ids if token is not None}
+
+
+def _is_batch_invariant(model: PreTrainedModel, config: EngineConfig) -> bool:
+    """Raises ConfigError where it is asked for and cannot be; where it is left open, whether it can."""
+    if config.batch_invariant is False:
+        return False
+    obstacle = config.cannot_be_invariant
+    if obstacle is None and not can_serve(model):
+        obstacle = f"model type {model.config.model_type!r} as it is configured; only plain Llama can"
+    if config.batch_invariant and obstacle:
+        raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
+    return obstacle is None
 
 
 def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:

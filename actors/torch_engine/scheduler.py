@@ -22,11 +22,15 @@ from actors.torch_engine.progress import Progress
 
 @dataclass(frozen=True)
 class Chunk:
-    """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before)."""
+    """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before).
+
+    sampled: from the end of a prompt on, in a row that was sent back; else all of them are a prompt's.
+    """
 
     ids: tuple[int, ...]
     start: int
     rows: tuple[int, ...]
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ class _Fill:
     ids: tuple[int, ...]
     members: list[_Entry]
     done: int = 0
+
+    @property
+    def is_of_sampled(self) -> bool:
+        """Whether it goes on after a prompt, which another fill has computed."""
+        return len(self.ids) > len(self.members[0].request.prompt_ids)
 
     @property
     def num_left(self) -> int:
@@ -275,7 +284,7 @@ class Scheduler:
                     break
                 longest = max(longest, size)
                 rows = tuple(entry.row for entry in fill.members)
-                chunks.append(Chunk(fill.ids[fill.done : fill.done + size], fill.done, rows))
+                chunks.append(Chunk(fill.ids[fill.done : fill.done + size], fill.done, rows, fill.is_of_sampled))
                 fill.done += size
             if fill.num_left:
                 break

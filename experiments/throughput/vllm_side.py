@@ -75,7 +75,7 @@ def compare(loads: Sequence[Load], repeats: int, threads: int, model: PreTrained
             try:
                 for kind in ("vllm", "torch"):
                     config = EngineConfig.model_validate(
-                        {"kind": kind, "slots": load.batch, "threads": threads, "dtype": dtype}
+                        {"kind": kind, "slots": load.batch, "threads": threads, "dtype": dtype, "batch_invariant": False}
                     )
                     engines[kind] = load_engine(directory, config, version=0)
                 results.append(measure(engines, load, repeats))

@@ -172,7 +172,7 @@ def test_siblings_sent_back_share_their_prompt_again_and_compute_the_rest_each_f
     scheduler.suspend(enumerate(sampled))
     assert scheduler.num_begun == 2
     again = scheduler.plan(version=1)
-    assert again.chunks == (Chunk((0, 1), 0, (0, 1)), Chunk((2, 7), 2, (0,)), Chunk((2, 9), 2, (1,)))
+    assert again.chunks == (Chunk((0, 1), 0, (0, 1)), Chunk((2, 7), 2, (0,), True), Chunk((2, 9), 2, (1,), True))
     assert [admission.last_token for admission in again.admitted] == [8, 8] and again.filling == ()
 
 

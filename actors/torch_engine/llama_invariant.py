@@ -1,0 +1,199 @@
+"""`LlamaForward` whose numbers for a token do not depend on what else is in the pass, nor on how its row came to be there.
+
+A product's rounding depends on its shape, so here every product that a token takes part in has a shape that its request
+alone decides. Prompts are cut into *pieces* at multiples of `PIECE` positions, and the tokens of a piece attend in one
+product, in their places, whichever of them are there. Every token after a prompt attends in a product of its own, as it
+did when it was sampled, also where a row that was sent back is computed again. Columns seen are rounded up, those a token
+must not see get the weight 0, and values are added in blocks of so many columns that a product adds them one after the
+other: then zeros at the end change nothing. Products with weights, which treat rows alike, get at least `MIN_ROWS`.
+
+Nothing here is promised by the libraries that compute the products: `tests/actors/test_torch_engine_invariance.py` holds
+it on the processor it runs on, for one thread.
+
+Axes: as in `llama`; a group has `B` pieces of `L` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaForCausalLM
+
+from actors.torch_engine.cache import RowCache
+from actors.torch_engine.llama import LlamaForward
+from actors.torch_engine.scheduler import Chunk
+from actors.torch_engine.segments import segments
+
+# Tokens of a prompt that attend in one product.
+PIECE = 16
+# Columns whose values are added in one product.
+BLOCK = 128
+# Libraries have other ways to multiply for one row, or for a few.
+MIN_ROWS = 16
+# torch has another way to multiply where rows x columns x width are fewer.
+_SMALL_PRODUCT = 400
+# Pieces after a prompt that attend together: each of them gets a copy of its row's keys and values.
+_SINGLES = 64
+
+
+def columns_step(model: LlamaForCausalLM) -> int:
+    """Columns seen are a multiple of this: 16, or more where that many columns of one head are a small product."""
+    head_width, step = model.model.layers[0].self_attn.head_dim, 16
+    while step * head_width < _SMALL_PRODUCT and step < BLOCK:
+        step *= 2
+    return step
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Pieces that attend together, each to the first T columns of its row.
+
+    rows: of the cache, a slice or int64 [B]. asked: tokens of the pass, a slice of B or int64 [B, L]; a place that no
+    token of the pass takes holds any. answered: int64 [2, tokens]: tokens of the pass, and their places among B x L;
+    None where all are. mask: [B J, L G, T].
+    """
+
+    rows: slice | torch.Tensor
+    asked: slice | torch.Tensor
+    answered: torch.Tensor | None
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens `first`, `first + 1`, ... of the pass at the places `offset`, `offset + 1`, ... of a piece of `row`."""
+
+    base: int
+    """Position of place 0."""
+    row: int
+    first: int
+    offset: int
+    count: int
+
+
+class InvariantLlamaForward(LlamaForward):
+    """As `LlamaForward`; the cache must have columns in multiples of `columns_step`."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
+        super().__init__(model, cache)
+        self._step = columns_step(model)
+
+    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """As in `Forward`, in one pass."""
+        num_rows = len(tokens)
+        ids, at = [tokens], [positions]
+        for chunk in chunks:
+            ids.append(torch.tensor(chunk.ids))
+            at.append(torch.arange(chunk.start, chunk.start + len(chunk.ids)))
+        num_missing = MIN_ROWS - sum(map(len, ids))
+        if num_missing > 0:
+            ids.append(tokens[:1].expand(num_missing))
+            at.append(positions[:1].expand(num_missing))
+        stored, rows = _written(chunks, num_rows)
+        places = torch.cat(at)
+        self._cache.begin_tokens(places[stored], self._columns(length), rows)
+        groups = [*self._row_groups(positions.tolist()), *self._prefix_groups(chunks, num_rows)]
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            keys, values = self._cache.write_tokens(index, k[stored], v[stored])
+            attended = q.new_zeros(len(q), self._num_heads * self._width)
+            for group in groups:
+                self._attend_group(group, q, keys, values, attended)
+            return attended
+
+        self._extend_rotations(length)
+        return self._pass(torch.cat(ids), places, max(num_rows, MIN_ROWS), attend)[:num_rows]
+
+    def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
+        """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""
+        for start, stop, length in segments(positions):
+            mask = self._piece_mask(torch.tensor(positions[start:stop]), 1, length)
+            yield _Group(slice(start, stop), slice(start, stop), None, mask)
+
+    def _prefix_groups(self, chunks: Sequence[Chunk], num_rows: int) -> Iterator[_Group]:
+        """The tokens of chunks: pieces of prompts, and pieces of one token after a prompt."""
+        of_prompts, singles = _pieces(chunks, num_rows)
+        for pieces, size in ((of_prompts, PIECE), (singles, 1)):
+            pieces.sort(key=lambda piece: piece.base)
+            for start, stop, length in segments([piece.base + size - 1 for piece in pieces]):
+                for first in range(start, stop, _SINGLES):
+                    yield self._group(pieces[first : min(first + _SINGLES, stop)], size, length)
+
+    def _group(self, pieces: Sequence[_Piece], size: int, length: int) -> _Group:
+        """length: of the longest piece."""
+        answered = torch.tensor(
+            [
+                (piece.first + each, index * size + piece.offset + each)
+                for index, piece in enumerate(pieces)
+                for each in range(piece.count)
+            ]
+        ).T
+        asked = answered.new_zeros(len(pieces) * size).index_copy_(0, answered[1], answered[0])
+        mask = self._piece_mask(torch.tensor([piece.base for piece in pieces]), size, length)
+        return _Group(torch.tensor([piece.row for piece in pieces]), asked.view(-1, size), answered, mask)
+
+    def _piece_mask(self, bases: torch.Tensor, size: int, length: int) -> torch.Tensor:
+        """[B J, L G, T]: 0 up to the position of each place, the lowest finite number beyond; bases: int64 [B], of place 0."""
+        columns = self._columns(length)
+        hidden = torch.arange(columns) > (bases[:, None] + torch.arange(size))[:, :, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        per_key = self._num_heads // self._num_key_heads
+        shape = (len(bases), self._num_key_heads, size, per_key, columns)
+        return mask[:, None, :, None].expand(shape).reshape(-1, size * per_key, columns)
+
+    def _attend_group(
+        self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
+    ) -> None:
+        """Fill in of [S, H D] what the group's tokens attended to; keys, values: [R, J, columns, D]."""
+        columns = group.mask.shape[-1]
+        asked = q[group.asked].view(-1, group.mask.shape[1] * self._num_key_heads // self._num_heads, *q.shape[1:])
+        num_pieces, size = asked.shape[:2]
+        asked = asked.view(num_pieces, size, self._num_key_heads, -1, self._width).transpose(1, 2)
+        asked = asked.reshape(len(group.mask), -1, self._width)
+        seen, said = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
+        weights = torch.baddbmm(group.mask, asked, self._widened(seen).transpose(1, 2), alpha=self._width**-0.5).softmax(-1)
+        said = self._widened(said)
+        answer = torch.bmm(weights[:, :, :BLOCK], said[:, :BLOCK])
+        for start in range(BLOCK, columns, BLOCK):
+            answer.baddbmm_(weights[:, :, start : start + BLOCK], said[:, start : start + BLOCK])
+        answer = answer.view(num_pieces, self._num_key_heads, size, -1, self._width).transpose(1, 2)
+        answer = answer.reshape(num_pieces * size, -1)
+        if group.answered is None:
+            attended[group.asked] = answer
+        else:
+            attended[group.answered[0]] = answer[group.answered[1]]
+
+    def _columns(self, length: int) -> int:
+        return -(-length // self._step) * self._step
+
+
+def _written(chunks: Sequence[Chunk], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [writes] each: tokens of the pass, and rows of the cache that get their keys and values."""
+    tokens = rows = [torch.arange(num_rows)]
+    first = num_rows
+    for chunk in chunks:
+        of_chunk = torch.arange(first, first + len(chunk.ids))
+        tokens = [*tokens, of_chunk.repeat(len(chunk.rows))]
+        rows = [*rows, torch.tensor(chunk.rows).repeat_interleave(len(chunk.ids))]
+        first += len(chunk.ids)
+    return torch.cat(tokens), torch.cat(rows)
+
+
+def _pieces(chunks: Sequence[Chunk], num_rows: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Those of prompts, and those after prompts, which have one token each."""
+    of_prompts: list[_Piece] = []
+    singles: list[_Piece] = []
+    first = num_rows
+    for chunk in chunks:
+        done = 0
+        while done < len(chunk.ids):
+            position = chunk.start + done
+            offset = 0 if chunk.sampled else position % PIECE
+            count = 1 if chunk.sampled else min(PIECE - offset, len(chunk.ids) - done)
+            piece = _Piece(position - offset, chunk.rows[0], first + done, offset, count)
+            (singles if chunk.sampled else of_prompts).append(piece)
+            done += count
+        first += len(chunk.ids)
+    return of_prompts, singles

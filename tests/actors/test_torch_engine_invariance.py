@@ -1,0 +1,150 @@
+"""A completion has the same bits whatever else the engine does, where `batch_invariant` is promised.
+
+Each shape of model stands for another way in which products could come to differ: heads of 32 are whole vectors, heads of
+20 are not, heads of 6 make products so small that torch has a way of its own for them, shared key heads make others
+again. Float32 with many inputs has another product for a single row.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+
+from actors.config import EngineConfig
+from actors.engine import Completion, Request, RolloutKey
+from actors.torch_engine.engine import TorchEngine
+from actors.torch_engine.llama_invariant import InvariantLlamaForward
+from actors.torch_engine.loading import load_engine
+from buffers.errors import ConfigError
+
+VOCABULARY, MAX_LENGTH = 300, 300
+SHAPES = {
+    "multi-head": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "grouped-query": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "one key head": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "odd heads": {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "tiny heads": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "many inputs": {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2048},
+}
+PROMPTS = (1, 2, 15, 16, 17, 40, 64, 65, 130)
+SAMPLINGS = ({}, {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05})
+
+
+@cache
+def make_model(shape: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 90, "num_hidden_layers": 2, **SHAPES[shape]}
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(**sizes, **ids, max_position_embeddings=MAX_LENGTH, initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@cache
+def make_requests(count: int = 16) -> tuple[Request, ...]:
+    """In pairs, most of which share their prompt; lengths and ways of sampling are mixed."""
+    draw = random.Random(1)
+    requests: list[Request] = []
+    for index in range(count):
+        prompt = tuple(draw.choices(range(VOCABULARY), k=draw.choice(PROMPTS)))
+        if index % 2 and draw.random() < 0.7:
+            prompt = requests[-1].prompt_ids
+        key = RolloutKey(index // 2, 0, index % 2)
+        sampling = {"temperature": 1.0, **draw.choice(SAMPLINGS)}
+        requests.append(Request(key, prompt, draw.randint(1, 60), seed=index, **sampling))
+    return tuple(requests)
+
+
+def bits(completion: Completion) -> tuple[object, ...]:
+    support = completion.support
+    return (
+        completion.token_ids.tolist(),
+        completion.logprobs.tobytes(),
+        None if support is None else (support.sizes.tolist(), support.ids.tolist()),
+    )
+
+
+@cache
+def alone(shape: str, dtype: torch.dtype) -> dict[RolloutKey, tuple[object, ...]]:
+    """Every request by itself, its prompt computed at once."""
+    engine = TorchEngine(make_model(shape, dtype), slots=1, max_length=MAX_LENGTH, batch_invariant=True)
+    done = {}
+    for request in make_requests():
+        engine.submit([request])
+        while engine.num_unfinished:
+            done.update({completion.key: bits(completion) for completion in engine.step()})
+    return done
+
+
+def in_company(engine: TorchEngine, draw: random.Random, interrupts: bool) -> dict[RolloutKey, tuple[object, ...]]:
+    """All requests in a drawn order, submitted a few at a time while others run; some are aborted."""
+    waiting, done = list(make_requests()), {}
+    draw.shuffle(waiting)
+    while waiting or engine.num_unfinished:
+        if waiting and draw.random() < 0.3:
+            count = draw.randint(1, 8)
+            engine.submit(waiting[:count])
+            del waiting[:count]
+        if interrupts and engine.version < 4 and draw.random() < 0.1:
+            engine.load_weights(engine.version + 1, {})
+        if draw.random() < 0.003 and engine.num_unfinished:
+            engine.abort([draw.choice(sorted(engine._scheduler.unfinished_keys()))])
+        done.update({completion.key: bits(completion) for completion in engine.step()})
+    return done
+
+
+def differing(
+    shape: str, dtype: torch.dtype, seed: int, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """Completions that differ from the same request alone, in a drawn engine and company; and how often one was sent back."""
+    monkeypatch.setattr("actors.torch_engine.engine.check_weights", lambda *_: None)
+    monkeypatch.setattr("actors.torch_engine.engine.adopt_weights", lambda *_: None)  # the same weights again
+    draw = random.Random(seed)
+    interrupts = seed % 2 == 1
+    engine = TorchEngine(
+        make_model(shape, dtype),
+        slots=draw.choice([4, 16, 64]),
+        max_length=MAX_LENGTH,
+        on_update="interrupt" if interrupts else "keep",
+        prefill_tokens=draw.choice([13, 50, 2048]),
+        max_places=None if interrupts else draw.choice([300, 500]),
+        batch_invariant=batch_invariant,
+    )
+    found = in_company(engine, draw, interrupts)
+    expected = alone(shape, dtype)
+    assert len(found) > len(expected) // 2, "most were aborted"
+    return sum(found[key] != expected[key] for key in found), engine.num_suspended
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_completion_has_the_same_bits_in_any_company(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [differing(shape, dtype, seed, True, monkeypatch) for seed in range(3)]
+    assert [count for count, _ in found] == [0, 0, 0]
+    assert sum(num_suspended for _, num_suspended in found) > 0, "nobody was ever sent back"
+
+
+@pytest.mark.parametrize("shape", ["multi-head", "grouped-query"])
+def test_without_batch_invariance_company_changes_bits(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the test above could not fail."""
+    assert differing(shape, torch.float32, 0, False, monkeypatch)[0] > 0
+
+
+def test_it_is_on_where_it_is_left_open_and_off_where_it_is_not_wanted(tmp_path: Path) -> None:
+    make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
+    for asked, given in ((None, True), (True, True), (False, False)):
+        engine = load_engine(str(tmp_path), EngineConfig(batch_invariant=asked))
+        assert isinstance(engine._forward, InvariantLlamaForward) == given
+
+
+def test_a_model_that_cannot_be_served_so_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    small = GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    assert load_engine(str(tmp_path), EngineConfig()) is not None
+    with pytest.raises(ConfigError, match=r"batch_invariant = true with model type 'gpt2' as it is configured; only plain"):
+        load_engine(str(tmp_path), EngineConfig(batch_invariant=True))

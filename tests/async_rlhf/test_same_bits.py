@@ -1,0 +1,86 @@
+"""A run whose processes are killed ends with the bits of an uninterrupted one, where that is promised."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.run_dir import RunDir
+from tests.conftest import has_ended, wait_for
+
+NUM_STEPS = 10
+# Metrics that tell of time, of machines, or of what actors happened to have said by then.
+OF_TIME = {"time", "step_time", "samples_per_second", "tokens_per_second", "actors", "canary/drift", "queue/depth"}
+OF_TIME_TOO = ("broadcast/", "checkpoint/", "idle/", "stages/")
+
+
+def num_steps(run: Path) -> int:
+    return len(RunDir(run).read_metrics()) if (run / "metrics.jsonl").exists() else 0
+
+
+def trained(run: Path) -> list[bytes]:
+    """Weights, optimizer and counters of the last checkpoint, as they lie on disk."""
+    last = run / "checkpoints" / "latest"
+    assert json.loads((last / "state.json").read_text())["step"] == NUM_STEPS
+    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors", "state.json")]
+
+
+def measured(run: Path) -> list[dict[str, Any]]:
+    """What was measured in each step, without time."""
+    return [
+        {key: value for key, value in record.items() if key not in OF_TIME and not key.startswith(OF_TIME_TOO)}
+        for record in RunDir(run).read_metrics()
+    ]
+
+
+@pytest.fixture
+def train(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> Callable[..., tuple[list[bytes], list[dict[str, Any]]]]:
+    """`train("name", [(step, role), ...], **overrides)`: `trained` and `measured` of a run in which those were killed."""
+
+    def run(name: str, kills: list[tuple[int, str]], **overrides: Any) -> tuple[list[bytes], list[dict[str, Any]]]:
+        settings = {"name": name, "max_steps": NUM_STEPS, "checkpoint.save_every": 3, "learner.learning_rate": 1e-3}
+        started = command(*small_arguments(**settings, **overrides))
+        directory = tmp_path / "runs" / name
+        for step, role in kills:
+            wait_for(lambda step=step: num_steps(directory) >= step, f"step {step}")
+            victim = started.child(role)
+            victim.kill()
+            wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
+        code, output = started.finish()
+        assert code == 0, output
+        assert output.count("signal 9") >= len(kills), output
+        return trained(directory), measured(directory)
+
+    return run
+
+
+def drawn_kills(seed: int) -> list[tuple[int, str]]:
+    """Every role once, in a drawn order, after drawn steps."""
+    draw = random.Random(seed)
+    roles = draw.sample(["actor", "hub", "learner"], 3)
+    return list(zip(sorted(draw.sample(range(1, NUM_STEPS - 1), 3)), roles, strict=True))
+
+
+def test_with_staleness_0_kills_change_no_bit(train: Callable[..., Any]) -> None:
+    settings = {"queue.max_staleness": 0}
+    weights, metrics = train("whole", [], **settings)
+    killed_weights, killed_metrics = train("killed", drawn_kills(0), **settings)
+    assert killed_metrics == metrics
+    assert killed_weights == weights
+
+
+def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(train: Callable[..., Any]) -> None:
+    settings = {"queue.max_staleness": 2, "queue.exact": True}
+    weights, metrics = train("whole", [], **settings)
+    assert max(record["staleness/max"] for record in metrics) == 2
+    for num_actors in (1, 2, 3):
+        again = train(f"killed-{num_actors}", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
+        assert again[1] == metrics
+        assert again[0] == weights
