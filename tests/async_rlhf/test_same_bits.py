@@ -13,10 +13,10 @@ import pytest
 from async_rlhf.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
 
-NUM_STEPS = 10
-# Metrics that tell of time, of machines, or of what actors happened to have said by then.
-OF_TIME = {"time", "step_time", "samples_per_second", "tokens_per_second", "actors", "canary/drift", "queue/depth"}
-OF_TIME_TOO = ("broadcast/", "checkpoint/", "idle/", "stages/")
+NUM_STEPS = 8
+# Metrics that tell of time, of how many actors there are, or of what a hub that was away had not been told yet.
+OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broadcast/", "checkpoint/", "idle/", "stages/")
+OF_OTHERS = ("actors", "canary/", "queue/depth", "version")
 
 
 def num_steps(run: Path) -> int:
@@ -33,7 +33,7 @@ def trained(run: Path) -> list[bytes]:
 def measured(run: Path) -> list[dict[str, Any]]:
     """What was measured in each step, without time."""
     return [
-        {key: value for key, value in record.items() if key not in OF_TIME and not key.startswith(OF_TIME_TOO)}
+        {key: value for key, value in record.items() if not key.startswith((*OF_TIME, *OF_OTHERS))}
         for record in RunDir(run).read_metrics()
     ]
 
@@ -65,22 +65,19 @@ def drawn_kills(seed: int) -> list[tuple[int, str]]:
     """Every role once, in a drawn order, after drawn steps."""
     draw = random.Random(seed)
     roles = draw.sample(["actor", "hub", "learner"], 3)
-    return list(zip(sorted(draw.sample(range(1, NUM_STEPS - 1), 3)), roles, strict=True))
+    return list(zip(sorted(draw.sample(range(1, NUM_STEPS - 3), 3)), roles, strict=True))
 
 
 def test_with_staleness_0_kills_change_no_bit(train: Callable[..., Any]) -> None:
     settings = {"queue.max_staleness": 0}
     weights, metrics = train("whole", [], **settings)
-    killed_weights, killed_metrics = train("killed", drawn_kills(0), **settings)
-    assert killed_metrics == metrics
-    assert killed_weights == weights
+    assert train("killed", drawn_kills(0), **settings) == (weights, metrics)
 
 
 def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(train: Callable[..., Any]) -> None:
     settings = {"queue.max_staleness": 2, "queue.exact": True}
-    weights, metrics = train("whole", [], **settings)
+    weights, metrics = train("one", [], **settings)
     assert max(record["staleness/max"] for record in metrics) == 2
-    for num_actors in (1, 2, 3):
+    for num_actors in (2, 3):
         again = train(f"killed-{num_actors}", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
-        assert again[1] == metrics
-        assert again[0] == weights
+        assert again == (weights, metrics)
