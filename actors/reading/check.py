@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from buffers.attention import FAMILIES, attention, max_length
+from buffers.attention import FAMILIES, angle_limit, attention
 from buffers.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ def check_reads_along(path: str, longest: int, of: str, shorten: str) -> None:
     longest: tokens of the longest text. of: who asks. shorten: the setting that makes texts shorter.
     """
     config = json.loads((Path(path) / "config.json").read_text())
-    kind, limit = config.get("model_type"), max_length(config)
+    kind, limit = config.get("model_type"), angle_limit(config)
     if attention(config) is None:
         raise ConfigError(
             f"{of}: {path!r} is of type {kind!r}, which is not known to read from left to right and to keep nothing but keys "
@@ -23,6 +23,6 @@ def check_reads_along(path: str, longest: int, of: str, shorten: str) -> None:
         )
     if limit is not None and limit < longest:
         raise ConfigError(
-            f"{of}: {path!r} reads {limit} tokens at most, texts have up to {longest}; set stream_tokens = 0, "
+            f"{of}: {path!r} reads texts of {limit} tokens alike, they have up to {longest}; set stream_tokens = 0, "
             f"or {shorten} {limit}"
         )
