@@ -83,6 +83,4 @@ def _check_along(config: Config, where: str, stream_tokens: int) -> None:
             "each token was chosen among; set stream_tokens = 0, or sample from all tokens"
         )
     if Path(config.model).is_dir():
-        longest = generation.max_prompt_length + generation.max_completion_length
-        shorten = "generation.max_prompt_length and max_completion_length to at most together"
-        check_reads_along(config.model, longest, where, shorten)
+        check_reads_along(config.model, where)

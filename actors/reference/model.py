@@ -89,7 +89,7 @@ class ReferenceModel:
     def _check_head(self) -> None:
         ids = torch.tensor([self.some_tokens(8)], device=self.device)
         difference = torch.inf
-        if isinstance(self._head, nn.Linear):
+        if isinstance(self._head, nn.Linear) and self.body is not self._model:
             plain = self._head(self.body(input_ids=ids, use_cache=False).last_hidden_state)
             scale = _LARGE / float(plain.abs().max().clamp(min=1e-30))
             with self._head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones show no cap
@@ -97,8 +97,8 @@ class ReferenceModel:
             difference = float((own - plain * scale).abs().max()) / _LARGE
         if not difference < _SAME_LOGITS[self.dtype]:
             raise RewardError(
-                "the reference scales or caps what its output layer gives, which only the learner can follow; set "
-                'scoring.stages.reference.placement = "learner"'
+                "the reference scales or caps what its output layer gives, or is not built of two parts, which only the "
+                'learner can follow; set scoring.stages.reference.placement = "learner"'
             )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.own_code import check_own_code
 from actors.reading.check import check_reads_along
 from actors.rewards.settings import Stream, reward
+from buffers.attention import angle_limit
 from buffers.errors import ConfigError
 from buffers.score import Score
 
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES, _MAX_LENGTH = 1 << 30, 2048
 
 
-def check(path: str = "", label: int = 0, **others: Any) -> None:
-    """Raises ConfigError for a directory that holds no sequence-classification model with its tokenizer."""
+def check(path: str = "", label: int = 0, max_length: int = _MAX_LENGTH, **others: Any) -> None:
+    """Raises ConfigError for a directory that holds no sequence-classification model with its tokenizer, or one whose scores
+    would depend on the texts beside."""
     directory = Path(path)
     if not path or not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
         raise ConfigError(f"reward_model: path = {path!r} is no Hugging Face model: it needs config.json and *.safetensors")
@@ -36,6 +39,15 @@ def check(path: str = "", label: int = 0, **others: Any) -> None:
         raise ConfigError(f"reward_model: path = {path!r} has no tokenizer; save one there (tokenizer.save_pretrained)")
     check_own_code(directory, "reward_model: path")
     config = json.loads((directory / "config.json").read_text())
+    _check_head(config, path, label)
+    if (limit := angle_limit(config)) is not None and limit < max_length:
+        raise ConfigError(
+            f"reward_model: max_length = {max_length}: beyond {limit} tokens the positions of this model depend on how long "
+            f"the other texts of a batch are, and so would its scores. Highest: {limit}"
+        )
+
+
+def _check_head(config: Mapping[str, Any], path: str, label: int) -> None:
     architectures = config.get("architectures") or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ConfigError(
@@ -47,9 +59,9 @@ def check(path: str = "", label: int = 0, **others: Any) -> None:
         raise ConfigError(f"reward_model: label = {label}, the model has {num_labels}; highest: {num_labels - 1}")
 
 
-def check_stream(path: str = "", max_length: int = 2048, cache_bytes: int = _CACHE_BYTES, **others: Any) -> None:
+def check_stream(path: str = "", cache_bytes: int = _CACHE_BYTES, **others: Any) -> None:
     """Raises ConfigError for a model that cannot read a completion while it is being written."""
-    check_reads_along(path, max_length, "reward_model: path", "max_length =")
+    check_reads_along(path, "reward_model: path")
     if cache_bytes < 1:
         raise ConfigError(f"reward_model: cache_bytes = {cache_bytes}; lowest: 1. To read nothing along set stream_tokens = 0")
 
@@ -59,7 +71,9 @@ def prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float3
     _model(path, label, device, dtype, threads)
 
 
-def prefetch(prompts: list[Any], completions: list[str], stream_ids: list[int], max_length: int = 2048, **options: Any) -> None:
+def prefetch(
+    prompts: list[Any], completions: list[str], stream_ids: list[int], max_length: int = _MAX_LENGTH, **options: Any
+) -> None:
     """Read what there is of these completions."""
     _streams(**options).prefetch(stream_ids, prompts, completions, max_length)
 
@@ -86,7 +100,7 @@ def reward_model(
     device: str = "cpu",
     dtype: str = "float32",
     threads: int = 1,
-    max_length: int = 2048,
+    max_length: int = _MAX_LENGTH,
     cache_bytes: int = _CACHE_BYTES,
     stream_ids: list[int | None] | None = None,
 ) -> list[float] | list[Score]:

@@ -67,7 +67,7 @@ class TorchEngine:
         prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
-        depend on its batch (on a CPU with one thread, of a model that `llama.can_serve`).
+        depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`).
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update

@@ -5,7 +5,7 @@ alone decides. Prompts are cut into *pieces* at multiples of `PIECE` positions, 
 product, in their places, whichever of them are there. Every token after a prompt attends in a product of its own, as it
 did when it was sampled, also where a row that was sent back is computed again. Columns seen are rounded up, those a token
 must not see get the weight 0, and values are added in blocks of so many columns that a product adds them one after the
-other: then zeros at the end change nothing. Products with weights, which treat rows alike, get at least `MIN_ROWS`.
+other: then zeros at the end change nothing. Products with weights treat rows alike, if there are more than a few.
 
 Nothing here is promised by the libraries that compute the products: `tests/actors/test_torch_engine_invariance.py` holds
 it on the processor it runs on, for one thread.
@@ -19,23 +19,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from actors.torch_engine.cache import RowCache
-from actors.torch_engine.llama import LlamaForward
+from actors.torch_engine.llama import LlamaForward, can_serve
+from actors.torch_engine.products import can_pack
 from actors.torch_engine.scheduler import Chunk
 from actors.torch_engine.segments import segments
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16
-# Columns whose values are added in one product.
-BLOCK = 128
-# Libraries have other ways to multiply for one row, or for a few.
-MIN_ROWS = 16
+# Columns whose values are added in one product, and below how many rows a product adds any number one after the other.
+BLOCK, FEW_ROWS = 128, 4
+# Libraries have another way to multiply one row with weights, and where weights are not packed, a few.
+MIN_ROWS, MIN_ROWS_NOT_PACKED = 2, 16
 # torch has another way to multiply where rows x columns x width are fewer.
 _SMALL_PRODUCT = 400
 # Pieces after a prompt that attend together: each of them gets a copy of its row's keys and values.
 _SINGLES = 64
+
+
+def can_be_invariant(model: PreTrainedModel) -> bool:
+    """Whether a head is whole vectors of 16 bytes: products depend on where else in memory a head begins."""
+    return can_serve(model) and model.model.layers[0].self_attn.head_dim % 4 == 0
 
 
 def columns_step(model: LlamaForCausalLM) -> int:
@@ -79,6 +85,7 @@ class InvariantLlamaForward(LlamaForward):
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
         super().__init__(model, cache)
         self._step = columns_step(model)
+        self._min_rows = MIN_ROWS if can_pack(model.dtype) else MIN_ROWS_NOT_PACKED
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
@@ -87,7 +94,7 @@ class InvariantLlamaForward(LlamaForward):
         for chunk in chunks:
             ids.append(torch.tensor(chunk.ids))
             at.append(torch.arange(chunk.start, chunk.start + len(chunk.ids)))
-        num_missing = MIN_ROWS - sum(map(len, ids))
+        num_missing = self._min_rows - sum(map(len, ids))
         if num_missing > 0:
             ids.append(tokens[:1].expand(num_missing))
             at.append(positions[:1].expand(num_missing))
@@ -97,14 +104,16 @@ class InvariantLlamaForward(LlamaForward):
         groups = [*self._row_groups(positions.tolist()), *self._prefix_groups(chunks, num_rows)]
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            keys, values = self._cache.write_tokens(index, k[stored], v[stored])
+            if chunks:
+                k, v = k[stored], v[stored]
+            keys, values = self._cache.write_tokens(index, k[: len(rows)], v[: len(rows)])
             attended = q.new_zeros(len(q), self._num_heads * self._width)
             for group in groups:
                 self._attend_group(group, q, keys, values, attended)
             return attended
 
         self._extend_rotations(length)
-        return self._pass(torch.cat(ids), places, max(num_rows, MIN_ROWS), attend)[:num_rows]
+        return self._pass(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
         """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""
@@ -147,23 +156,28 @@ class InvariantLlamaForward(LlamaForward):
         self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
     ) -> None:
         """Fill in of [S, H D] what the group's tokens attended to; keys, values: [R, J, columns, D]."""
-        columns = group.mask.shape[-1]
-        asked = q[group.asked].view(-1, group.mask.shape[1] * self._num_key_heads // self._num_heads, *q.shape[1:])
-        num_pieces, size = asked.shape[:2]
-        asked = asked.view(num_pieces, size, self._num_key_heads, -1, self._width).transpose(1, 2)
-        asked = asked.reshape(len(group.mask), -1, self._width)
+        asked, columns = q[group.asked], group.mask.shape[-1]
         seen, said = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
-        weights = torch.baddbmm(group.mask, asked, self._widened(seen).transpose(1, 2), alpha=self._width**-0.5).softmax(-1)
-        said = self._widened(said)
-        answer = torch.bmm(weights[:, :, :BLOCK], said[:, :BLOCK])
-        for start in range(BLOCK, columns, BLOCK):
-            answer.baddbmm_(weights[:, :, start : start + BLOCK], said[:, start : start + BLOCK])
-        answer = answer.view(num_pieces, self._num_key_heads, size, -1, self._width).transpose(1, 2)
-        answer = answer.reshape(num_pieces * size, -1)
         if group.answered is None:
-            attended[group.asked] = answer
-        else:
-            attended[group.answered[0]] = answer[group.answered[1]]
+            answer = self._over(asked.reshape(len(seen), -1, self._width), seen, said, group.mask)
+            attended[group.asked] = answer.view(len(asked), -1)
+            return
+        # [B, J, L, G, D]: of a head the tokens of a piece together.
+        by_head = asked.view(*asked.shape[:2], self._num_key_heads, -1, self._width).transpose(1, 2)
+        answer = self._over(by_head.reshape(len(seen), -1, self._width), seen, said, group.mask)
+        by_token = answer.view(by_head.shape).transpose(1, 2).reshape(asked.shape[0] * asked.shape[1], -1)
+        attended[group.answered[0]] = by_token[group.answered[1]]
+
+    def _over(self, asked: torch.Tensor, seen: torch.Tensor, said: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """asked [B J, L G, D] over keys and values [B J, T, D] -> [B J, L G, D]."""
+        weights = torch.baddbmm(mask, asked, self._widened(seen).transpose(1, 2), alpha=self._width**-0.5).softmax(dim=-1)
+        said = self._widened(said)
+        if said.shape[1] <= BLOCK or asked.shape[1] < FEW_ROWS:
+            return torch.bmm(weights, said)
+        answer = torch.bmm(weights[:, :, :BLOCK], said[:, :BLOCK])
+        for start in range(BLOCK, said.shape[1], BLOCK):
+            answer.baddbmm_(weights[:, :, start : start + BLOCK], said[:, start : start + BLOCK])
+        return answer
 
     def _columns(self, length: int) -> int:
         return -(-length // self._step) * self._step

@@ -19,7 +19,7 @@ from actors.engine import OnUpdate
 from actors.torch_engine.adapters import Base
 from actors.torch_engine.engine import TorchEngine
 from actors.torch_engine.graphs import record_on_cuda
-from actors.torch_engine.llama import can_serve
+from actors.torch_engine.llama_invariant import can_be_invariant
 from actors.torch_engine.masks import attention_of
 from actors.torch_engine.model_check import check_engine
 from buffers.attention import max_length
@@ -83,8 +83,10 @@ def _is_batch_invariant(model: PreTrainedModel, config: EngineConfig) -> bool:
     if config.batch_invariant is False:
         return False
     obstacle = config.cannot_be_invariant
-    if obstacle is None and not can_serve(model):
-        obstacle = f"model type {model.config.model_type!r} as it is configured; only plain Llama can"
+    if obstacle is None and not can_be_invariant(model):
+        obstacle = (
+            f"model type {model.config.model_type!r} as it is configured; only plain Llama with heads of a multiple of 4 can"
+        )
     if config.batch_invariant and obstacle:
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
     return obstacle is None

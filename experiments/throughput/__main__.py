@@ -23,6 +23,7 @@ class Part(StrEnum):
     """A benchmark: the name of its module here."""
 
     ENGINE = "engine"
+    INVARIANCE = "invariance"
     UPDATES = "updates"
     DISPATCH = "dispatch"
     VLLM = "vllm_side"
@@ -50,8 +51,8 @@ def main(
 ) -> None:
     """Measure ratios: engine, queue, learner and weights against the plain thing each replaces, all against TRL.
 
-    Parts: engine, updates, dispatch, vllm_side, vllm_updates, queue, learner, loss_memory, checkpoint, zero_memory, pipeline,
-    fusion, weights, adapters.
+    Parts: engine, invariance, updates, dispatch, vllm_side, vllm_updates, queue, learner, loss_memory, checkpoint, zero_memory,
+    pipeline, fusion, weights, adapters.
     """
     failed = [part for part in only or list(Part) if run(part, as_json, require_trl)]
     if failed:

@@ -74,8 +74,8 @@ class Result:
     ratio: float
 
 
-def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTrainedModel:
-    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
+def make_model(model: Path | None = None, dtype: DType = "float32", num_key_heads: int = 4) -> PreTrainedModel:
+    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters or fewer; it never ends by itself."""
     if model is not None:
         directory = model_directory(str(model.expanduser()))
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +90,7 @@ def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTraine
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=num_key_heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -84,4 +84,10 @@ def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge: Pa
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((judge / name).read_bytes())
     refuse(tmp_path, "has no tokenizer")
-    assert json.loads((judge / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+    config = json.loads((judge / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for name in judge.iterdir():
+        (tmp_path / name.name).write_bytes(name.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")

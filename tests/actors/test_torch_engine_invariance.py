@@ -1,7 +1,7 @@
 """A completion has the same bits whatever else the engine does, where `batch_invariant` is promised.
 
 Each shape of model stands for another way in which products could come to differ: heads of 32 are whole vectors, heads of
-20 are not, heads of 6 make products so small that torch has a way of its own for them, shared key heads make others
+20 are not, heads of 4 make products so small that torch has a way of its own for them, shared key heads make others
 again. Float32 with many inputs has another product for a single row.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from actors.config import EngineConfig
 from actors.engine import Completion, Request, RolloutKey
@@ -22,13 +22,13 @@ from actors.torch_engine.llama_invariant import InvariantLlamaForward
 from actors.torch_engine.loading import load_engine
 from buffers.errors import ConfigError
 
-VOCABULARY, MAX_LENGTH = 300, 300
+VOCABULARY, MAX_LENGTH = 300, 900
 SHAPES = {
     "multi-head": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
     "grouped-query": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
     "one key head": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1},
     "odd heads": {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "tiny heads": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "tiny heads": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
     "many inputs": {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2048},
 }
 PROMPTS = (1, 2, 15, 16, 17, 40, 64, 65, 130)
@@ -129,10 +129,40 @@ def test_a_completion_has_the_same_bits_in_any_company(shape: str, dtype: torch.
     assert sum(num_suspended for _, num_suspended in found) > 0, "nobody was ever sent back"
 
 
+@pytest.mark.parametrize("shape", ["multi-head", "grouped-query", "one key head"])
+def test_a_long_completion_has_the_same_bits_in_any_company(shape: str) -> None:
+    """As long as products are that libraries cut into parts."""
+    draw = random.Random(2)
+    sizes = ((500, 60), (390, 120), (300, 90))
+    requests = [
+        Request(RolloutKey(index, 0, 0), tuple(draw.choices(range(VOCABULARY), k=prompt)), new, 1.0, index)
+        for index, (prompt, new) in enumerate(sizes)
+    ]
+    found = []
+    for slots, prefill_tokens in ((1, 2048), (3, 37)):
+        model = make_model(shape, torch.float32)
+        sizes_of = {"slots": slots, "max_length": MAX_LENGTH, "prefill_tokens": prefill_tokens}
+        engine = TorchEngine(model, **sizes_of, batch_invariant=True)
+        engine.submit(requests)
+        done = {}
+        while engine.num_unfinished:
+            done.update({completion.key: bits(completion) for completion in engine.step()})
+        found.append(done)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("shape", ["multi-head", "grouped-query"])
 def test_without_batch_invariance_company_changes_bits(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above could not fail."""
     assert differing(shape, torch.float32, 0, False, monkeypatch)[0] > 0
+
+
+def test_where_weights_cannot_be_packed_bits_do_not_depend_on_company_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("products", "llama_invariant"):
+        monkeypatch.setattr(f"actors.torch_engine.{module}.can_pack", lambda dtype: False)
+    alone.cache_clear()
+    assert differing("many inputs", torch.float32, 0, True, monkeypatch)[0] == 0
+    alone.cache_clear()
 
 
 def test_it_is_on_where_it_is_left_open_and_off_where_it_is_not_wanted(tmp_path: Path) -> None:
@@ -142,9 +172,16 @@ def test_it_is_on_where_it_is_left_open_and_off_where_it_is_not_wanted(tmp_path:
         assert isinstance(engine._forward, InvariantLlamaForward) == given
 
 
-def test_a_model_that_cannot_be_served_so_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    small = GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
-    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None),
+        # Heads of 6: every other one begins in the middle of a vector.
+        LlamaConfig(vocab_size=24, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4),
+    ],
+)
+def test_a_model_that_cannot_be_served_so_is_refused_where_it_is_asked_for(config: PretrainedConfig, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert load_engine(str(tmp_path), EngineConfig()) is not None
-    with pytest.raises(ConfigError, match=r"batch_invariant = true with model type 'gpt2' as it is configured; only plain"):
+    with pytest.raises(ConfigError, match=r"batch_invariant = true with model type '\w+' as it is configured; only plain"):
         load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
