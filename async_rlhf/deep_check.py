@@ -30,5 +30,6 @@ def deep_check(config: Config) -> Iterator[str]:
         yield f"engine: {config.engine.kind} is held to the learner while the run goes on (engine.mismatch_limit)."
         return
     began = time.monotonic()
-    load_engine(config.model, config.engine)
-    yield f"engine: sampled log-probabilities are those of plain passes ({time.monotonic() - began:.1f} s)."
+    engine = load_engine(config.model, config.served_engine)
+    bits = ", the same bits alone and in a batch" if engine.is_batch_invariant else ""
+    yield f"engine: sampled log-probabilities are those of plain passes{bits} ({time.monotonic() - began:.1f} s)."

@@ -97,6 +97,10 @@ class TorchEngine:
         return self._version
 
     @property
+    def is_batch_invariant(self) -> bool:
+        return isinstance(self._forward, InvariantLlamaForward)
+
+    @property
     def progress(self) -> int:
         return self.num_sampled
 

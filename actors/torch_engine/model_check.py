@@ -1,4 +1,5 @@
-"""Holds an engine to its model: what it samples against plain passes, one text at a time.
+"""Holds an engine to its model: what it samples against plain passes, one text at a time; and to itself, where it promises
+the same bits in any batch.
 
 Run once, before anything is generated, with the weights that the engine starts from.
 """
@@ -25,11 +26,7 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
     """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone."""
     requests = _requests(model)
     try:
-        engine.submit(requests)
-        ended: list[Completion] = []
-        while engine.num_unfinished:
-            ended += engine.step()
-        difference = _difference(model, requests, {completion.key: completion for completion in ended})
+        difference = _difference(model, requests, _completed(engine, requests))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
     if not difference <= MAX_DIFFERENCE[model.dtype]:
@@ -40,6 +37,27 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
         )
 
 
+def check_invariance(engine: TorchEngine, model: PreTrainedModel) -> None:
+    """Raises ConfigError when, on this processor, the bits of a completion depend on what is computed beside it."""
+    requests = _requests(model)
+    together = _completed(engine, requests)
+    for request in requests:
+        alone, beside = _completed(engine, [request])[request.key], together[request.key]
+        if alone.token_ids.tolist() != beside.token_ids.tolist() or alone.logprobs.tobytes() != beside.logprobs.tobytes():
+            raise ConfigError(
+                "engine.batch_invariant: on this processor the bits of a completion depend on what is computed beside it. Set "
+                "engine.batch_invariant = false; a run that was killed then differs from an uninterrupted one in rounding"
+            )
+
+
+def _completed(engine: TorchEngine, requests: Sequence[Request]) -> dict[RolloutKey, Completion]:
+    engine.submit(requests)
+    ended: list[Completion] = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    return {completion.key: completion for completion in ended}
+
+
 def _refused(model: PreTrainedModel, what: str) -> ConfigError:
     return ConfigError(
         f"model type {model.config.get_text_config().model_type!r} cannot be served by the torch engine: {what}. "
@@ -48,7 +66,7 @@ def _refused(model: PreTrainedModel, what: str) -> ConfigError:
 
 
 @torch.inference_mode()
-def _difference(model: PreTrainedModel, requests: Sequence[Request], ended: dict[object, Completion]) -> float:
+def _difference(model: PreTrainedModel, requests: Sequence[Request], ended: dict[RolloutKey, Completion]) -> float:
     differences = []
     for request in requests:
         completion = ended[request.key]

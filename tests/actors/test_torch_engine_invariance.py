@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from actors.config import EngineConfig
 from actors.engine import Completion, Request, RolloutKey
 from actors.torch_engine.engine import TorchEngine
-from actors.torch_engine.llama_invariant import InvariantLlamaForward
+from actors.torch_engine.llama import LlamaForward
 from actors.torch_engine.loading import load_engine
 from buffers.errors import ConfigError
 
@@ -169,7 +169,16 @@ def test_it_is_on_where_it_is_left_open_and_off_where_it_is_not_wanted(tmp_path:
     make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
     for asked, given in ((None, True), (True, True), (False, False)):
         engine = load_engine(str(tmp_path), EngineConfig(batch_invariant=asked))
-        assert isinstance(engine._forward, InvariantLlamaForward) == given
+        assert engine.is_batch_invariant == given
+
+
+def test_an_engine_whose_bits_do_depend_on_company_on_this_processor_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
+    monkeypatch.setattr("actors.torch_engine.engine.InvariantLlamaForward", LlamaForward)
+    with pytest.raises(ConfigError, match="on this processor the bits of a completion depend on what is computed beside it"):
+        load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
 
 
 @pytest.mark.parametrize(
