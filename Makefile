@@ -71,7 +71,7 @@ simulate: $(STAMP)
 	$(HERE) $(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
 bench: $(STAMP)
-	$(HERE) $(BIN)/python -m experiments.throughput
+	$(HERE) $(BIN)/python -m async_rlhf.experiments.throughput
 
 fuzz: $(STAMP)
 	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)

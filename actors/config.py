@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
-from actors.rewards import RewardSpec, resolve
-from buffers.composition import Composition
-from buffers.config import Section
-from buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
 REFERENCE = "reference"
 """The stage of the reference model."""
@@ -159,7 +159,7 @@ class RewardsConfig(Section):
     def specs(
         self, base_dir: Path, stages: Mapping[str, StageConfig], columns: AbstractSet[str] | None = None
     ) -> tuple[RewardSpec, ...]:
-        """The rewards, proven to be loadable (`actors.rewards.resolve`); raises ConfigError for one that is not.
+        """The rewards, proven to be loadable (`async_rlhf.actors.rewards.resolve`); raises ConfigError for one that is not.
 
         stages: those of `ScoringConfig`, which override what a reward says of itself.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from buffers.stages import Activity, StageTime
+from async_rlhf.buffers.stages import Activity, StageTime
 
 Tell = Callable[[str, float, float], None]
 """(what it was, began, ended): a mark for a trace; seconds since the epoch."""

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from buffers.errors import EngineError
-from buffers.record import FinishReason, Float32Array, Int32Array, Span, Support, is_truncated
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, Span, Support, is_truncated
+from async_rlhf.buffers.tensors import RawTensor
 
 OnUpdate = Literal["keep", "interrupt", "finish"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from actors.config import EngineConfig
-from actors.engine import Engine, OnUpdate
-from buffers.errors import ConfigError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Engine, OnUpdate
+from async_rlhf.buffers.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ) -> Engine: ...
 
 
-MODULES = {"torch": "actors.torch_engine.loading", "vllm": "actors.vllm_engine.loading"}
+MODULES = {"torch": "async_rlhf.actors.torch_engine.loading", "vllm": "async_rlhf.actors.vllm_engine.loading"}
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> Engine:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.engine import Engine, Request, RolloutKey
-from actors.prompts import Row
-from actors.scoring.fields import fields_of
-from actors.scoring.pool import ScoringPool
-from buffers.composition import Composition
-from buffers.errors import DeadlineError
-from buffers.record import Score
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.scoring.fields import fields_of
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.buffers.record import Score
 
 _NUM_SAMPLES = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 
 def check_own_code(directory: Path, where: str) -> None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.config import DataConfig
-from buffers.errors import ConfigError, did_you_mean
-from buffers.record import Int32Array
+from async_rlhf.actors.config import DataConfig
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.record import Int32Array
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

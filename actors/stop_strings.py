@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 
 def check_stop_strings(stop: Sequence[str], model: Path) -> None:

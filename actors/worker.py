@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.decoding import Decoding, Tell, tell_nobody
-from actors.engine import Completion, Engine, Request, RolloutKey
-from actors.prompts import Row, prompt_number, rollout_seed
-from actors.scoring.fields import fields_of
-from actors.scoring.pool import Place, Scored, ScoringPool
-from actors.selection import Selection
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.composition import Composition
-from buffers.errors import WeightsError
-from buffers.protocol.wire import CreditItem, Telemetry
-from buffers.record import Group, Rollout
-from buffers.stages import GENERATION, StageTime, pack, pack_ahead
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.actors.decoding import Decoding, Tell, tell_nobody
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
+from async_rlhf.actors.scoring.fields import fields_of
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.selection import Selection
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.

@@ -7,24 +7,25 @@ The names below are loaded when they are first used; importing this package impo
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from actors.rewards import Score, Stream, TransientError, reward
-
 if TYPE_CHECKING:
+    from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
     from async_rlhf.api import TrainResult, train
     from async_rlhf.reward_trial import Trial, try_rewards
 
 __all__ = ["Score", "Stream", "TrainResult", "TransientError", "Trial", "reward", "train", "try_rewards"]
 
 
+_HOMES = {
+    **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
+    **dict.fromkeys(("TrainResult", "train"), "async_rlhf.api"),
+    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.reward_trial"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("train", "TrainResult"):
-        from async_rlhf import api
-
-        return getattr(api, name)
-    if name in ("try_rewards", "Trial"):
-        from async_rlhf import reward_trial
-
-        return getattr(reward_trial, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

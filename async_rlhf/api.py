@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.prompts import load_rows
-from actors.rewards import spec_of
-from actors.stop_strings import check_stop_strings
+from async_rlhf.actors.prompts import load_rows
+from async_rlhf.actors.rewards import spec_of
+from async_rlhf.actors.stop_strings import check_stop_strings
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.child import MAX_DEATHS
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.learner.resuming import check_step, go_back, newest
 from async_rlhf.model_files import check_model_files
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import reward_specs, stage_specs
-from buffers.errors import AsyncRLHFError, ConfigError
-from learner.resuming import check_step, go_back, newest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.errors import AsyncRLHFError
 
 app = typer.Typer(
     add_completion=False,
@@ -88,7 +88,7 @@ def check(
             f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
         )
         if graph:
-            from actors.scoring.graph import drawing
+            from async_rlhf.actors.scoring.graph import drawing
             from async_rlhf.scoring import graph_of
 
             for line in drawing(graph_of(loaded)):
@@ -314,8 +314,8 @@ def serve_reward(
     with _errors():
         import signal
 
-        from actors.config import RewardsConfig, ScoringConfig
-        from actors.reward_server.server import RewardServer
+        from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+        from async_rlhf.actors.reward_server.server import RewardServer
         from async_rlhf.config import parse_settings
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
@@ -341,8 +341,8 @@ def keys_new(
 ) -> None:
     """Make the hub's or a relay's keys, and a key for each machine (of actors, if nothing is said). Nothing is written over."""
     with _errors():
-        from buffers.transport.keys import create
-        from buffers.transport.link import new_pair
+        from async_rlhf.buffers.transport.keys import create
+        from async_rlhf.buffers.transport.link import new_pair
 
         create(directory, names or [], new_pair)
         typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
@@ -373,7 +373,8 @@ def _load(config: Path, overrides: list[str] | None) -> Any:
 def _errors() -> Iterator[None]:
     """An error on purpose is one message and its exit code; anything else is a defect and shows where."""
     try:
-        sys.path.insert(0, str(Path.cwd()))  # rewards named by import path are found from where the command is run
+        # Rewards named by import path are found from where the command is run, after everything that is installed.
+        sys.path.append(str(Path.cwd()))
         yield
     except AsyncRLHFError as error:
         from async_rlhf.exit_codes import exit_code

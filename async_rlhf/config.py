@@ -16,17 +16,17 @@ from typing import Any, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
-from actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
-from actors.own_code import check_own_code
-from actors.rewards import absolute
-from buffers.attention import angle_limit, attention, unknown
-from buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
-from buffers.errors import ConfigError, did_you_mean
-from buffers.queue.bound import Bound
-from learner.check import Circumstances
-from learner.check import check as check_learning
-from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from learner.machine_check import check_division, check_machine
+from async_rlhf.actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
+from async_rlhf.actors.own_code import check_own_code
+from async_rlhf.actors.rewards import absolute
+from async_rlhf.buffers.attention import angle_limit, attention, unknown
+from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.learner.check import Circumstances
+from async_rlhf.learner.check import check as check_learning
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.machine_check import check_division, check_machine
 
 # Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
 _ENDLESS = 1 << 62
@@ -278,7 +278,7 @@ def _check_address(address: str, *, keyed: bool) -> None:
 def _check_security(security: SecurityConfig) -> None:
     """The hub's machine needs its keys and its own processes' before anything starts. Raises ConfigError."""
     if security.directory is not None:
-        from buffers.transport import keys, link  # needs zmq, which most runs of `check` do not
+        from async_rlhf.buffers.transport import keys, link  # needs zmq, which most runs of `check` do not
 
         link.check_curve()
         keys.load_hub(security.directory)

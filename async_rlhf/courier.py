@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from buffers.clients.control import Control
-from buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.clients.control import Control
+from async_rlhf.buffers.errors import AsyncRLHFError
 
 _PATIENCE_S = 2.0
 _AGAIN_S = 0.5

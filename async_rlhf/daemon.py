@@ -29,6 +29,9 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
+from async_rlhf.buffers.clients.control import Control, control
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
+from async_rlhf.buffers.transport.link import connector
 from async_rlhf.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.config import Config
 from async_rlhf.courier import Courier
@@ -49,9 +52,6 @@ from async_rlhf.run_dir import RunDir
 from async_rlhf.run_files import Tail, read_lines
 from async_rlhf.scoring import stage_specs
 from async_rlhf.sockets import hub_address, scorer_address, socket_directory
-from buffers.clients.control import Control, control
-from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
-from buffers.transport.link import connector
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0

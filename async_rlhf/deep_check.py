@@ -14,10 +14,10 @@ def deep_check(config: Config) -> Iterator[str]:
     # Torch takes seconds to import, and nothing else of `check` needs it.
     from transformers.utils import logging
 
-    from actors.torch_engine.loading import load_engine
-    from learner.model_check import check_policy
-    from learner.policy import Policy, load_model
-    from learner.rank_backend import find_device
+    from async_rlhf.actors.torch_engine.loading import load_engine
+    from async_rlhf.learner.model_check import check_policy
+    from async_rlhf.learner.policy import Policy, load_model
+    from async_rlhf.learner.rank_backend import find_device
 
     logging.disable_progress_bar()
     began = time.monotonic()

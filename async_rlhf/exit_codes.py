@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from buffers.errors import AsyncRLHFError, ConfigError, DamagedError, MismatchError, NonFiniteError, RewardError, StalenessError
+from async_rlhf.buffers.errors import (
+    AsyncRLHFError,
+    ConfigError,
+    DamagedError,
+    MismatchError,
+    NonFiniteError,
+    RewardError,
+    StalenessError,
+)
 
 DONE = 0
 FAILED = 1

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.transport.keys import load_hub
+from async_rlhf.buffers.transport.link import connector
+from async_rlhf.buffers.weights.relay import Relay
+from async_rlhf.buffers.weights.shared import is_local
 from async_rlhf.config import parse_settings
-from buffers.config import WeightsConfig
-from buffers.errors import ConfigError
-from buffers.transport.keys import load_hub
-from buffers.transport.link import connector
-from buffers.weights.relay import Relay
-from buffers.weights.shared import is_local
 
 
 def run_relay(

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.config import RewardsConfig, ScoringConfig
-from actors.rewards import spec_of
-from actors.scoring.pool import Interval, Place, Scored, ScoringPool
-from buffers.errors import ConfigError, DeadlineError
-from buffers.lines import read_lines
-from buffers.score import Score
+from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+from async_rlhf.actors.rewards import spec_of
+from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.lines import read_lines
+from async_rlhf.buffers.score import Score
 
 _TOKENS = ("completion_ids", "prompt_ids")
 _BINS = 10

@@ -15,32 +15,33 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.agreement import schema, shared
+from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.config import Config
 from async_rlhf.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import reward_specs, stage_specs
-from buffers.errors import AsyncRLHFError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from actors.prompts import Row
-    from actors.worker import Work
+    from async_rlhf.actors.prompts import Row
+    from async_rlhf.actors.worker import Work
 
 _log = logging.getLogger(__name__)
 
 
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
-    from actors.prompts import load_rows, prompt_number
-    from buffers.hub.hub import Hub
-    from buffers.transport.keys import load_hub
+    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.buffers.hub.hub import Hub
+    from async_rlhf.buffers.transport.keys import load_hub
 
     @cache
     def num_rows() -> int:
@@ -65,8 +66,8 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
 
 def run_learner(run: RunDir, config: Config, address: str) -> None:
     """The model that learns, from the newest checkpoint on."""
-    from buffers.clients.learner import LearnerClient
-    from buffers.transport.link import connector
+    from async_rlhf.buffers.clients.learner import LearnerClient
+    from async_rlhf.buffers.transport.link import connector
 
     connect = connector(config.security.directory)
     client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
@@ -77,7 +78,7 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
 
 def run_scorer(run: RunDir, config: Config, address: str) -> None:
     """The stages that are run once for all actors of the machine."""
-    from actors.scorer.server import Scorer
+    from async_rlhf.actors.scorer.server import Scorer
 
     specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
     Scorer(specs, config.scoring, address).run()
@@ -92,14 +93,14 @@ def run_actor(
     """
     from transformers import AutoTokenizer
 
-    from actors.engine import RolloutKey
-    from actors.engines import load_engine
-    from actors.prompts import check_prompts, load_rows
-    from actors.scoring.pool import ScoringPool
-    from actors.worker import Worker
-    from buffers.clients.actor import ActorClient
-    from buffers.spans import SpanFile
-    from buffers.transport.link import connector
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.prompts import check_prompts, load_rows
+    from async_rlhf.actors.scoring.pool import ScoringPool
+    from async_rlhf.actors.worker import Worker
+    from async_rlhf.buffers.clients.actor import ActorClient
+    from async_rlhf.buffers.spans import SpanFile
+    from async_rlhf.buffers.transport.link import connector
 
     rows, _ = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
@@ -144,8 +145,8 @@ def run_actor(
 
 def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, partial_every: int = 0) -> Work:
     """What a group number means in this run. partial_every: as in `Work`."""
-    from actors.prompts import encode
-    from actors.worker import Work
+    from async_rlhf.actors.prompts import encode
+    from async_rlhf.actors.worker import Work
 
     return Work(
         seed=config.seed,
@@ -168,11 +169,11 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     """Greedy completions of the held-out prompts by one model directory; one line in `evaluations.jsonl`."""
     from transformers import AutoTokenizer
 
-    from actors.engine import RolloutKey
-    from actors.engines import load_engine
-    from actors.evaluation import evaluate
-    from actors.prompts import encode, load_rows
-    from actors.scoring.pool import ScoringPool
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.evaluation import evaluate
+    from async_rlhf.actors.prompts import encode, load_rows
+    from async_rlhf.actors.scoring.pool import ScoringPool
 
     _, rows = load_rows(config.data)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
@@ -198,7 +199,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
 
 def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
     """Append a line; one that finds no room is lost and logged."""
-    from buffers.lines import LineFile
+    from async_rlhf.buffers.lines import LineFile
 
     file = LineFile(run.evaluations)
     try:
@@ -233,6 +234,7 @@ def _end_in_order(number: int, frame: FrameType | None) -> None:
 def main(arguments: list[str]) -> int:
     """Run a role; the exit code says why it ended (see `exit_codes`)."""
     role, directory, *rest = arguments
+    sys.path.append(str(Path.cwd()))  # as the command does
     tether = Tether.from_environment()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)

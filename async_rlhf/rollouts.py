@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.queue.archive import read_batches
+from async_rlhf.buffers.record import Group
 from async_rlhf.config import Config
 from async_rlhf.run_dir import RunDir
 from async_rlhf.run_lock import RunLock
-from buffers.errors import ConfigError, DamagedError
-from buffers.queue.archive import read_batches
-from buffers.record import Group
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
@@ -49,12 +49,12 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     Raises RefusedError when the group was trained on, DeadlineError when a live hub does not answer, ConfigError while the run
     starts or ends.
     """
-    from actors.prompts import load_rows, prompt_number
+    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.buffers.clients.control import control
+    from async_rlhf.buffers.queue.recovery import take_back
+    from async_rlhf.buffers.transport.link import connector
+    from async_rlhf.learner.resuming import newest
     from async_rlhf.sockets import hub_address
-    from buffers.clients.control import control
-    from buffers.queue.recovery import take_back
-    from buffers.transport.link import connector
-    from learner.resuming import newest
 
     if (sockets := run.sockets()) is not None:
         with control(hub_address(sockets), connect=connector(config.security.directory)) as hub:
@@ -83,8 +83,8 @@ def replay(source: RunDir, config: Config) -> RunDir:
     With the same configuration the result is bit-equal on CPU; with another loss it is an ablation on identical data.
     Raises ConfigError when the journal does not reach back to the first step.
     """
+    from async_rlhf.learner.feed import ArchiveFeed
     from async_rlhf.learning import backend_of, make_trainer
-    from learner.feed import ArchiveFeed
 
     first = next(read_batches(source.path / "queue"), None)
     if first is None or first.step != 0:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import xxhash
 
-from buffers.errors import DamagedError
+from async_rlhf.buffers.errors import DamagedError
 
 MAX_SMALL_BYTES = 4 << 20
 """A configuration, a status: far more than they ever have."""

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.errors import ConfigError, DamagedError
 
 _LOOK_S = 0.1
 _GRACE_S = 1.0  # for a holder that has just been killed

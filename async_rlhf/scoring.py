@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from actors.config import REFERENCE, StageConfig
-from actors.reading.check import check_reads_along
-from actors.rewards import RewardSpec, resolve
-from actors.scoring.graph import Stage, stages
+from async_rlhf.actors.config import REFERENCE, StageConfig
+from async_rlhf.actors.reading.check import check_reads_along
+from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.scoring.graph import Stage, stages
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
-from buffers.errors import ConfigError
-from buffers.record import is_truncated
-from learner.kinds import KINDS
+from async_rlhf.learner.kinds import KINDS
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
@@ -42,7 +42,7 @@ def _reference(config: Config) -> RewardSpec:
     }
     settings = config.scoring.stages[REFERENCE].given
     (spec,) = resolve(
-        [f"{REFERENCE}=actors.reference.scoring:{REFERENCE}"],
+        [f"{REFERENCE}=async_rlhf.actors.reference.scoring:{REFERENCE}"],
         Path.cwd(),
         options={REFERENCE: options},
         settings={REFERENCE: settings},

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.buffers.errors import ConfigError, JournalError
+from async_rlhf.buffers.lines import read_lines
+from async_rlhf.buffers.queue.archive import read_batches
+from async_rlhf.buffers.spans import read_spans
+from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, unpack
 from async_rlhf.run_dir import RunDir
-from buffers.errors import ConfigError, JournalError
-from buffers.lines import read_lines
-from buffers.queue.archive import read_batches
-from buffers.spans import read_spans
-from buffers.stages import GENERATION, Activity, StageTime, unpack
 
 _US = 1e6
 

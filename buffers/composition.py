@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from buffers.errors import ConfigError, did_you_mean
-from buffers.score import Score
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.score import Score
 
 TOTAL = "reward"
 """The name under which the whole is clipped."""

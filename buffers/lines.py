@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from buffers.files import DISK, File
+from async_rlhf.buffers.files import DISK, File
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16

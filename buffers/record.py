@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from buffers.errors import RecordError
-from buffers.score import Score as Score
+from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.score import Score as Score
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]

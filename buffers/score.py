@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from buffers.errors import RecordError
+from async_rlhf.buffers.errors import RecordError
 
 MAX_SCORE = 1e18
 """Beyond it sums and squares of a batch's scores would overflow in float32."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from buffers.lines import LineFile, read_lines
+from async_rlhf.buffers.lines import LineFile, read_lines
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from buffers.protocol.wire import Canary
-from buffers.tensors import RawTensor
-from learner import diagnostics
-from learner.batch import Row
-from learner.targets import Observation
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner import diagnostics
+from async_rlhf.learner.batch import Row
+from async_rlhf.learner.targets import Observation
 
 # What every backend reports of every step; a loss and a critic add their own.
 STEP_METRICS = (

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.attention import FULL, Reach
-from buffers.errors import RecordError
-from buffers.record import Float32Array, Group, Int32Array, Rollout
-from learner.support import Supports
-from learner.targets import TokenTargets
+from async_rlhf.buffers.attention import FULL, Reach
+from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.record import Float32Array, Group, Int32Array, Rollout
+from async_rlhf.learner.support import Supports
+from async_rlhf.learner.targets import TokenTargets
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from buffers.record import Float32Array, Group
-from learner.advantages import best, drop_constant, gae, group_relative, leave_one_out, pair, reinforce_pp, traced, v_trace
-from learner.advantages.batch import normalised
-from learner.config import AdvantageConfig, LossConfig
-from learner.corrections.masks import second_moment_mask
-from learner.kinds import KINDS
-from learner.kl import kl_penalty
-from learner.targets import Observation, TokenTargets
+from async_rlhf.buffers.record import Float32Array, Group
+from async_rlhf.learner.advantages import (
+    best,
+    drop_constant,
+    gae,
+    group_relative,
+    leave_one_out,
+    pair,
+    reinforce_pp,
+    traced,
+    v_trace,
+)
+from async_rlhf.learner.advantages.batch import normalised
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.corrections.masks import second_moment_mask
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.kl import kl_penalty
+from async_rlhf.learner.targets import Observation, TokenTargets
 
 Rewards = Sequence[Sequence[float | None]]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buffers.errors import ConfigError
-from learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from learner.kinds import KINDS
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.kinds import KINDS
 
 
 @dataclass(frozen=True)

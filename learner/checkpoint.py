@@ -17,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from buffers.errors import ConfigError, DamagedError
-from buffers.files import DISK
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.files import DISK
 
 # Of what a checkpoint holds; a newer one than this cannot be read here.
 SCHEMA = 2

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from buffers.config import Section
+from async_rlhf.buffers.config import Section
 
 Interval = tuple[float, float]
 

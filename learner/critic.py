@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.config import CriticConfig
+from async_rlhf.learner.config import CriticConfig
 
 
 class Critic(nn.Module):

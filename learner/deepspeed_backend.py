@@ -29,20 +29,20 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from buffers.protocol.wire import Canary
-from buffers.tensors import RawTensor
-from learner import lora
-from learner.batch import MicroBatch
-from learner.config import LearnerConfig, LossConfig
-from learner.deepspeed_config import deepspeed_settings
-from learner.machine_check import check_division
-from learner.model_check import check_policy
-from learner.model_files import saved_weights, write_model
-from learner.optimizer import make_adamw, parameter_groups, set_learning_rate
-from learner.policy import Policy, load_model
-from learner.rank_backend import RankBackend, probe, raw
-from learner.ranks import Ranks
-from learner.tensor_parallel import autotp_settings, joined, own_part, split_dimension
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner import lora
+from async_rlhf.learner.batch import MicroBatch
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.deepspeed_config import deepspeed_settings
+from async_rlhf.learner.machine_check import check_division
+from async_rlhf.learner.model_check import check_policy
+from async_rlhf.learner.model_files import saved_weights, write_model
+from async_rlhf.learner.optimizer import make_adamw, parameter_groups, set_learning_rate
+from async_rlhf.learner.policy import Policy, load_model
+from async_rlhf.learner.rank_backend import RankBackend, probe, raw
+from async_rlhf.learner.ranks import Ranks
+from async_rlhf.learner.tensor_parallel import autotp_settings, joined, own_part, split_dimension
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20

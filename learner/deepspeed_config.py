@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from buffers.errors import ConfigError
-from learner.config import LearnerConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import LearnerConfig
 
 # Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
 _REDUCE_ELEMENTS = 50_000_000

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.corrections.ratios import effective_sample_size, log_ratio
+from async_rlhf.learner.corrections.ratios import effective_sample_size, log_ratio
 
 _QUANTILES = {"is/ratio_q01": 0.01, "is/ratio_q50": 0.5, "is/ratio_q99": 0.99}
 # Where weights are commonly truncated; the tail is measured beyond it whatever the loss does there.

@@ -1,4 +1,4 @@
-"""Where the learner's batches come from: a hub (`buffers.clients.learner.LearnerClient`), or the archive of an earlier run."""
+"""Where the learner's batches come from: a hub (`LearnerClient`), or the archive of an earlier run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from buffers.clients.learner import SuspectGroup, TakenBatch
-from buffers.errors import RefusedError
-from buffers.protocol.wire import Canary
-from buffers.queue.archive import ArchivedBatch, read_batches
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.queue.archive import ArchivedBatch, read_batches
+from async_rlhf.buffers.tensors import RawTensor
 
 
 class Feed(Protocol):

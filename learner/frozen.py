@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from buffers.errors import DeadlineError
+from async_rlhf.buffers.errors import DeadlineError
 
 _COPY_S = 600.0
 

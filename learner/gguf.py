@@ -1,6 +1,7 @@
 """From a GGUF file to a Hugging Face directory: dequantised weights as safetensors, the tokenizer with its chat template.
 
-`python -m learner.gguf FILE DIRECTORY` does it once; the directory appears whole or not at all. Needs the `gguf` extra.
+`python -m async_rlhf.learner.gguf FILE DIRECTORY` does it once; the directory appears whole or not at all.
+Needs the `gguf` extra.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 
 def convert(file: Path, directory: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.config import GuardConfig
+from async_rlhf.learner.config import GuardConfig
 
 
 @dataclass(frozen=True)

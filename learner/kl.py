@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from buffers.record import Float32Array
-from learner.corrections.ratios import MAX_LOG_RATIO, log_ratio, ratio
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.corrections.ratios import MAX_LOG_RATIO, log_ratio, ratio
 
 Estimator = Literal["k1", "k2", "k3"]
 

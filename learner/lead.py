@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from buffers.protocol.wire import Canary
-from buffers.tensors import RawTensor
-from learner.backend import StepReport
-from learner.batch import MicroBatch, Row
-from learner.losses import Counts
-from learner.rank_backend import RankBackend
-from learner.ranks import Ranks, Tensors
-from learner.share import Update
-from learner.targets import Observation
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner.backend import StepReport
+from async_rlhf.learner.batch import MicroBatch, Row
+from async_rlhf.learner.losses import Counts
+from async_rlhf.learner.rank_backend import RankBackend
+from async_rlhf.learner.ranks import Ranks, Tensors
+from async_rlhf.learner.share import Update
+from async_rlhf.learner.targets import Observation
 
 
 class Leader:

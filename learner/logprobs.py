@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.support import Supports
+from async_rlhf.learner.support import Supports
 
 # One chunk of logits. The C library fetches what is larger than 32 MiB from the system each time, and first touching
 # its pages takes longer than computing what stands on them.

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from buffers.errors import ConfigError
-from learner.checkpoint import CheckpointError
-from learner.config import LoraConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.checkpoint import CheckpointError
+from async_rlhf.learner.config import LoraConfig
 
 _NAME = "default"
 _BASE = ".base_layer"

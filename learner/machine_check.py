@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from buffers.errors import ConfigError
-from learner.config import LearnerConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import LearnerConfig
 
 
 def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.attention import max_length, probe_length
-from buffers.errors import ConfigError
-from buffers.record import Group, Rollout, Span
-from learner.batch import make_micro_batches, make_rows
-from learner.policy import Policy
+from async_rlhf.buffers.attention import max_length, probe_length
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.policy import Policy
 
 _log = logging.getLogger(__name__)
 # Mean difference of log-probabilities, in nats. Rounding in float32 makes 1e-6 to 1e-5; a wrong mask or state 1e-2 and more.

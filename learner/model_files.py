@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from learner.checkpoint import CheckpointError
-from learner.policy import load_model
+from async_rlhf.learner.checkpoint import CheckpointError
+from async_rlhf.learner.policy import load_model
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
 _OWN_FILES = ("config.json", "model")

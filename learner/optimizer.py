@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from learner.config import LearnerConfig
+from async_rlhf.learner.config import LearnerConfig
 
 # Where torch has AdamW as one kernel for a whole list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from buffers.attention import FAMILIES, Reach, attention
-from buffers.errors import ConfigError
-from learner.batch import MicroBatch, attention_mask
-from learner.config import LearnerConfig
-from learner.critic import make_critic
-from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
-from learner.sequence_parallel import Share, share_attention
+from async_rlhf.buffers.attention import FAMILIES, Reach, attention
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.batch import MicroBatch, attention_mask
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.critic import make_critic
+from async_rlhf.learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.sequence_parallel import Share, share_attention
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
 _SAME_LOGITS = 1e-5

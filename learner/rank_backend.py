@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.errors import ConfigError
-from buffers.protocol.wire import Canary
-from buffers.tensors import RawTensor
-from learner.backend import StepReport
-from learner.batch import MicroBatch, Row, check_references, check_supports, check_tokens
-from learner.config import LearnerConfig, LossConfig
-from learner.kinds import KINDS
-from learner.policy import Policy, load_model
-from learner.ranks import Ranks
-from learner.share import Update, shares
-from learner.targets import Observation
-from learner.update import Step
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner.backend import StepReport
+from async_rlhf.learner.batch import MicroBatch, Row, check_references, check_supports, check_tokens
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.policy import Policy, load_model
+from async_rlhf.learner.ranks import Ranks
+from async_rlhf.learner.share import Update, shares
+from async_rlhf.learner.targets import Observation
+from async_rlhf.learner.update import Step
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128

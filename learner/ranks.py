@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.errors import AsyncRLHFError
 
 _BUCKET = 1 << 24  # elements of one all-reduce: enough to fill the wire, little beside a model
 _BLAME_S = 3.0

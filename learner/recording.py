@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffers.files import FULL
-from buffers.lines import Line, LineFile
+from async_rlhf.buffers.files import FULL
+from async_rlhf.buffers.lines import Line, LineFile
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

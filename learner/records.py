@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from buffers.record import Group, staleness
-from buffers.stages import stage_metrics
+from async_rlhf.buffers.record import Group, staleness
+from async_rlhf.buffers.stages import stage_metrics
 
 
 def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:

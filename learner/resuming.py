@@ -11,9 +11,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from buffers.errors import ConfigError, DamagedError
-from buffers.queue.archive import committed_step
-from learner.checkpoint import CheckpointError, Checkpoints, complete, step_of, verified
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.queue.archive import committed_step
+from async_rlhf.learner.checkpoint import CheckpointError, Checkpoints, complete, step_of, verified
 
 
 def newest(run: Path, *, contents: bool = True) -> tuple[Path, dict[str, Any]] | None:

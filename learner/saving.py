@@ -19,8 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from buffers.errors import DeadlineError
-from learner.checkpoint import Checkpoints
+from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.learner.checkpoint import Checkpoints
 
 _log = logging.getLogger(__name__)
 _WRITE_S = 3600.0

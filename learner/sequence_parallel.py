@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from learner.batch import MicroBatch
+from async_rlhf.learner.batch import MicroBatch
 
 _NAME = "ulysses"
 

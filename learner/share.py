@@ -12,8 +12,8 @@ from itertools import groupby
 
 import torch
 
-from learner.batch import MicroBatch, Row, make_micro_batches
-from learner.losses import Counts
+from async_rlhf.learner.batch import MicroBatch, Row, make_micro_batches
+from async_rlhf.learner.losses import Counts
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from learner.backend import StepReport
-from learner.batch import MicroBatch
-from learner.corrections import ratio
-from learner.diagnostics import StepTokens, measure
-from learner.losses import LossInputs, LossOutputs
-from learner.ranks import Ranks
+from async_rlhf.learner.backend import StepReport
+from async_rlhf.learner.batch import MicroBatch
+from async_rlhf.learner.corrections import ratio
+from async_rlhf.learner.diagnostics import StepTokens, measure
+from async_rlhf.learner.losses import LossInputs, LossOutputs
+from async_rlhf.learner.ranks import Ranks
 
 
 class StepSums:

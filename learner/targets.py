@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buffers.record import Float32Array
+from async_rlhf.buffers.record import Float32Array
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 # What DeepSpeed makes of each entry of a plan.
 _STYLES: dict[str, dict[str, Any]] = {

@@ -9,24 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from buffers.protocol.wire import Canary
-from buffers.tensors import RawTensor
-from learner import lora
-from learner.batch import MicroBatch
-from learner.config import LearnerConfig, LossConfig
-from learner.frozen import Frozen
-from learner.model_check import check_policy
-from learner.model_files import load_weights, write_model
-from learner.optimizer import (
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner import lora
+from async_rlhf.learner.batch import MicroBatch
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.frozen import Frozen
+from async_rlhf.learner.model_check import check_policy
+from async_rlhf.learner.model_files import load_weights, write_model
+from async_rlhf.learner.optimizer import (
     load_optimizer_state,
     make_adamw,
     optimizer_state,
     parameter_groups,
     set_learning_rate,
 )
-from learner.policy import Policy, load_model
-from learner.rank_backend import RankBackend, probe, raw
-from learner.ranks import Ranks
+from async_rlhf.learner.policy import Policy, load_model
+from async_rlhf.learner.rank_backend import RankBackend, probe, raw
+from async_rlhf.learner.ranks import Ranks
 
 
 class TorchBackend(RankBackend):

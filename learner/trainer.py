@@ -23,22 +23,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from buffers.clients.connection import HubRestartedError
-from buffers.clients.learner import SuspectGroup, TakenBatch
-from buffers.composition import Composition, Statistics
-from buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
-from buffers.record import Group
-from learner import guard
-from learner.backend import Backend, StepReport
-from learner.batch import Row, deal, make_rows
-from learner.beliefs import Beliefs, believe, choose
-from learner.checkpoint import CheckpointError, Checkpoints
-from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from learner.feed import Feed
-from learner.recording import Recording, as_line
-from learner.records import data_metrics, sample_record, staleness_histogram
-from learner.resuming import newest
-from learner.saving import Saver, Writer
+from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
+from async_rlhf.buffers.composition import Composition, Statistics
+from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner import guard
+from async_rlhf.learner.backend import Backend, StepReport
+from async_rlhf.learner.batch import Row, deal, make_rows
+from async_rlhf.learner.beliefs import Beliefs, believe, choose
+from async_rlhf.learner.checkpoint import CheckpointError, Checkpoints
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.feed import Feed
+from async_rlhf.learner.recording import Recording, as_line
+from async_rlhf.learner.records import data_metrics, sample_record, staleness_histogram
+from async_rlhf.learner.resuming import newest
+from async_rlhf.learner.saving import Saver, Writer
 
 _log = logging.getLogger(__name__)
 # Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.

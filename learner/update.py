@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.backend import StepReport
-from learner.batch import MicroBatch
-from learner.config import LearnerConfig, LossConfig
-from learner.losses import LossInputs, denominator, objective
-from learner.losses.value import value_loss
-from learner.ranks import Ranks
-from learner.share import Update
-from learner.step_sums import StepSums
-from learner.targets import Observation
+from async_rlhf.learner.backend import StepReport
+from async_rlhf.learner.batch import MicroBatch
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.losses import LossInputs, denominator, objective
+from async_rlhf.learner.losses.value import value_loss
+from async_rlhf.learner.ranks import Ranks
+from async_rlhf.learner.share import Update
+from async_rlhf.learner.step_sums import StepSums
+from async_rlhf.learner.targets import Observation
 
 
 class Machine(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
+from async_rlhf.learner.config import LossConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Completion:
 
 
 def objective(completions: Sequence[Completion], config: LossConfig) -> Tensor:
-    """Twin of `learner.losses.objective` over `denominator`: the whole batch's loss, with gradient."""
+    """Twin of `async_rlhf.learner.losses.objective` over `denominator`: the whole batch's loss, with gradient."""
     is_of_tokens = config.kind not in {"online_dpo", "gspo", "proximal_rloo"}
     if config.kind == "online_dpo":
         own = online_dpo(completions, config)

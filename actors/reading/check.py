@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from buffers.attention import FAMILIES, attention
-from buffers.errors import ConfigError
+from async_rlhf.buffers.attention import FAMILIES, attention
+from async_rlhf.buffers.errors import ConfigError
 
 
 def check_reads_along(path: str, of: str) -> None:

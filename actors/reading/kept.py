@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from actors.reading.passes import Beginning, Reader, extend, probe
+from async_rlhf.actors.reading.passes import Beginning, Reader, extend, probe
 
 Text = tuple[Beginning, list[int]]
 """What is kept of a completion, and the ids of all there is of it."""

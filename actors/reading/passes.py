@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from actors.torch_engine.chunks import PaddedChunks
-from actors.torch_engine.masks import attention_of
-from actors.torch_engine.scheduler import Chunk
-from buffers.errors import RewardError
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks
+from async_rlhf.actors.torch_engine.masks import attention_of
+from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.buffers.errors import RewardError
 
 # What two ways to compute one number may differ by, as a share of its size.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}

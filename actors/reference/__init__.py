@@ -1,1 +1,1 @@
-"""The frozen reference: log-probabilities of completions under the initial model. The door is `actors.reference.scoring`."""
+"""The frozen reference: log-probabilities of completions under the initial model. The door is `scoring`."""

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from buffers.errors import RewardError
-from buffers.record import Float32Array, Support
+from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.record import Float32Array, Support
 
 # Float32 logits of so many bytes are made at a time.
 _LOGITS_BYTES = 16 << 20

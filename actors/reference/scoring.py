@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.rewards.answer import Logprobs
-from actors.rewards.settings import Stream, reward
+from async_rlhf.actors.rewards.answer import Logprobs
+from async_rlhf.actors.rewards.settings import Stream, reward
 
 if TYPE_CHECKING:
-    from actors.reference.model import ReferenceModel
-    from actors.reference.streams import ReferenceStreams
-    from buffers.record import Support
+    from async_rlhf.actors.reference.model import ReferenceModel
+    from async_rlhf.actors.reference.streams import ReferenceStreams
+    from async_rlhf.buffers.record import Support
 
 _CACHE_BYTES = 1 << 30
 
@@ -69,14 +69,14 @@ def reference(
 
 
 def _support(sizes: bytes, ids: bytes) -> Support:
-    from buffers.record import Support
+    from async_rlhf.buffers.record import Support
 
     return Support(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
 
 
 @functools.cache
 def _model(path: str, device: str, dtype: str, threads: int) -> ReferenceModel:
-    from actors.reference.model import ReferenceModel
+    from async_rlhf.actors.reference.model import ReferenceModel
 
     return ReferenceModel(Path(path), device=device, dtype=dtype, threads=threads)
 
@@ -95,6 +95,6 @@ def _streams(
 
 @functools.cache
 def _made_streams(path: str, temperature: float, device: str, dtype: str, threads: int, cache_bytes: int) -> ReferenceStreams:
-    from actors.reference.streams import ReferenceStreams
+    from async_rlhf.actors.reference.streams import ReferenceStreams
 
     return ReferenceStreams(_model(path, device, dtype, threads), cache_bytes, temperature)

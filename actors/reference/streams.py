@@ -1,4 +1,4 @@
-"""Completions that the reference reads while they are being written (`actors.reading.kept`).
+"""Completions that the reference reads while they are being written (`async_rlhf.actors.reading.kept`).
 
 A token is predicted by what the model made of the token before it, so the last token of a completion is never read. The
 prompt's last token predicts the first of the completion: each completion reads that one itself.
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from actors.reading.kept import Kept, Wanted, alike
-from actors.reading.passes import Beginning, extend
-from actors.reference.model import ReferenceModel
-from actors.rewards.answer import Logprobs
-from buffers.record import Float32Array, Support
+from async_rlhf.actors.reading.kept import Kept, Wanted, alike
+from async_rlhf.actors.reading.passes import Beginning, extend
+from async_rlhf.actors.reference.model import ReferenceModel
+from async_rlhf.actors.rewards.answer import Logprobs
+from async_rlhf.buffers.record import Float32Array, Support
 
 _NONE = np.empty(0, np.float32)
 

@@ -1,1 +1,1 @@
-"""A reward model: any Hugging Face directory with a sequence-classification head. The door is `actors.reward_model.scoring`."""
+"""A reward model: any Hugging Face directory with a sequence-classification head. The door is `scoring`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from buffers.errors import RewardError
+from async_rlhf.buffers.errors import RewardError
 
 # B completions of a batch, T tokens, C model width.
 

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.own_code import check_own_code
-from actors.reading.check import check_reads_along
-from actors.rewards.settings import Stream, reward
-from buffers.attention import angle_limit
-from buffers.errors import ConfigError
-from buffers.score import Score
+from async_rlhf.actors.own_code import check_own_code
+from async_rlhf.actors.reading.check import check_reads_along
+from async_rlhf.actors.rewards.settings import Stream, reward
+from async_rlhf.buffers.attention import angle_limit
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:
-    from actors.reward_model.model import RewardModel
-    from actors.reward_model.streams import Streams
+    from async_rlhf.actors.reward_model.model import RewardModel
+    from async_rlhf.actors.reward_model.streams import Streams
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -52,7 +52,7 @@ def _check_head(config: Mapping[str, Any], path: str, label: int) -> None:
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ConfigError(
             f"reward_model: path = {path!r} holds {', '.join(architectures) or 'nothing known'}, not a model with a "
-            "sequence-classification head; train one with experiments.reward_model"
+            "sequence-classification head; train one with async_rlhf.experiments.reward_model"
         )
     num_labels = len(config.get("id2label") or "12")
     if not 0 <= label < num_labels:
@@ -118,7 +118,7 @@ def reward_model(
 
 @functools.cache
 def _model(path: str, label: int, device: str, dtype: str, threads: int) -> RewardModel:
-    from actors.reward_model.model import RewardModel
+    from async_rlhf.actors.reward_model.model import RewardModel
 
     return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
 
@@ -137,6 +137,6 @@ def _streams(
 
 @functools.cache
 def _made_streams(path: str, label: int, device: str, dtype: str, threads: int, cache_bytes: int) -> Streams:
-    from actors.reward_model.streams import Streams
+    from async_rlhf.actors.reward_model.streams import Streams
 
     return Streams(_model(path, label, device, dtype, threads), cache_bytes)

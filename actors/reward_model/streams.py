@@ -1,4 +1,4 @@
-"""Completions that a reward model reads while they are being written (`actors.reading.kept`).
+"""Completions that a reward model reads while they are being written (`async_rlhf.actors.reading.kept`).
 
 A text is tokenised again each time it has grown, and what its ids have in common with those read before stays: that is exact
 for any tokenizer and chat template, whatever the policy's tokens are. Scores of completions that found no room say so.
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from actors.reading.kept import Kept, Wanted, alike
-from actors.reading.passes import extend
-from actors.reward_model.model import RewardModel
-from buffers.score import Score
+from async_rlhf.actors.reading.kept import Kept, Wanted, alike
+from async_rlhf.actors.reading.passes import extend
+from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.buffers.score import Score
 
 
 class Streams:

@@ -15,10 +15,10 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
-from actors.rewards.settings import TransientError, reward
-from buffers.score import Score
-from buffers.transport.keys import load_peer
+from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
+from async_rlhf.actors.rewards.settings import TransientError, reward
+from async_rlhf.buffers.score import Score
+from async_rlhf.buffers.transport.keys import load_peer
 
 _SEND_HWM = 10_000
 

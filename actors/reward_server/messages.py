@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from buffers.errors import WireError
+from async_rlhf.buffers.errors import WireError
 
 PROTOCOL = 1
 MAX_BYTES = 4 << 20

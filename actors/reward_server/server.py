@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import zmq
 
-from actors.config import ScoringConfig
-from actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
-from actors.rewards import RewardSpec
-from actors.scoring.pool import Scored, ScoringPool
-from buffers.errors import ConfigError, WireError
-from buffers.hub.gate import Gate
-from buffers.transport import keys
-from buffers.transport.bell import Bell
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
+from async_rlhf.actors.rewards import RewardSpec
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.buffers.hub.gate import Gate
+from async_rlhf.buffers.transport import keys
+from async_rlhf.buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500

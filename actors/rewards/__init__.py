@@ -8,14 +8,14 @@ A reward is an ordinary function. The canonical form asks for what it needs by n
 and gets the fields of the completion (`FIELDS`) and the columns of its prompt's row. TRL's form
 `f(prompts, completions, **columns) -> list[float | None]` and those of other systems (`adapters`) work unchanged; `async
 def` works for all. A number is a value, None is not applicable, anything raised is failed. Never here: processes and
-time-outs (`actors.scoring`).
+time-outs (`async_rlhf.actors.scoring`).
 """
 
-from actors.rewards.answer import Answer, failed
-from actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
-from actors.rewards.settings import Settings, Stream, TransientError, reward, settings_of
-from actors.rewards.signature import FIELDS, Signature
-from buffers.score import Score
+from async_rlhf.actors.rewards.answer import Answer, failed
+from async_rlhf.actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
+from async_rlhf.actors.rewards.settings import Settings, Stream, TransientError, reward, settings_of
+from async_rlhf.actors.rewards.signature import FIELDS, Signature
+from async_rlhf.buffers.score import Score
 
 __all__ = [
     "BUILTINS",

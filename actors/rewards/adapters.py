@@ -19,11 +19,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.rewards.answer import as_text, shown
-from actors.rewards.settings import SETTINGS, RewardFunction, settings_of
-from actors.rewards.signature import ALTERNATIVES
-from buffers.errors import RewardError
-from buffers.score import Score
+from async_rlhf.actors.rewards.answer import as_text, shown
+from async_rlhf.actors.rewards.settings import SETTINGS, RewardFunction, settings_of
+from async_rlhf.actors.rewards.signature import ALTERNATIVES
+from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.score import Score
 
 # Where the right answer may stand, in the order in which it is looked for.
 _TRUTH = ("ground_truth", "answer", "label", "labels", "reward_model", "solution")

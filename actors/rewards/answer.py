@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from buffers.errors import RecordError
-from buffers.score import MAX_SCORE, Score
+from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.score import MAX_SCORE, Score
 
 if TYPE_CHECKING:
-    from buffers.record import Float32Array
+    from async_rlhf.buffers.record import Float32Array
 
 # A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
 MAX_FAILURE_CHARS = 500

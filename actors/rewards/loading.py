@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from actors.rewards.adapters import ADAPTERS, adapted
-from actors.rewards.settings import RewardFunction, Scope, Settings, settings_of
-from actors.rewards.signature import Signature
-from buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
+from async_rlhf.actors.rewards.settings import RewardFunction, Scope, Settings, settings_of
+from async_rlhf.actors.rewards.signature import Signature
+from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
-_HERE = "actors.rewards.builtins"
+_HERE = "async_rlhf.actors.rewards.builtins"
 BUILTINS = {
     "exact": f"{_HERE}.exact:exact",
     "judge": f"{_HERE}.judge:judge",
@@ -33,8 +33,8 @@ BUILTINS = {
     "overlong": f"{_HERE}.length:overlong",
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
     "regex": f"{_HERE}.regex:regex",
-    "remote": "actors.reward_server.client:remote",
-    "reward_model": "actors.reward_model.scoring:reward_model",
+    "remote": "async_rlhf.actors.reward_server.client:remote",
+    "reward_model": "async_rlhf.actors.reward_model.scoring:reward_model",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -49,7 +49,7 @@ class RewardSpec:
     target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` when the form is told.
     fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
     holds_model: its processes load something before the first call (`prepare`), whose size only it knows.
-    The rest is what `@reward` says (`actors.rewards.settings.reward`); None is the default of the configuration.
+    The rest is what `@reward` says (`async_rlhf.actors.rewards.settings.reward`); None is the default of the configuration.
     """
 
     name: str

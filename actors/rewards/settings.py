@@ -1,6 +1,6 @@
 """What a reward says about itself: the `@reward` decorator and the settings it leaves on the function.
 
-A reward that is not decorated has the default settings. Read by `loading`, obeyed by `actors.scoring`.
+A reward that is not decorated has the default settings. Read by `loading`, obeyed by `async_rlhf.actors.scoring`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
-from buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError, RewardError
 
 RewardFunction = Callable[..., Any]
 Decorated = TypeVar("Decorated", bound=RewardFunction)

@@ -6,7 +6,7 @@ Three forms, told by the parameters' names and the decorator:
     list     f(prompts, completions, answer, ...)                 -> a list; TRL's form: every argument is a list
     group    @reward(scope="group") f(completions, prompt, ...)   -> a list, one for each member of the prompt's group
 
-Never here: finding a function by name (`loading`), or what calls it and when (`actors.scoring`).
+Never here: finding a function by name (`loading`), or what calls it and when (`async_rlhf.actors.scoring`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.rewards.answer import Answer, read, read_list
-from actors.rewards.settings import RewardFunction, settings_of
-from buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.actors.rewards.answer import Answer, read, read_list
+from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
+from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
 # What every completion has; a reward may ask for these and for any column of the data.
 FIELDS = frozenset({"completion", "prompt", "completion_ids", "prompt_ids", "finish_reason"})

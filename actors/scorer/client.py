@@ -1,4 +1,4 @@
-"""An actor's end of the scorer: what the pool calls as it calls a dispatcher of its own (`actors.scoring.dispatcher`).
+"""An actor's end of the scorer: what the pool calls as it calls a dispatcher of its own (`scoring.dispatcher`).
 
 owns        a DEALER socket and a thread; the tasks that are not answered yet
 waits for   answers, what the pool says; beats once a second
@@ -23,8 +23,8 @@ from typing import Any
 
 import zmq
 
-from actors.rewards import Answer
-from actors.scorer.messages import (
+from async_rlhf.actors.rewards import Answer
+from async_rlhf.actors.scorer.messages import (
     MAX_BYTES,
     Alive,
     Ask,
@@ -39,10 +39,10 @@ from actors.scorer.messages import (
     pack,
     unpack,
 )
-from actors.scoring.calls import Answered, Shown
-from actors.scoring.lanes import Task
-from buffers.errors import DeadlineError, RewardError, WireError
-from buffers.transport.bell import Bell
+from async_rlhf.actors.scoring.calls import Answered, Shown
+from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
+from async_rlhf.buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _BEAT_MS = 1000

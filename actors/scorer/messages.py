@@ -17,9 +17,9 @@ import msgpack
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from actors.rewards import Answer
-from buffers.errors import WireError
-from buffers.protocol.message import MessageBase
+from async_rlhf.actors.rewards import Answer
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.message import MessageBase
 
 PROTOCOL = 1
 MAX_BYTES = 64 << 20
@@ -27,7 +27,7 @@ _HALVES = "surrogatepass"
 
 
 class Ask(MessageBase):
-    """One task of a stage, as `actors.scoring.lanes.Task`."""
+    """One task of a stage, as `async_rlhf.actors.scoring.lanes.Task`."""
 
     type: Literal["ask"] = "ask"
     id: int

@@ -22,15 +22,29 @@ from functools import partial
 
 import zmq
 
-from actors.config import ScoringConfig
-from actors.rewards import Answer, RewardSpec
-from actors.scorer.messages import MAX_BYTES, Alive, Ask, Beat, Discard, Forget, Message, Read, Show, Told, pack, said, unpack
-from actors.scoring.calls import Answers
-from actors.scoring.dispatcher import Dispatcher
-from actors.scoring.fields import STREAM
-from actors.scoring.lanes import Task
-from buffers.errors import WireError
-from buffers.transport.bell import Bell
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.scorer.messages import (
+    MAX_BYTES,
+    Alive,
+    Ask,
+    Beat,
+    Discard,
+    Forget,
+    Message,
+    Read,
+    Show,
+    Told,
+    pack,
+    said,
+    unpack,
+)
+from async_rlhf.actors.scoring.calls import Answers
+from async_rlhf.actors.scoring.dispatcher import Dispatcher
+from async_rlhf.actors.scoring.fields import STREAM
+from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.transport.bell import Bell
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500

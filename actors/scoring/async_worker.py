@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from actors.rewards import Answer, RewardSpec
-from actors.scoring.calls import Answers, Call, ready, timed_out
-from actors.scoring.processes import OUT_OF_MEMORY, obey_parent
-from actors.scoring.turns import TurnBoard, Watched
+from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.scoring.calls import Answers, Call, ready, timed_out
+from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, obey_parent
+from async_rlhf.actors.scoring.turns import TurnBoard, Watched
 
 # Asks the child to write where it stands to its stderr; works while a reward holds the interpreter lock.
 SHOW_STACK = signal.SIGUSR1

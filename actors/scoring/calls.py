@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from actors.rewards import Answer, RewardSpec, Signature, Stream, failed, load, settings_of
+from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, Stream, failed, load, settings_of
 
 # Longest time a worker may take to import its rewards, models they load at import included.
 START_LIMIT_S = 300.0

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from actors.config import ScoringConfig
-from actors.rewards import RewardSpec
-from actors.scoring.ahead import Ahead, Peek
-from actors.scoring.async_calls import AsyncCalls
-from actors.scoring.calls import Answered, Answers, Call, Shown
-from actors.scoring.lanes import Lane, Task
-from actors.scoring.sync_calls import SyncCalls
-from buffers.errors import RewardError
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import RewardSpec
+from async_rlhf.actors.scoring.ahead import Ahead, Peek
+from async_rlhf.actors.scoring.async_calls import AsyncCalls
+from async_rlhf.actors.scoring.calls import Answered, Answers, Call, Shown
+from async_rlhf.actors.scoring.lanes import Lane, Task
+from async_rlhf.actors.scoring.sync_calls import SyncCalls
+from async_rlhf.buffers.errors import RewardError
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.engine import Completion, Partial
-from actors.prompts import Row
-from buffers.record import Support
+from async_rlhf.actors.engine import Completion, Partial
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.record import Support
 
 STREAM = "stream_id"
 """The field by which a stage that reads along knows a completion again."""
@@ -16,7 +16,7 @@ OURS = frozenset({"support"})
 
 
 def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str) -> dict[str, Any]:
-    """The row's columns, and over them the fields every reward may ask for (`actors.rewards.FIELDS`); plain data.
+    """The row's columns, and over them the fields every reward may ask for (`async_rlhf.actors.rewards.FIELDS`); plain data.
 
     Of a completion that is still being written nobody knows how it ends.
     """

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.config import REFERENCE, EngineConfig, GenerationConfig, ScoringConfig
-from actors.rewards import RewardSpec
-from buffers.stages import GENERATION
+from async_rlhf.actors.config import REFERENCE, EngineConfig, GenerationConfig, ScoringConfig
+from async_rlhf.actors.rewards import RewardSpec
+from async_rlhf.buffers.stages import GENERATION
 
 PUT = "put"
 

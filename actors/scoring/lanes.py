@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.rewards import Answer, RewardSpec
-from actors.scoring.limits import WindowLimit
+from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.scoring.limits import WindowLimit
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from actors.config import ScoringConfig
-from actors.rewards import Answer, RewardSpec
-from actors.scorer.client import ScorerClient
-from actors.scoring.calls import Answers
-from actors.scoring.dispatcher import Dispatcher
-from actors.scoring.fields import OURS, STREAM
-from actors.scoring.lanes import Task
-from buffers.errors import RewardError
-from buffers.record import Float32Array, Score
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.scorer.client import ScorerClient
+from async_rlhf.actors.scoring.calls import Answers
+from async_rlhf.actors.scoring.dispatcher import Dispatcher
+from async_rlhf.actors.scoring.fields import OURS, STREAM
+from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.record import Float32Array, Score
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
-from actors.scoring import guard
-from actors.scoring.token_lock import TokenLock
+from async_rlhf.actors.scoring import guard
+from async_rlhf.actors.scoring.token_lock import TokenLock
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0

@@ -16,10 +16,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessPool
 
-from actors.rewards import Answer, RewardSpec, failed
-from actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
-from actors.scoring.processes import OUT_OF_MEMORY, WorkerContext, ended, obey_parent
-from buffers.errors import DeadlineError, RewardError
+from async_rlhf.actors.rewards import Answer, RewardSpec, failed
+from async_rlhf.actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
+from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, WorkerContext, ended, obey_parent
+from async_rlhf.buffers.errors import DeadlineError, RewardError
 
 logger = logging.getLogger(__name__)
 

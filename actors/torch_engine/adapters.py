@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from buffers.errors import WeightsError
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.tensors import RawTensor
 
 A, B = ".lora_A", ".lora_B"
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from actors.torch_engine.chunks import PaddedChunks
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks
 
 # Columns are added in multiples of this where nothing else is asked, and at least half of what is there, so that copying
 # stays a small share; small, because columns that are never used stand between those that are and cost bandwidth.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.torch_engine.masks import position_mask
-from actors.torch_engine.scheduler import Chunk
-from buffers.attention import FULL, Reach
+from async_rlhf.actors.torch_engine.masks import position_mask
+from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.buffers.attention import FULL, Reach
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from actors.torch_engine.adapters import Base
-from actors.torch_engine.cache import COLUMNS_STEP, RowCache
-from actors.torch_engine.forward import Forward, ModelForward
-from actors.torch_engine.graphs import GraphedForward, Recorder
-from actors.torch_engine.llama import LlamaForward, can_serve
-from actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
-from actors.torch_engine.rows import Rows
-from actors.torch_engine.sampling import Truncation, sample
-from actors.torch_engine.scheduler import Plan, Scheduler
-from actors.torch_engine.stopping import Decode, Stopping
-from actors.torch_engine.weights import adopt_weights, check_weights
-from buffers.errors import EngineError
-from buffers.record import Float32Array
-from buffers.tensors import RawTensor
+from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.torch_engine.adapters import Base
+from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
+from async_rlhf.actors.torch_engine.forward import Forward, ModelForward
+from async_rlhf.actors.torch_engine.graphs import GraphedForward, Recorder
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
+from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
+from async_rlhf.actors.torch_engine.rows import Rows
+from async_rlhf.actors.torch_engine.sampling import Truncation, sample
+from async_rlhf.actors.torch_engine.scheduler import Plan, Scheduler
+from async_rlhf.actors.torch_engine.stopping import Decode, Stopping
+from async_rlhf.actors.torch_engine.weights import adopt_weights, check_weights
+from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.buffers.tensors import RawTensor
 
 
 class TorchEngine:

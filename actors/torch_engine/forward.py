@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.chunks import PaddedChunks
-from actors.torch_engine.masks import attention_of, decode_mask
-from actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks
+from async_rlhf.actors.torch_engine.masks import attention_of, decode_mask
+from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 
 class Forward(Protocol):

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.forward import ModelForward
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.forward import ModelForward
 
 LENGTH_STEP = 128
 

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.chunks import PaddedChunks
-from actors.torch_engine.masks import decode_mask
-from actors.torch_engine.products import Product
-from actors.torch_engine.scheduler import Chunk
-from actors.torch_engine.segments import Segment, segments
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks
+from async_rlhf.actors.torch_engine.masks import decode_mask
+from async_rlhf.actors.torch_engine.products import Product
+from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import Segment, segments
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.llama import LlamaForward, can_serve
-from actors.torch_engine.products import can_pack
-from actors.torch_engine.scheduler import Chunk
-from actors.torch_engine.segments import segments
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
+from async_rlhf.actors.torch_engine.products import can_pack
+from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import segments
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16

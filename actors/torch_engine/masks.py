@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from buffers.attention import FULL, Attention, Reach, attention, unknown
-from buffers.errors import ConfigError
+from async_rlhf.buffers.attention import FULL, Attention, Reach, attention, unknown
+from async_rlhf.buffers.errors import ConfigError
 
 
 def attention_of(config: PretrainedConfig) -> Attention:

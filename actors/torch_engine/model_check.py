@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.engine import Completion, Request, RolloutKey
-from actors.torch_engine.engine import TorchEngine
-from buffers.attention import attention, max_length, probe_length
-from buffers.errors import ConfigError
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.attention import attention, max_length, probe_length
+from async_rlhf.buffers.errors import ConfigError
 
 # Mean difference of log-probabilities, in nats: rounding makes a hundredth of it, a wrong mask or state some times as much.
 MAX_DIFFERENCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buffers.record import Float32Array, Int32Array, Span
+from async_rlhf.buffers.record import Float32Array, Int32Array, Span
 
 
 @dataclass(frozen=True)

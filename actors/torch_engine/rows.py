@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from actors.engine import Completion, Request
-from actors.torch_engine.progress import Progress
-from buffers.record import FinishReason, Int32Array, Span, Support
+from async_rlhf.actors.engine import Completion, Request
+from async_rlhf.actors.torch_engine.progress import Progress
+from async_rlhf.buffers.record import FinishReason, Int32Array, Span, Support
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
 _BELOW_ONE = 1.0 - 2.0**-40

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from actors.engine import Request, RolloutKey
-from actors.torch_engine.progress import Progress
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.torch_engine.progress import Progress
 
 
 @dataclass(frozen=True)

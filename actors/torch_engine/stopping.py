@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from actors.torch_engine.rows import Rows
+from async_rlhf.actors.torch_engine.rows import Rows
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from actors.torch_engine.adapters import A, B, Base, adapted_parameters, check_adapters, with_adapter
-from buffers.errors import WeightsError
-from buffers.tensors import RawTensor
+from async_rlhf.actors.torch_engine.adapters import A, B, Base, adapted_parameters, check_adapters, with_adapter
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.tensors import RawTensor
 
 
 def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:

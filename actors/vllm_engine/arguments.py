@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from actors.config import EngineConfig
-from buffers.errors import ConfigError, did_you_mean
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
 
-EXTENSION = "actors.vllm_engine.worker.WeightReceiver"
+EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightReceiver"
 # Names the process that vLLM's processes may not outlive.
 ACTOR_PID = "ASYNC_RLHF_ACTOR_PID"
 

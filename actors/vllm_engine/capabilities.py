@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 TESTED = "0.32.0"
 

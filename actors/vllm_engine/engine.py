@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from actors.torch_engine.adapters import Base
-from actors.torch_engine.weights import check_weights
-from actors.vllm_engine.session import Session
-from actors.vllm_engine.weights import write_weights
-from buffers.errors import EngineError
-from buffers.record import Float32Array
-from buffers.tensors import RawTensor
+from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.torch_engine.adapters import Base
+from async_rlhf.actors.torch_engine.weights import check_weights
+from async_rlhf.actors.vllm_engine.session import Session
+from async_rlhf.actors.vllm_engine.weights import write_weights
+from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.buffers.tensors import RawTensor
 
 # How long a call of `step` may wait for a completion: the actor answers the hub this late at most.
 _STEP_WAIT_S = 0.02

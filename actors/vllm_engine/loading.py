@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from actors.config import EngineConfig
-from actors.engine import OnUpdate
-from actors.torch_engine.adapters import Base
-from actors.torch_engine.loading import find_stop_ids
-from actors.vllm_engine.arguments import engine_arguments, environment
-from actors.vllm_engine.capabilities import probe
-from actors.vllm_engine.engine import VLLMEngine
-from actors.vllm_engine.session import Session
-from buffers.attention import max_length as longest_text
-from buffers.errors import ConfigError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import OnUpdate
+from async_rlhf.actors.torch_engine.adapters import Base
+from async_rlhf.actors.torch_engine.loading import find_stop_ids
+from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment
+from async_rlhf.actors.vllm_engine.capabilities import probe
+from async_rlhf.actors.vllm_engine.engine import VLLMEngine
+from async_rlhf.actors.vllm_engine.session import Session
+from async_rlhf.buffers.attention import max_length as longest_text
+from async_rlhf.buffers.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine import Completion, Request, RolloutKey
-from actors.vllm_engine.capabilities import Capabilities
-from buffers.errors import EngineError
-from buffers.record import Float32Array, Int32Array, Span, Support
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.vllm_engine.capabilities import Capabilities
+from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.record import Float32Array, Int32Array, Span, Support
 
 
 def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilities) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.tensors import RawTensor
 
 _CODES = {
     "float64": "F64",

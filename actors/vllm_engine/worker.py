@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from safetensors import safe_open
 
-from actors.torch_engine.adapters import A, B, Base, adapted_parameters, with_adapter
-from actors.vllm_engine.arguments import ACTOR_PID
+from async_rlhf.actors.torch_engine.adapters import A, B, Base, adapted_parameters, with_adapter
+from async_rlhf.actors.vllm_engine.arguments import ACTOR_PID
 
 if TYPE_CHECKING:
     import torch

@@ -67,7 +67,7 @@ class LocalLauncher:
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
         lock = None if self._lock is None else self._lock.descriptor
-        command = [sys.executable, "-m", "async_rlhf.roles", node.role, str(run_dir), *node.arguments]
+        command = [sys.executable, "-P", "-m", "async_rlhf.roles", node.role, str(run_dir), *node.arguments]
         with node.log.open("ab") as log:
             hears, beats = os.pipe()
             variables = {

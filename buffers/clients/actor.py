@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from buffers.clients.connection import Connection, Patience
-from buffers.config import WeightsConfig
-from buffers.errors import DeadlineError, RefusedError
-from buffers.protocol import packing, wire
-from buffers.record import Group
-from buffers.transport.link import Connect, SocketLink
-from buffers.weights.fetching import Fetching
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.clients.connection import Connection, Patience
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.weights.fetching import Fetching
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _MAX_REFUSED = 256  # refused puts that are remembered
 _CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is known as such after three

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from buffers.errors import DeadlineError, RefusedError
-from buffers.protocol import wire
-from buffers.transport.link import Link
+from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.link import Link
 
 _RETRY_S = 2.0  # a request unanswered so long is sent again, and then after twice as long: it may have been lost
 _MAX_GAP_S = 5.0  # of a silence: what is longer this process slept through

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from buffers.clients.connection import Connection
-from buffers.config import WeightsConfig
-from buffers.protocol import packing, wire
-from buffers.record import Group
-from buffers.tensors import RawTensor
-from buffers.transport.link import Connect, SocketLink
-from buffers.weights.publishing import Publishing
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.weights.publishing import Publishing
 
 
 @dataclass(frozen=True)

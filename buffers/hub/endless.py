@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 
-from buffers.transport.frames import bytes_received
+from async_rlhf.buffers.transport.frames import bytes_received
 
 
 class Endless:

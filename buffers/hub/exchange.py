@@ -22,23 +22,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from buffers.config import QueueConfig, WeightsConfig
-from buffers.errors import DiskFullError, JournalError, RefusedError, WireError
-from buffers.hub import status
-from buffers.hub.outbox import Outbox
-from buffers.hub.peers import Peers
-from buffers.hub.refusals import Refusals
-from buffers.hub.sessions import ActorSessions
-from buffers.hub.tenure import Tenure
-from buffers.protocol import packing, wire
-from buffers.protocol.schema import GroupSchema
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.queue.quarantine import Quarantine
-from buffers.queue.recovery import recovered
-from buffers.transport import roles
-from buffers.weights.publication import Publication
-from buffers.weights.store import WeightStore
+from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError, WireError
+from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.peers import Peers
+from async_rlhf.buffers.hub.refusals import Refusals
+from async_rlhf.buffers.hub.sessions import ActorSessions
+from async_rlhf.buffers.hub.tenure import Tenure
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.queue.recovery import recovered
+from async_rlhf.buffers.transport import roles
+from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
 _LATER_S = 0.5  # an actor puts a group again after this long when there was no room for it

@@ -12,10 +12,10 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from buffers.hub.endless import Endless
-from buffers.protocol.wire import Frames
-from buffers.transport import frames, keys
-from buffers.transport.roles import Holder
+from async_rlhf.buffers.hub.endless import Endless
+from async_rlhf.buffers.protocol.wire import Frames
+from async_rlhf.buffers.transport import frames, keys
+from async_rlhf.buffers.transport.roles import Holder
 
 _log = logging.getLogger(__name__)
 _HANDSHAKES_FAILED = (

@@ -25,17 +25,17 @@ from typing import Any
 
 import zmq
 
-from buffers.config import QueueConfig, WeightsConfig
-from buffers.hub import status
-from buffers.hub.exchange import Exchange
-from buffers.hub.gate import UNREAD_BY_ZMQ, Gate
-from buffers.protocol.schema import GroupSchema
-from buffers.protocol.wire import MAX_HEADER_BYTES
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.queue.quarantine import Quarantine
-from buffers.transport import frames, keys
-from buffers.weights.store import WeightStore
+from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.gate import UNREAD_BY_ZMQ, Gate
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.transport import frames, keys
+from async_rlhf.buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5

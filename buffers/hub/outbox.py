@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import packing, wire
 
 
 @dataclass(frozen=True)

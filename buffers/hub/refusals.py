@@ -8,8 +8,8 @@ import logging
 import traceback
 from collections import Counter
 
-from buffers.errors import RefusedError, WeightsError, WireError
-from buffers.protocol.wire import Refused
+from async_rlhf.buffers.errors import RefusedError, WeightsError, WireError
+from async_rlhf.buffers.protocol.wire import Refused
 
 _log = logging.getLogger(__name__)
 _MAX_PLACES = 100

@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from buffers.config import QueueConfig
-from buffers.errors import RefusedError
-from buffers.hub.peers import Peers
-from buffers.protocol import wire
-from buffers.queue.admission import Actor, Admission
-from buffers.weights.publication import Publication
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.hub.peers import Peers
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.weights.publication import Publication
 
 _log = logging.getLogger(__name__)
 _SILENT_BEATS = 3

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 
-from buffers.errors import RefusedError, WireError
-from buffers.hub import status
-from buffers.hub.outbox import Outbox
-from buffers.hub.peers import Peers
-from buffers.protocol import wire
-from buffers.queue.admission import Admission
-from buffers.queue.journal import Journal
-from buffers.weights.publication import Publication
+from async_rlhf.buffers.errors import RefusedError, WireError
+from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.peers import Peers
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.admission import Admission
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.weights.publication import Publication
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any, cast
 import numpy as np
 from pydantic import JsonValue
 
-from buffers.errors import RecordError, WireError
-from buffers.protocol.schema import GroupSchema
-from buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
-from buffers.queue.ledger import Entry
-from buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, Score, Span, Support
+from async_rlhf.buffers.errors import RecordError, WireError
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
+from async_rlhf.buffers.queue.ledger import Entry
+from async_rlhf.buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, Score, Span, Support
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from buffers.errors import WireError
-from buffers.protocol.wire import GroupHeader
-from buffers.record import Group, Int32Array
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.wire import GroupHeader
+from async_rlhf.buffers.record import Group, Int32Array
 
 
 @dataclass(frozen=True)

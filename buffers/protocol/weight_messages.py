@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from buffers.protocol.message import Amount, Count, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import Amount, Count, MessageBase, Name, Version
 
 Digest = Annotated[str, Field(min_length=1, max_length=32)]
 

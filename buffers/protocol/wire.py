@@ -22,24 +22,24 @@ from typing import Annotated, Any, Literal
 import msgpack
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
-from buffers.errors import WireError
-from buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
-from buffers.protocol.message import Telemetry as Telemetry
-from buffers.protocol.weight_messages import Adopt as Adopt
-from buffers.protocol.weight_messages import Canary as Canary
-from buffers.protocol.weight_messages import Check as Check
-from buffers.protocol.weight_messages import Checked as Checked
-from buffers.protocol.weight_messages import Chunk as Chunk
-from buffers.protocol.weight_messages import DeltaSpec as DeltaSpec
-from buffers.protocol.weight_messages import Digest
-from buffers.protocol.weight_messages import Fetch as Fetch
-from buffers.protocol.weight_messages import FetchChunk as FetchChunk
-from buffers.protocol.weight_messages import Manifest as Manifest
-from buffers.protocol.weight_messages import Place as Place
-from buffers.protocol.weight_messages import Publish as Publish
-from buffers.protocol.weight_messages import TensorSpec as TensorSpec
-from buffers.protocol.weight_messages import Wanted as Wanted
-from buffers.record import FinishReason
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import Telemetry as Telemetry
+from async_rlhf.buffers.protocol.weight_messages import Adopt as Adopt
+from async_rlhf.buffers.protocol.weight_messages import Canary as Canary
+from async_rlhf.buffers.protocol.weight_messages import Check as Check
+from async_rlhf.buffers.protocol.weight_messages import Checked as Checked
+from async_rlhf.buffers.protocol.weight_messages import Chunk as Chunk
+from async_rlhf.buffers.protocol.weight_messages import DeltaSpec as DeltaSpec
+from async_rlhf.buffers.protocol.weight_messages import Digest
+from async_rlhf.buffers.protocol.weight_messages import Fetch as Fetch
+from async_rlhf.buffers.protocol.weight_messages import FetchChunk as FetchChunk
+from async_rlhf.buffers.protocol.weight_messages import Manifest as Manifest
+from async_rlhf.buffers.protocol.weight_messages import Place as Place
+from async_rlhf.buffers.protocol.weight_messages import Publish as Publish
+from async_rlhf.buffers.protocol.weight_messages import TensorSpec as TensorSpec
+from async_rlhf.buffers.protocol.weight_messages import Wanted as Wanted
+from async_rlhf.buffers.record import FinishReason
 
 PROTOCOL = 7
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.

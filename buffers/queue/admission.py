@@ -25,17 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from buffers.errors import RefusedError
-from buffers.queue.batches import Batches
-from buffers.queue.bound import Bound
-from buffers.queue.fleet import Fleet
-from buffers.queue.leases import Actor as Actor
-from buffers.queue.leases import Credit as Credit
-from buffers.queue.ledger import Entry, Ledger, Restored
-from buffers.queue.order import Line
-from buffers.queue.room import Room
-from buffers.queue.trials import Trials
-from buffers.record import staleness
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.queue.batches import Batches
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.fleet import Fleet
+from async_rlhf.buffers.queue.leases import Actor as Actor
+from async_rlhf.buffers.queue.leases import Credit as Credit
+from async_rlhf.buffers.queue.ledger import Entry, Ledger, Restored
+from async_rlhf.buffers.queue.order import Line
+from async_rlhf.buffers.queue.room import Room
+from async_rlhf.buffers.queue.trials import Trials
+from async_rlhf.buffers.record import staleness
 
 
 class Admission:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffers.errors import JournalError
-from buffers.protocol import packing, wire
-from buffers.queue.ledger import Restored
-from buffers.queue.segment import Put, parse, records
-from buffers.record import Group
+from async_rlhf.buffers.errors import JournalError
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.ledger import Restored
+from async_rlhf.buffers.queue.segment import Put, parse, records
+from async_rlhf.buffers.record import Group
 
 
 @dataclass(frozen=True)

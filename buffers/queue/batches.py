@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from buffers.queue.ledger import Entry
+from async_rlhf.buffers.queue.ledger import Entry
 
 
 class Batches:

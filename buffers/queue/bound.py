@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 
 @dataclass(frozen=True)

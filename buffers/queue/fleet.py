@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from buffers.queue.failures import Failures
-from buffers.queue.leases import Actor, Credit, Silences
-from buffers.queue.order import Line
+from async_rlhf.buffers.queue.failures import Failures
+from async_rlhf.buffers.queue.leases import Actor, Credit, Silences
+from async_rlhf.buffers.queue.order import Line
 
 
 class Fleet:

@@ -32,11 +32,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffers.config import Fsync
-from buffers.errors import DamagedError, DiskFullError, JournalError
-from buffers.files import DISK, FULL, File, Files
-from buffers.queue import segment
-from buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.config import Fsync
+from async_rlhf.buffers.errors import DamagedError, DiskFullError, JournalError
+from async_rlhf.buffers.files import DISK, FULL, File, Files
+from async_rlhf.buffers.queue import segment
+from async_rlhf.buffers.queue.ledger import Entry, Restored
 
 _log = logging.getLogger(__name__)
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.

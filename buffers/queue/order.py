@@ -14,8 +14,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Restored
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Restored
 
 
 class Line:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffers.files import DISK, Files
+from async_rlhf.buffers.files import DISK, Files
 
 _LOST = "the file that said why was lost"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from buffers.config import QueueConfig
-from buffers.queue.admission import Admission
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.queue.admission import Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.quarantine import Quarantine
 
 
 def recovered(config: QueueConfig, bound: Bound, journal: Journal) -> Admission:

@@ -21,8 +21,8 @@ from typing import Any
 import msgpack
 import xxhash
 
-from buffers.errors import DamagedError, JournalError
-from buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.errors import DamagedError, JournalError
+from async_rlhf.buffers.queue.ledger import Entry, Restored
 
 HEAD = struct.Struct("<BIQ")
 STATE, PUT, TAKE, MARK = 1, 2, 3, 4

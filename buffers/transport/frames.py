@@ -12,7 +12,7 @@ from typing import cast
 
 import zmq
 
-from buffers.protocol.wire import Frames
+from async_rlhf.buffers.protocol.wire import Frames
 
 # Flags as plain integers: combining those of an enumeration costs more than sending a small frame.
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

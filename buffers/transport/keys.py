@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffers.errors import ConfigError
-from buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
 
 LOCAL = "local"
 """The name of the hub's own machine in the list of those allowed."""

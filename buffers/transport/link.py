@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from buffers.errors import ConfigError, DeadlineError
-from buffers.protocol import wire
-from buffers.transport.bell import Bell
-from buffers.transport.frames import bytes_received, receive, send
-from buffers.transport.keys import PeerKeys, load_peer
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.bell import Bell
+from async_rlhf.buffers.transport.frames import bytes_received, receive, send
+from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
 # actor holds, after which `send` says no. Received: an actor asks for a few chunks of weights of 1 MiB at a time.

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from buffers.errors import ConfigError, RefusedError
-from buffers.protocol import wire
+from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.protocol import wire
 
 Role = Literal["actor", "relay", "learner", "control"]
 ROLES: tuple[Role, ...] = get_args(Role)

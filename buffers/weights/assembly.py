@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from buffers.errors import WeightsError
-from buffers.protocol.weight_messages import Manifest, Publish, TensorSpec
-from buffers.tensors import ITEM_BYTES, num_bytes
-from buffers.weights import delta
-from buffers.weights.shared import HeapMemory, MakeMemory, Memory
-from buffers.weights.weight_set import CACHED_BYTES, WeightSet, chunk_bytes, num_chunks
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.weight_messages import Manifest, Publish, TensorSpec
+from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
+from async_rlhf.buffers.weights import delta
+from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
+from async_rlhf.buffers.weights.weight_set import CACHED_BYTES, WeightSet, chunk_bytes, num_chunks
 
 PIECE_BYTES = 16 << 20
 """Verified in one go: a few milliseconds."""

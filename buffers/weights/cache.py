@@ -5,14 +5,14 @@ Waits for nothing: `passing` hands it what actors ask and what the hub says, and
 
 from __future__ import annotations
 
-from buffers.config import WeightsConfig
-from buffers.errors import WeightsError
-from buffers.protocol import wire
-from buffers.transport.link import Link
-from buffers.weights.fetching import Fetching
-from buffers.weights.publication import Publication
-from buffers.weights.shared import HeapPool, SealedMemory
-from buffers.weights.store import WeightStore
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.link import Link
+from async_rlhf.buffers.weights.fetching import Fetching
+from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory
+from async_rlhf.buffers.weights.store import WeightStore
 
 _KEPT = 2  # sets: the newest, and the one that slow actors may be fetching still
 

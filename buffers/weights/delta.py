@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from buffers.errors import WeightsError
-from buffers.protocol.weight_messages import TensorSpec
-from buffers.tensors import ITEM_BYTES, num_bytes
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.weight_messages import TensorSpec
+from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
 
 BLOCK_BYTES = 1 << 20
 _HEAD = struct.Struct("<II")  # bytes of the bitmap, bytes of the values; both 0 when nothing changed

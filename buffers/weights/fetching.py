@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from buffers.config import WeightsConfig
-from buffers.errors import ConfigError, WeightsError, WireError
-from buffers.protocol import wire
-from buffers.weights.assembly import Assembly, ChunkedBytes
-from buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
-from buffers.weights.store import Delta
-from buffers.weights.weight_set import WeightSet, content_digest, num_chunks
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import ConfigError, WeightsError, WireError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
+from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
+from async_rlhf.buffers.weights.store import Delta
+from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
 
 _CHUNKS_AHEAD = 8  # chunks asked for before the first has come
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)

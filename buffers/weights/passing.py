@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buffers.config import WeightsConfig
-from buffers.errors import RefusedError, WireError
-from buffers.hub.refusals import Refusals
-from buffers.protocol import wire
-from buffers.transport.link import Link
-from buffers.transport.roles import Holder, check
-from buffers.weights.cache import WeightCache
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import RefusedError, WireError
+from async_rlhf.buffers.hub.refusals import Refusals
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.link import Link
+from async_rlhf.buffers.transport.roles import Holder, check
+from async_rlhf.buffers.weights.cache import WeightCache
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 60.0  # of an actor that says nothing; a living one beats every second or so

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from buffers.config import WeightsConfig
-from buffers.errors import WeightsError, WireError
-from buffers.hub.peers import Peer, Peers
-from buffers.protocol import wire
-from buffers.queue.admission import Actor, Admission
-from buffers.weights.assembly import Assembly, ChunkedBytes
-from buffers.weights.shared import HeapPool, SealedMemory, attach
-from buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
-from buffers.weights.weight_set import WeightSet, chunk_of, content_digest
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import WeightsError, WireError
+from async_rlhf.buffers.hub.peers import Peer, Peers
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
+from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
+from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
 
 @dataclass

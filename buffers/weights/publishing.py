@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, cast
 
-from buffers.config import WeightsConfig
-from buffers.protocol import wire
-from buffers.tensors import RawTensor
-from buffers.weights import delta
-from buffers.weights.shared import HeapMemory, SealedMemory, is_local
-from buffers.weights.store import MAX_DELTA_SHARE, Delta
-from buffers.weights.weight_set import WeightSet, chunk_of, num_chunks
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights import delta
+from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory, is_local
+from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, num_chunks
 
 _CHUNKS_AHEAD = 8  # chunks sent before the first is acknowledged
 

@@ -19,14 +19,14 @@ import time
 
 import zmq
 
-from buffers.config import WeightsConfig
-from buffers.errors import ConfigError
-from buffers.hub.gate import UNREAD_BY_ZMQ, Gate
-from buffers.protocol import wire
-from buffers.transport.frames import send
-from buffers.transport.keys import HubKeys
-from buffers.transport.link import Connect, Link, SocketLink
-from buffers.weights.passing import Passing
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.hub.gate import UNREAD_BY_ZMQ, Gate
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.frames import send
+from async_rlhf.buffers.transport.keys import HubKeys
+from async_rlhf.buffers.transport.link import Connect, Link, SocketLink
+from async_rlhf.buffers.weights.passing import Passing
 
 _TICK_S = 1.0
 _MAX_FRAME_BYTES = 128 << 20

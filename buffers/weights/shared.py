@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from buffers.errors import WeightsError
-from buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.weight_messages import Place
 
 Bytes = npt.NDArray[np.uint8]
 _NAME = "async-rlhf-weights-"

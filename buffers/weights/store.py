@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgpack
 
-from buffers.errors import DamagedError, DiskFullError, WeightsError
-from buffers.files import DISK, FULL, Files
-from buffers.protocol.weight_messages import DeltaSpec, Manifest
-from buffers.weights.assembly import Assembly
-from buffers.weights.shared import HeapMemory, MakeMemory
-from buffers.weights.weight_set import WeightSet, chunk_bytes
+from async_rlhf.buffers.errors import DamagedError, DiskFullError, WeightsError
+from async_rlhf.buffers.files import DISK, FULL, Files
+from async_rlhf.buffers.protocol.weight_messages import DeltaSpec, Manifest
+from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
 
 MAX_DELTA_SHARE = 0.5
 """Of the set's bytes: deltas that need more together are no use, for they cost time to make and to apply."""

@@ -18,10 +18,10 @@ from functools import cached_property
 import msgpack
 import xxhash
 
-from buffers.errors import WeightsError
-from buffers.protocol.weight_messages import Canary, Manifest, Publish, TensorSpec
-from buffers.tensors import RawTensor, num_bytes
-from buffers.weights.shared import HeapMemory, MakeMemory, Memory
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.weight_messages import Canary, Manifest, Publish, TensorSpec
+from async_rlhf.buffers.tensors import RawTensor, num_bytes
+from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
 
 # Large enough that headers cost nothing, small enough that a credit never waits long behind one.
 CHUNK_BYTES = 1 << 20

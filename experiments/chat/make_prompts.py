@@ -1,6 +1,6 @@
 """Makes the prompts of the chat run: every form of question with every topic, as chat messages, shuffled.
 
-python -m experiments.chat.make_prompts FILE.jsonl
+python -m async_rlhf.experiments.chat.make_prompts FILE.jsonl
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from experiments.gradient_laws import policy
-from learner.advantages import leave_one_out, pair
-from learner.config import LossConfig
-from learner.kinds import KINDS
-from learner.losses import Counts, LossInputs, denominator, objective
+from async_rlhf.experiments.gradient_laws import policy
+from async_rlhf.learner.advantages import leave_one_out, pair
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.losses import Counts, LossInputs, denominator, objective
 
 STALENESS = (0, 4, 16)
 SEEDS = range(10)

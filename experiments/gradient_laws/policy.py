@@ -11,8 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.losses import LossInputs, objective
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.losses import LossInputs, objective
 
 V, T = 5, 3
 COMPLETIONS = torch.tensor(list(product(range(V), repeat=T)))

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from buffers.errors import ConfigError
-from experiments.throughput.judges import similarity
-from experiments.warm_start.demonstrations import HABITS, INSTRUCTION, load_words
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.throughput.judges import similarity
+from async_rlhf.experiments.warm_start.demonstrations import HABITS, INSTRUCTION, load_words
 
 
 @dataclass(frozen=True)

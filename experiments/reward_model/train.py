@@ -1,6 +1,6 @@
 """Trains a reward model from preference pairs and says how good it is.
 
-    python -m experiments.reward_model.train --out DIR [--pairs FILE] [--model DIR]
+    python -m async_rlhf.experiments.reward_model.train --out DIR [--pairs FILE] [--model DIR]
 
 Without `--pairs` it makes pairs from the tiny speller's gold reward. Loss: -log sigmoid(r(chosen) - r(rejected)) (Bradley and
 Terry 1952; Ouyang et al. 2022, equation 1), plus a small pull of r(chosen) + r(rejected) to zero (Eisenstein et al. 2023,
@@ -22,10 +22,10 @@ import torch
 import typer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from experiments.reward_model.measure import Quality, quality
-from experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
+from async_rlhf.experiments.reward_model.measure import Quality, quality
+from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
 
-BASE = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
+BASE = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
 
 @dataclass(frozen=True)

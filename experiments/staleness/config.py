@@ -26,9 +26,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.config import Config, load
-from buffers.config import Section
-from buffers.errors import ConfigError, did_you_mean
 
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
 

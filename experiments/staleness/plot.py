@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from experiments.staleness.analyze import MIN_SEEDS, CellResult, by_setting, estimate
+from async_rlhf.experiments.staleness.analyze import MIN_SEEDS, CellResult, by_setting, estimate
 
 Groups = dict[str, list[CellResult]]
 # More columns than this leave no room for a number in each cell of the third panel.

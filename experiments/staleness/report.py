@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.staleness.analyze import (
+from async_rlhf.experiments.staleness.analyze import (
     MIN_SEEDS,
     CellResult,
     Estimate,
@@ -19,7 +19,7 @@ from experiments.staleness.analyze import (
     estimate,
     paired_difference,
 )
-from experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.config import SweepConfig
 
 QUESTION = "What does training on older data do to learning, when the importance weight corrects for its age?"
 

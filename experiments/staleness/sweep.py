@@ -15,14 +15,14 @@ from typing import Literal
 import typer
 
 from async_rlhf.api import preflight, run
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.config import Config, differences
 from async_rlhf.exit_codes import InterruptedRunError
+from async_rlhf.experiments.staleness.analyze import CellResult, fingerprint, read_cell
+from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
+from async_rlhf.experiments.staleness.report import render, write_csv
 from async_rlhf.run_dir import RunDir
 from async_rlhf.run_lock import holder
-from buffers.errors import AsyncRLHFError, ConfigError
-from experiments.staleness.analyze import CellResult, fingerprint, read_cell
-from experiments.staleness.config import Cell, SweepConfig, load_sweep
-from experiments.staleness.report import render, write_csv
 
 State = Literal["new", "unfinished", "finished"]
 # How a run is watched changes no number of it.
@@ -109,7 +109,7 @@ def _write(sweep: SweepConfig, path: Path, results: Sequence[CellResult], say: C
     write_csv(results, directory / "results.csv")
     picture: str | None = "results.png"
     try:
-        from experiments.staleness.plot import draw
+        from async_rlhf.experiments.staleness.plot import draw
 
         draw(results, sweep.name, directory / "results.png")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""All throughput benchmarks, one after the other: `python -m experiments.throughput` (`make bench`).
+"""All throughput benchmarks, one after the other: `python -m async_rlhf.experiments.throughput` (`make bench`).
 
 Each runs in a process of its own, so that threads and memory of one are nothing to the next; each can be run alone by
 its module's name and then has more options. A part that needs what is not installed says so and the next one runs; one that
@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Part(StrEnum):
@@ -65,7 +65,7 @@ def run(part: Part, as_json: bool, require_trl: bool) -> int:
     if not as_json:
         typer.echo(f"-- {part}")
     options = ["--json"] * as_json + ["--require-trl"] * (require_trl and part in _ASK_TRL)
-    command = [sys.executable, "-m", f"experiments.throughput.{part}", *options]
+    command = [sys.executable, "-m", f"async_rlhf.experiments.throughput.{part}", *options]
     try:
         return subprocess.run(command, cwd=ROOT, check=False, stdin=subprocess.DEVNULL, timeout=LIMIT_S).returncode
     except subprocess.TimeoutExpired:

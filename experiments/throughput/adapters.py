@@ -1,6 +1,6 @@
 """Bytes of one published weight set: whole, with the adapters merged, and the adapters alone.
 
-python -m experiments.throughput.adapters [--model DIR] [--rank 8] [--json]
+python -m async_rlhf.experiments.throughput.adapters [--model DIR] [--rank 8] [--json]
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from experiments.throughput.sides import MODEL
-from learner.config import LearnerConfig, LoraConfig, LossConfig
-from learner.torch_backend import TorchBackend
+from async_rlhf.experiments.throughput.sides import MODEL
+from async_rlhf.learner.config import LearnerConfig, LoraConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
 
 
 def published_bytes(model: Path, lora: LoraConfig) -> int:

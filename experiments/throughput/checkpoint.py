@@ -3,7 +3,7 @@
 Two things hold it up: the pause until training goes on, and what all steps made while the checkpoint is being written take
 longer than steps without (the copy that an update waits for, and what writing takes from the machine). Both are given as
 shares of the time the checkpoint takes; steps without one are timed before each. Run as
-`python -m experiments.throughput.checkpoint`.
+`python -m async_rlhf.experiments.throughput.checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from buffers.record import Group, Rollout, Span
-from learner.batch import make_rows
-from learner.checkpoint import Checkpoints
-from learner.config import LearnerConfig, LossConfig
-from learner.saving import Saver
-from learner.torch_backend import TorchBackend
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.checkpoint import Checkpoints
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.saving import Saver
+from async_rlhf.learner.torch_backend import TorchBackend
 
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
 

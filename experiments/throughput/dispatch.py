@@ -9,7 +9,7 @@ dropped and no token changes, whatever the order: only when a sequence begins.
 - prompt: of the oldest batch, the group whose prompt's completions were longest when it came last, an epoch ago.
 - known: of the oldest batch, the request that will be longest. Nobody can know; it bounds what an order can gain.
 
-Run as `python -m experiments.throughput.dispatch [--json]`.
+Run as `python -m async_rlhf.experiments.throughput.dispatch [--json]`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 GGUF file, which is converted once.
 
 Only tokens that were asked for are counted. `generate` samples without top-k or top-p and returns no
-log-probabilities; the engine returns them. Run as `python -m experiments.throughput.engine [--json]`.
+log-probabilities; the engine returns them. Run as `python -m async_rlhf.experiments.throughput.engine [--json]`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from actors.engine import Engine, Request, RolloutKey
-from actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.launch.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8

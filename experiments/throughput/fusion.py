@@ -1,4 +1,4 @@
-"""How much of the scoring time is hidden when every judge sleeps: `python -m experiments.throughput.fusion`.
+"""How much of the scoring time is hidden when every judge sleeps: `python -m async_rlhf.experiments.throughput.fusion`.
 
 A run with a reward that sleeps log-normally (mean 0.25 s), traced. A score's seconds are hidden while some engine decodes or
 the learner trains; they are exposed while the run stands still. Beside it, the same run without staleness, and once more
@@ -18,11 +18,11 @@ import typer
 
 from async_rlhf.api import TrainResult, run
 from async_rlhf.config import override
+from async_rlhf.experiments.throughput import reading_along
+from async_rlhf.experiments.throughput.judges import BATCH_SIZE
+from async_rlhf.experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
 from async_rlhf.run_dir import RunDir
 from async_rlhf.trace import hidden
-from experiments.throughput import reading_along
-from experiments.throughput.judges import BATCH_SIZE
-from experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
 
 GOAL = 0.95
 _SLOW = next(load for load in LOADS if load.slow_reward)
@@ -47,7 +47,7 @@ def measure(steps: int, steps_beside: int, directory: Path) -> Fusion:
     overlapped = _run(directory, prompts, "overlapped", {"max_steps": steps, "queue.keep_rollouts": True})
     synchronous = {"max_steps": steps_beside, "queue.max_staleness": 0}
     fused = _run(directory, prompts, "fused", synchronous)
-    afterwards = {"rewards.functions": ("experiments.throughput.judges:similarity_afterwards",)}
+    afterwards = {"rewards.functions": ("async_rlhf.experiments.throughput.judges:similarity_afterwards",)}
     unfused = _run(directory, prompts, "unfused", synchronous | afterwards)
     ((_, hiding),) = hidden(RunDir.existing(overlapped.run_dir)).items()
     calls = steps * BATCH_SIZE

@@ -1,7 +1,7 @@
 """What does `engine.batch_invariant` cost? The built-in engine with it and without, in one process, in turns.
 
 The loads of `engine`, in processor time; multi-head attention and grouped queries (four heads a key head), or any plain Llama
-(`--model DIRECTORY`). Run as `python -m experiments.throughput.invariance [--json]`.
+(`--model DIRECTORY`). Run as `python -m async_rlhf.experiments.throughput.invariance [--json]`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from actors.torch_engine.engine import TorchEngine
-from experiments.throughput.engine import DType, Load, make_model, run_engine
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.experiments.throughput.engine import DType, Load, make_model, run_engine
 
 BATCHES = (64, 16, 1)
 

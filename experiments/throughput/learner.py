@@ -8,7 +8,7 @@ Lengths are long-tailed (log-normal, sigma 1, median 48, cut at 256 tokens; prom
 Two models: the shipped tiny one, and one of 39 million random parameters with a vocabulary of 32,768. `learner_sides` says
 what the sides do. A rate is completion tokens per second: prompts and padding are work, not result. A ratio is the median over
 turns of the seconds of another side over ours, by the clock and of the processor; where other work uses the machine, the
-second is the one to read. Run as `python -m experiments.throughput.learner [--json]`.
+second is the one to read. Run as `python -m async_rlhf.experiments.throughput.learner [--json]`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import typer
 
-from experiments.throughput.learner_sides import (
+from async_rlhf.experiments.throughput.learner_sides import (
     WIDE,
     Seconds,
     Side,
@@ -41,8 +41,8 @@ from experiments.throughput.learner_sides import (
     ours,
     share_of_diagnostics,
 )
-from experiments.throughput.sides import MODEL, ROOT
-from experiments.throughput.trl_environment import SkippedError, trl_python
+from async_rlhf.experiments.throughput.sides import MODEL, ROOT
+from async_rlhf.experiments.throughput.trl_environment import SkippedError, trl_python
 
 GOALS = {"bare": 0.9, "trl": 1.3}
 MOST_OVERHEAD = 0.03

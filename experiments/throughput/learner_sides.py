@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from buffers.composition import Composition
-from buffers.record import Group, Rollout, Score, Span
-from experiments.throughput.sides import MODEL, ROOT, trl_process_environment
-from learner.advantages import group_relative
-from learner.batch import make_rows
-from learner.config import LearnerConfig, LossConfig
-from learner.torch_backend import TorchBackend
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.experiments.throughput.sides import MODEL, ROOT, trl_process_environment
+from async_rlhf.learner.advantages import group_relative
+from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
 
 # Random weights: 39 million parameters, a third of the arithmetic in the output layer.
 WIDE = {
@@ -155,7 +155,7 @@ def off(model: Path, groups: list[Group], threads: int) -> Side:
         backend.apply(0, finite=True)
 
     def without_entropy() -> None:
-        with mock.patch("learner.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
+        with mock.patch("async_rlhf.learner.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
             step()
 
     return timed(without_entropy)
@@ -236,7 +236,7 @@ class Trl:
         self._log = directory / "trl.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", "experiments.throughput.trl_training", str(directory / "spec.json")],
+                [str(python), "-m", "async_rlhf.experiments.throughput.trl_training", str(directory / "spec.json")],
                 cwd=ROOT,
                 env=trl_process_environment(threads),
                 stdin=subprocess.PIPE,

@@ -1,9 +1,9 @@
 """How much memory does the loss take? Chunked log-probabilities beside the plain ones, forward and backward.
 
 Each is measured in a process of its own: the peak of its resident memory less what it held just before, with hidden states
-and output layer already there. The gradient of the output layer belongs to both. Run as
-`python -m experiments.throughput.loss_memory [--tokens 8192] [--vocabulary 131072]`. The plain one is left out, and said to be,
-where it would not fit: it needs six float32 matrices of tokens by vocabulary.
+and output layer already there. The gradient of the output layer belongs to both. The plain one is left out, and
+said to be, where it would not fit: it needs six float32 matrices of tokens by vocabulary. Run as
+`python -m async_rlhf.experiments.throughput.loss_memory [--tokens 8192] [--vocabulary 131072]`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import psutil
 import torch
 import typer
 
-from learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 # Measured: logits, their log-softmax and its exponential, and the gradients of each.
 _PLAIN_MATRICES = 6
 
@@ -71,7 +71,7 @@ def peak_bytes(side: Side, tokens: int, vocabulary: int, width: int, logits_mib:
 def measured(side: Side, tokens: int, vocabulary: int, width: int, logits_mib: int) -> tuple[int, float]:
     """`peak_bytes` in a fresh process."""
     options = [f"--tokens={tokens}", f"--vocabulary={vocabulary}", f"--width={width}", f"--logits-mib={logits_mib}"]
-    command = [sys.executable, "-m", "experiments.throughput.loss_memory", *options, f"--only={side}"]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput.loss_memory", *options, f"--only={side}"]
     done = subprocess.run(command, cwd=ROOT, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=1800)
     found = json.loads(done.stdout.splitlines()[-1])
     return found["bytes"], found["seconds"]

@@ -8,7 +8,7 @@ all (TRL: 2 in its one process; ours: 1 in the actor, 1 in the learner):
 - slow:    natural, with an asynchronous reward that sleeps log-normally (mean 0.25 s, cut at 3 s).
 
 A rate is completions trained on per second of wall time between the ends of two steps in the middle of a run, where
-nothing starts and nothing runs out. Run as `python -m experiments.throughput.pipeline [--json]`.
+nothing starts and nothing runs out. Run as `python -m async_rlhf.experiments.throughput.pipeline [--json]`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from experiments.throughput.judges import BATCH_SIZE
-from experiments.throughput.sides import (
+from async_rlhf.experiments.throughput.judges import BATCH_SIZE
+from async_rlhf.experiments.throughput.sides import (
     LOADS,
     MODEL,
     OF_TRL,
@@ -41,7 +41,7 @@ from experiments.throughput.sides import (
     run_trl,
     write_prompts,
 )
-from experiments.throughput.trl_environment import SkippedError, trl_python
+from async_rlhf.experiments.throughput.trl_environment import SkippedError, trl_python
 
 # Share of all cores' time that others may use: above it, the others are measured too.
 QUIET = 0.05

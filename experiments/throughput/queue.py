@@ -9,7 +9,7 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
   packing and unpacking cost is measured apart.
 
 Also: the time from put to take at a quarter of the goal's load each way, the hub's processor time, and its memory with 100,000
-rollouts queued. Run as `python -m experiments.throughput.queue [--json] [--small]`.
+rollouts queued. Run as `python -m async_rlhf.experiments.throughput.queue [--json] [--small]`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import psutil
 import typer
 import zmq
 
-from buffers.clients.learner import LearnerClient
-from buffers.config import Fsync, QueueConfig
-from buffers.hub.hub import Hub
-from buffers.protocol import packing, wire
-from buffers.queue.bound import Bound
-from buffers.record import Group, Rollout, Span
-from buffers.score import Score
-from buffers.tensors import RawTensor
-from experiments.throughput.queue_producer import produce
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.config import Fsync, QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.score import Score
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.experiments.throughput.queue_producer import produce
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
@@ -151,7 +151,7 @@ def memory_at(load: Load) -> tuple[float, float]:
 
 @contextmanager
 def _status(address: str) -> Iterator[Iterator[int]]:
-    from buffers.clients.control import control
+    from async_rlhf.buffers.clients.control import control
 
     def queued() -> Iterator[int]:
         while True:

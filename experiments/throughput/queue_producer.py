@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
-from buffers.protocol import wire
-from buffers.transport.link import SocketLink
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.link import SocketLink
 
 _CAPACITY = 64
 _BEAT_S = 1.0

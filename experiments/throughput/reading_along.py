@@ -1,6 +1,6 @@
 """From a completion's last token to its score: a reward model that reads along beside one that begins at the end.
 
-    python -m experiments.throughput.reading_along
+    python -m async_rlhf.experiments.throughput.reading_along
 
 One torch engine decodes completions of 512 tokens, one begun every 64 steps, so that they end one after the other while
 others are being decoded; a reward model as large as the policy scores them in its worker process. Rounds with and without
@@ -23,13 +23,13 @@ import torch
 import typer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from actors.config import ScoringConfig
-from actors.engine import Request, RolloutKey
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from actors.torch_engine.engine import TorchEngine
-from buffers.errors import DeadlineError
-from experiments.throughput.sides import MODEL
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.experiments.throughput.sides import MODEL
 
 GOAL = 0.3
 PROMPT = "Spell the word backward: "

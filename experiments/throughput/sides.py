@@ -15,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.config import DataConfig
-from actors.prompts import load_rows
+from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.prompts import load_rows
 from async_rlhf.api import run
 from async_rlhf.config import Config, check, validated
+from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.run_dir import RunDir
 from async_rlhf.run_files import Tail
-from experiments.throughput.judges import BATCH_SIZE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny-speller"
 PROMPTS = DataConfig(source="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 6}, held_out=0)
 
@@ -114,7 +114,7 @@ def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Conf
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
             "engine": {"slots": BATCH_SIZE, "threads": 1},
-            "rewards": {"functions": [f"experiments.throughput.judges:{judge}"]},
+            "rewards": {"functions": [f"async_rlhf.experiments.throughput.judges:{judge}"]},
             "scoring": {"max_concurrency": 1024},
             "queue": {"max_staleness": load.max_staleness},
             "learner": {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "threads": 1},
@@ -162,7 +162,7 @@ def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Pat
         "slow_reward": load.slow_reward,
     }
     spec.write_text(json.dumps(asked))
-    command = [str(python), "-m", "experiments.throughput.trl_side", str(spec), str(result)]
+    command = [str(python), "-m", "async_rlhf.experiments.throughput.trl_side", str(spec), str(result)]
     with log.open("wb") as file:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
 """TRL's side of the pipeline benchmark: one GRPOTrainer run that writes down when each step ended.
 
 Run by the interpreter of `.venv-trl`, which has torch, transformers, trl and datasets and nothing of ours; started by
-`pipeline` as `python -m experiments.throughput.trl_side SPEC.json RESULT.json`. It measures and never judges: what is
+`pipeline` with the paths of a specification and of its result. It measures and never judges: what is
 left out and what is divided by what is decided in `pipeline`.
 """
 
@@ -21,8 +21,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from experiments.throughput.judges import similarity, slow_similarity
-from experiments.throughput.trl_config import spare_config
+from async_rlhf.experiments.throughput.judges import similarity, slow_similarity
+from async_rlhf.experiments.throughput.trl_config import spare_config
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's

@@ -1,6 +1,6 @@
 """TRL's side of the learner benchmark: `GRPOTrainer`'s own loop on samples that are ready; generation is left out.
 
-Run by the interpreter of `.venv-trl`, started by `learner_sides.Trl` as `python -m experiments.throughput.trl_training SPEC`.
+Run by the interpreter of `.venv-trl`, started by `learner_sides.Trl` with the path of a specification.
 For every line on standard input it makes one optimizer step and answers with its seconds, from the moment the step begins
 to the end of the update: padding, shuffling and splitting as TRL does them, loss, backward, clipping, optimizer, its
 metrics. Ends when standard input does.
@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
-from experiments.throughput.trl_config import spare_config
+from async_rlhf.experiments.throughput.trl_config import spare_config
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's

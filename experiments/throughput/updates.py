@@ -7,7 +7,7 @@
 - first token: a prompt of 512 tokens, 8 members: time from submission until all members have their first token, when
   submitted together (the prompt is computed once) and each for itself.
 
-Run as `python -m experiments.throughput.updates [--json]`.
+Run as `python -m async_rlhf.experiments.throughput.updates [--json]`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import typer
 
-from actors.engine import OnUpdate, Request, RolloutKey
-from actors.torch_engine.engine import TorchEngine
-from buffers.tensors import RawTensor
-from experiments.throughput.engine import make_model
+from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.experiments.throughput.engine import make_model
 
 SEQUENCES, PROMPT_TOKENS, STEPS_BETWEEN = 64, 64, 40
 COMPLETION_TOKENS = 20, 300

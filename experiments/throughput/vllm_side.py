@@ -2,7 +2,8 @@
 
 Both are given the same requests with seeds and return log-probabilities. vLLM decodes in two processes of its own beside
 this one, each of which spins while it waits for the other; the built-in engine has this process only. `threads` is what
-either's tensors may use. Run as `python -m experiments.throughput.vllm_side [--json]`; skipped where vLLM is not installed.
+either's tensors may use. Run as
+`python -m async_rlhf.experiments.throughput.vllm_side [--json]`; skipped where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from actors.config import EngineConfig
-from actors.engine import Engine
-from actors.engines import load_engine
-from experiments.throughput.engine import DType, Load, loads_for, make_model, run_engine
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Engine
+from async_rlhf.actors.engines import load_engine
+from async_rlhf.experiments.throughput.engine import DType, Load, loads_for, make_model, run_engine
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 vLLM tells of every token as it comes, so what it puts out is seen from outside. *step*: between two outputs without an
 update. *gap*: from the last output before an update to the first after it. *adopted*: until the new weights are served.
-Run as `python -m experiments.throughput.vllm_updates [--json]`; skipped where vLLM is not installed.
+Run as `python -m async_rlhf.experiments.throughput.vllm_updates [--json]`; skipped where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import typer
 
-from actors.config import EngineConfig
-from actors.engine import OnUpdate, Request, RolloutKey
-from actors.engines import load_engine
-from buffers.tensors import RawTensor
-from experiments.throughput.engine import make_model
-from experiments.throughput.updates import SEQUENCES, Gap, in_ms, line, show, weights_of
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
+from async_rlhf.actors.engines import load_engine
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.experiments.throughput.engine import make_model
+from async_rlhf.experiments.throughput.updates import SEQUENCES, Gap, in_ms, line, show, weights_of
 
 OUTPUTS_BETWEEN, DEADLINE_S = 40, 60.0
 

@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 import zmq
 
-from buffers.clients.learner import LearnerClient
-from buffers.config import QueueConfig, WeightsConfig
-from buffers.hub.hub import Hub
-from buffers.queue.bound import Bound
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.tensors import RawTensor
 
 DEADLINE_S = 120.0
 NUM_TENSORS = 16

@@ -6,7 +6,7 @@
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
 - versions: deltas between consecutive versions of the shipped model, trained in float32 and published in bfloat16
 
-Run as `python -m experiments.throughput.weights [--json] [--small]`.
+Run as `python -m async_rlhf.experiments.throughput.weights [--json] [--small]`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import typer
 import zmq
 from transformers import AutoModelForCausalLM
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.control import control
-from buffers.protocol import wire
-from buffers.tensors import RawTensor
-from buffers.weights import delta
-from buffers.weights.assembly import Assembly
-from buffers.weights.shared import SealedMemory, attach
-from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
-from experiments.throughput.sides import MODEL, ROOT
-from experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights import delta
+from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.shared import SealedMemory, attach
+from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from async_rlhf.experiments.throughput.sides import MODEL, ROOT
+from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
@@ -70,7 +70,7 @@ def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
 
 @contextmanager
 def process(*arguments: str | int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "experiments.throughput.weight_roles", *map(str, arguments)]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput.weight_roles", *map(str, arguments)]
     child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield child

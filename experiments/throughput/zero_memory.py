@@ -3,7 +3,7 @@
 With P parameters and n ranks in mixed precision (2-byte weights and gradients; 4-byte master weights and both moments):
 16 P unshared; 4 P + 12 P / n at stage 1, 2 P + 14 P / n at stage 2, 16 P / n at stage 3 (Rajbhandari et al. 2020, arXiv
 1910.02054, figure 1). Counted are the storages that a rank holds between the backward pass and the update, when gradients are
-there; buffers of a fixed size are made small. Run as `python -m experiments.throughput.zero_memory [--ranks 2]`.
+there; buffers of a fixed size are made small. Run as `python -m async_rlhf.experiments.throughput.zero_memory [--ranks 2]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 # Bytes per parameter that every rank holds, and those that are shared out.
 FORMULAS = {1: (4, 12), 2: (2, 14), 3: (0, 16)}
 # A transformer of so many parameters that everything else is little beside them.
@@ -47,10 +47,10 @@ def held_bytes() -> int:
 
 def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]:
     """One rank's part of a step, stopped before the update."""
-    from learner.config import LearnerConfig, LossConfig
-    from learner.deepspeed_backend import DeepSpeedBackend
-    from learner.ranks import Ranks
-    from learner.share import blank
+    from async_rlhf.learner.config import LearnerConfig, LossConfig
+    from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend
+    from async_rlhf.learner.ranks import Ranks
+    from async_rlhf.learner.share import blank
 
     ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
@@ -90,7 +90,7 @@ def main(
             AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE), trust_remote_code=False).save_pretrained(
                 Path(directory) / "model"
             )
-            command = [sys.executable, "-m", "experiments.throughput.zero_memory", f"--ranks={ranks}"]
+            command = [sys.executable, "-m", "async_rlhf.experiments.throughput.zero_memory", f"--ranks={ranks}"]
             started = [
                 subprocess.Popen(
                     [*command, f"--only={rank}:{stage}:{directory}"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE

@@ -1,6 +1,6 @@
 """Makes the tiny speller that ships with the project: a supervised warm start, from nothing, in minutes on two cores.
 
-    python -m experiments.warm_start.make_model [--out DIR]
+    python -m async_rlhf.experiments.warm_start.make_model [--out DIR]
 
 Seeded: the same machine and library versions give the same weights. Called by hand; nothing imports it but tests.
 """
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from experiments.warm_start.demonstrations import INSTRUCTION, Demonstration, demonstrate, load_words
-from experiments.warm_start.speller import make_model, make_tokenizer
+from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION, Demonstration, demonstrate, load_words
+from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

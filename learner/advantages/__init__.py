@@ -4,11 +4,11 @@ The baseline is computed here, when a group is consumed, from the members that c
 number and never moves a mean.
 """
 
-from learner.advantages.batch import reinforce_pp
-from learner.advantages.gae import gae
-from learner.advantages.groups import group_relative, leave_one_out
-from learner.advantages.select import best, constant, drop_constant, pair
-from learner.advantages.traces import traced, v_trace
+from async_rlhf.learner.advantages.batch import reinforce_pp
+from async_rlhf.learner.advantages.gae import gae
+from async_rlhf.learner.advantages.groups import group_relative, leave_one_out
+from async_rlhf.learner.advantages.select import best, constant, drop_constant, pair
+from async_rlhf.learner.advantages.traces import traced, v_trace
 
 __all__ = [
     "best",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buffers.composition import EPSILON
-from buffers.record import Float32Array
+from async_rlhf.buffers.composition import EPSILON
+from async_rlhf.buffers.record import Float32Array
 
 
 def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:

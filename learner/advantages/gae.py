@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from buffers.record import Float32Array
+from async_rlhf.buffers.record import Float32Array
 
 
 def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: float) -> tuple[Float32Array, Float32Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from buffers.composition import EPSILON
+from async_rlhf.buffers.composition import EPSILON
 
 
 def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from buffers.composition import EPSILON
+from async_rlhf.buffers.composition import EPSILON
 
 Rewards = Sequence[float | None]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from buffers.record import Float32Array
-from learner.corrections.ratios import MAX_LOG_RATIO
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.corrections.ratios import MAX_LOG_RATIO
 
 BoolArray = npt.NDArray[np.bool_]
 

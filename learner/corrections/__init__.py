@@ -4,8 +4,8 @@ The three policies are called behaviour (sampled the token), proximal (the learn
 (with gradient).
 """
 
-from learner.corrections.compose import Correction, correct
-from learner.corrections.ratios import MAX_LOG_RATIO, effective_sample_size, log_ratio, ratio, sequence_log_ratio
+from async_rlhf.learner.corrections.compose import Correction, correct
+from async_rlhf.learner.corrections.ratios import MAX_LOG_RATIO, effective_sample_size, log_ratio, ratio, sequence_log_ratio
 
 __all__ = [
     "MAX_LOG_RATIO",

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.corrections.masks import off_policy_mask, sequence_mask, token_mask
-from learner.corrections.ratios import MAX_LOG_RATIO
-from learner.corrections.weights import sequence_weight, truncated_weight
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.corrections.masks import off_policy_mask, sequence_mask, token_mask
+from async_rlhf.learner.corrections.ratios import MAX_LOG_RATIO
+from async_rlhf.learner.corrections.weights import sequence_weight, truncated_weight
 
 if TYPE_CHECKING:
-    from learner.losses.base import LossInputs
+    from async_rlhf.learner.losses.base import LossInputs
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from buffers.record import Float32Array
-from learner.corrections.ratios import MAX_LOG_RATIO, ratio, sequence_log_ratio
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.corrections.ratios import MAX_LOG_RATIO, ratio, sequence_log_ratio
 
 
 def token_mask(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, low: float, high: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.corrections.ratios import ratio, sequence_log_ratio
+from async_rlhf.learner.corrections.ratios import ratio, sequence_log_ratio
 
 
 def truncated_weight(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, cap: float) -> Tensor:

@@ -23,8 +23,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.kinds import KINDS
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Counts:
 
 
 class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by its level in `learner.kinds`, and sums over tokens.
+    """Returns the loss of each token [N], sequence [S] or pair, by its level in `kinds`, and sums over tokens.
 
     `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
     """

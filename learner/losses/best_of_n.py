@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.losses.base import LossInputs
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.losses.base import LossInputs
 
 
 def best_of_n(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:

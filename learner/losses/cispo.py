@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.corrections import ratio
-from learner.losses.base import LossInputs
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.corrections import ratio
+from async_rlhf.learner.losses.base import LossInputs
 
 
 def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.corrections import correct
-from learner.corrections.proximal import interpolated
-from learner.kinds import KINDS
-from learner.kl import kl_loss
-from learner.losses.base import LossInputs, LossOutputs
-from learner.losses.table import LOSSES
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.corrections import correct
+from async_rlhf.learner.corrections.proximal import interpolated
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.kl import kl_loss
+from async_rlhf.learner.losses.base import LossInputs, LossOutputs
+from async_rlhf.learner.losses.table import LOSSES
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:

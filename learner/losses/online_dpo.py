@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from learner.config import LossConfig
-from learner.losses.base import LossInputs
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.losses.base import LossInputs
 
 
 def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.corrections import sequence_log_ratio
-from learner.losses.base import LossInputs
-from learner.losses.ppo_clip import clipped_surrogate
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.corrections import sequence_log_ratio
+from async_rlhf.learner.losses.base import LossInputs
+from async_rlhf.learner.losses.ppo_clip import clipped_surrogate
 
 
 def gspo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from learner.losses.base import LossFunction
-from learner.losses.best_of_n import best_of_n
-from learner.losses.cispo import cispo
-from learner.losses.online_dpo import online_dpo
-from learner.losses.ppo_clip import decoupled_ppo, ppo_clip
-from learner.losses.sequence_clip import gspo, proximal_rloo
-from learner.losses.topr import topr
-from learner.losses.truncated_is import truncated_is
+from async_rlhf.learner.losses.base import LossFunction
+from async_rlhf.learner.losses.best_of_n import best_of_n
+from async_rlhf.learner.losses.cispo import cispo
+from async_rlhf.learner.losses.online_dpo import online_dpo
+from async_rlhf.learner.losses.ppo_clip import decoupled_ppo, ppo_clip
+from async_rlhf.learner.losses.sequence_clip import gspo, proximal_rloo
+from async_rlhf.learner.losses.topr import topr
+from async_rlhf.learner.losses.truncated_is import truncated_is
 
 LOSSES: dict[str, LossFunction] = {
     "decoupled_ppo": decoupled_ppo,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.corrections import sequence_log_ratio
-from learner.losses.base import LossInputs
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.corrections import sequence_log_ratio
+from async_rlhf.learner.losses.base import LossInputs
 
 
 def topr(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:

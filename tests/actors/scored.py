@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable
 from typing import TypeVar
 
-from actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 
 Key = TypeVar("Key", bound=Hashable)
 

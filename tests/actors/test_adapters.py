@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import EngineConfig
-from actors.torch_engine.loading import load_engine
-from buffers.errors import WeightsError
-from buffers.tensors import RawTensor
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.tensors import RawTensor
 from tests.actors.vllm_model import make_model, plain_logprobs, raw_weights, save_model
 
 # vLLM and what it imports warn of their own affairs.

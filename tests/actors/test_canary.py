@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import EngineConfig
-from actors.torch_engine.engine import TorchEngine
-from actors.torch_engine.loading import load_engine
 from async_rlhf import roles
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
 from async_rlhf.run_dir import RunDir
-from buffers.clients.control import control
-from buffers.errors import WeightsError
-from learner.config import LearnerConfig, LossConfig
-from learner.torch_backend import TorchBackend
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
@@ -43,7 +43,7 @@ def test_in_sixteen_bits_they_agree_within_the_tolerance_of_the_type(dtype: Any)
 
 
 def test_probing_does_not_disturb_what_is_being_generated() -> None:
-    from actors.engine import Request, RolloutKey
+    from async_rlhf.actors.engine import Request, RolloutKey
 
     def tokens(probe: bool) -> list[int]:
         engine = load_engine(str(MODEL), EngineConfig(slots=2))

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.config import DataConfig
-from actors.prompts import Row, check_prompts, encode, load_rows, prompt_number, rollout_seed
-from buffers.errors import ConfigError
-from experiments.warm_start.speller import make_tokenizer
+from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.prompts import Row, check_prompts, encode, load_rows, prompt_number, rollout_seed
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.warm_start.speller import make_tokenizer
 
 SPELL = "reasoning_gym:spell_backward"
 SEEDS = st.integers(min_value=-(1 << 63), max_value=(1 << 63) - 1)
@@ -245,6 +245,6 @@ def test_the_first_prompt_that_is_too_long_or_empty_is_named() -> None:
 
 def test_importing_this_room_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'reasoning_gym', 'zmq'}"
-    code = f"import sys, actors.prompts; assert not {heavy} & set(sys.modules)"
+    code = f"import sys, async_rlhf.actors.prompts; assert not {heavy} & set(sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")

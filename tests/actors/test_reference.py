@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from actors.config import ScoringConfig
-from actors.reference.model import ReferenceModel
-from actors.reference.streams import ReferenceStreams
-from actors.rewards import RewardSpec, resolve
-from actors.scoring.fields import _plain
-from actors.scoring.pool import Scored, ScoringPool
-from buffers.errors import RewardError
-from buffers.record import Float32Array, Group, Rollout, Support
-from learner.batch import make_rows
-from learner.config import LearnerConfig, LossConfig
-from learner.torch_backend import TorchBackend
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.reference.model import ReferenceModel
+from async_rlhf.actors.reference.streams import ReferenceStreams
+from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.scoring.fields import _plain
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.record import Float32Array, Group, Rollout, Support
+from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
 from tests.actors.scored import wait_scored
 from tests.learner.making import make_group, make_model
 
@@ -60,7 +60,7 @@ def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
 def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[RewardSpec, ...]:
     given = {"path": str(directory), "temperature": TEMPERATURE, **options}
     running = {"stream_tokens": stream_tokens, "batch_size": 4, "batch_wait_s": 0.0}
-    targets = ["exact", "reference=actors.reference.scoring:reference"]
+    targets = ["exact", "reference=async_rlhf.actors.reference.scoring:reference"]
     return resolve(targets, directory, None, {"reference": given}, {"reference": running})
 
 

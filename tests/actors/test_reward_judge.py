@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from actors.config import ScoringConfig
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from buffers.errors import ConfigError
-from buffers.record import Score
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Score
 from tests.actors.scored import wait_scored
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from actors.config import ScoringConfig
-from actors.reward_model.model import RewardModel
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from buffers.errors import ConfigError
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.errors import ConfigError
 from tests.actors.scored import wait_scored
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"

@@ -22,10 +22,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from actors.reward_model.model import RewardModel
-from actors.reward_model.streams import Streams
-from actors.rewards import resolve
-from buffers.errors import ConfigError, RewardError
+from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.actors.reward_model.streams import Streams
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.buffers.errors import ConfigError, RewardError
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 PLENTY = 1 << 30

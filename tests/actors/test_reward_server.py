@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import zmq
 
-from actors.config import ScoringConfig
-from actors.reward_server.messages import Ask, Told, pack, unpack
-from actors.reward_server.server import RewardServer
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from buffers.errors import ConfigError, WireError
-from buffers.record import Score
-from buffers.transport import keys
-from buffers.transport.link import new_pair
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.reward_server.messages import Ask, Told, pack, unpack
+from async_rlhf.actors.reward_server.server import RewardServer
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.buffers.record import Score
+from async_rlhf.buffers.transport import keys
+from async_rlhf.buffers.transport.link import new_pair
 from tests.actors.scored import wait_scored
 
 JUDGES = """
-from actors.rewards import Score
+from async_rlhf.actors.rewards import Score
 
 def double(completion, factor=2.0):
     if completion == "wrong": raise ValueError("no number")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from actors.rewards import Answer, RewardSpec, Signature, load, resolve
-from buffers.errors import ConfigError, RewardError
+from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, load, resolve
+from async_rlhf.buffers.errors import ConfigError, RewardError
 
 ROW = {
     "completion": "4",

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-import actors
-from actors.rewards import RewardSpec, load, resolve, reward, spec_of
-from actors.rewards.builtins.exact import exact
-from actors.rewards.builtins.gym import reasoning_gym
-from buffers.errors import ConfigError, RewardError
+from async_rlhf.actors.rewards import RewardSpec, load, resolve, reward, spec_of
+from async_rlhf.actors.rewards.builtins.exact import exact
+from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
+from async_rlhf.buffers.errors import ConfigError, RewardError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 COLUMNS = {"answer", "level"}
 
@@ -37,7 +38,7 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
 
 def test_built_ins_modules_and_files_resolve_and_load(file: Callable[[str], Path], tmp_path: Path) -> None:
     file("async def judge(completion, answer): return 1.0")
-    target = "actors.rewards.builtins.gym:reasoning_gym"
+    target = "async_rlhf.actors.rewards.builtins.gym:reasoning_gym"
     specs = resolve(["exact", target, "./judge.py:judge"], tmp_path, {"answer", "entry"})
     assert specs == (
         RewardSpec("exact", "exact", "sync", ("completion", "answer")),
@@ -54,7 +55,7 @@ def test_the_decorator_names_a_reward_and_leaves_it_callable(file: Callable[[str
         return 2 * float(completion)
 
     assert double("2") == 4.0
-    file("from actors.rewards import reward\n@reward(name='strict')\ndef f(completion): return 1.0\n")
+    file("from async_rlhf.actors.rewards import reward\n@reward(name='strict')\ndef f(completion): return 1.0\n")
     assert [spec.name for spec in resolve(["judge.py:f"], tmp_path)] == ["strict"]
 
 
@@ -131,7 +132,7 @@ def at_top_level(completion: str) -> float:
 
 
 def test_a_function_of_a_module_is_named_by_its_module() -> None:
-    assert spec_of(exact) == "actors.rewards.builtins.exact:exact"
+    assert spec_of(exact) == "async_rlhf.actors.rewards.builtins.exact:exact"
     assert spec_of(at_top_level) == f"{__name__}:at_top_level"
 
 
@@ -159,20 +160,21 @@ def test_what_another_process_cannot_import_is_refused_with_the_reason() -> None
 
 
 def run(*command: str) -> str:
-    root = str(Path(actors.__file__).parents[1])
+    root = str(REPOSITORY)
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=environment)
     return done.stdout + done.stderr
 
 
 def test_a_function_typed_into_an_interactive_session_is_refused() -> None:
-    text = "from actors.rewards import spec_of\ndef f(completion): pass\nspec_of(f)"
+    text = "from async_rlhf.actors.rewards import spec_of\ndef f(completion): pass\nspec_of(f)"
     assert "typed into an interactive session, which has no file" in run("-c", text)
 
 
 SCRIPT = """
 from pathlib import Path
-from actors.rewards import resolve, reward, spec_of
+from async_rlhf.actors.rewards import resolve, reward, spec_of
+
 @reward
 def mine(completion): return 1.0
 def train(): print(resolve([spec_of(mine)], Path("/")))
@@ -190,4 +192,4 @@ def test_a_script_that_starts_a_run_when_imported_is_told_so(file: Callable[[str
 
 def test_importing_rewards_brings_in_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'pebble', 'reasoning_gym', 'math_verify', 'asyncio'}"
-    assert run("-c", f"import sys, actors.rewards; print({heavy} & set(sys.modules))") == "set()\n"
+    assert run("-c", f"import sys, async_rlhf.actors.rewards; print({heavy} & set(sys.modules))") == "set()\n"

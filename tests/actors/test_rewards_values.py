@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward_server import messages as served
-from actors.rewards import Answer, TransientError, failed, resolve, reward
-from actors.rewards.settings import TRANSIENT
-from actors.scorer import messages as scorer
-from actors.scoring.calls import Answers, Call
-from actors.scoring.sync_calls import run_call
-from buffers.score import MAX_SCORE, Score
+from async_rlhf.actors.reward_server import messages as served
+from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
+from async_rlhf.actors.rewards.settings import TRANSIENT
+from async_rlhf.actors.scorer import messages as scorer
+from async_rlhf.actors.scoring.calls import Answers, Call
+from async_rlhf.actors.scoring.sync_calls import run_call
+from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
 NUMBERS = st.one_of(

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import ScoringConfig
-from actors.rewards import Answer, RewardSpec, resolve
-from actors.scorer.client import ask_alive
-from actors.scorer.messages import Beat, Message, Show, Told, answers, pack, said, unpack
-from actors.scorer.server import Scorer
-from actors.scoring.pool import Place, Scored, ScoringPool
-from buffers.errors import DeadlineError, WireError
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
+from async_rlhf.actors.scorer.client import ask_alive
+from async_rlhf.actors.scorer.messages import Beat, Message, Show, Told, answers, pack, said, unpack
+from async_rlhf.actors.scorer.server import Scorer
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.buffers.errors import DeadlineError, WireError
 
 JUDGES = """
 import asyncio, os
 from pathlib import Path
-from actors.rewards import Score, Stream, reward
-from actors.rewards.answer import Logprobs
+from async_rlhf.actors.rewards import Score, Stream, reward
+from async_rlhf.actors.rewards.answer import Logprobs
 import numpy as np
 
 seen = {}

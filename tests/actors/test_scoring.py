@@ -12,17 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.config import ScoringConfig
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from buffers.errors import RewardError
-from buffers.record import Score
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.record import Score
 from tests.actors.scored import wait_scored
 from tests.conftest import has_ended, wait_for
 
 JUDGES = """
 import asyncio, multiprocessing, os, re, subprocess, sys, time
-from actors.rewards import reward
+from async_rlhf.actors.rewards import reward
 
 def number(completion): return float(completion)
 def answered(completion, answer, level=0): return float(completion == answer) + level

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.config import ScoringConfig
-from actors.rewards import resolve
-from actors.scoring.ahead import CALL_S, Ahead
-from actors.scoring.pool import ScoringPool
-from buffers.errors import ConfigError
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.ahead import CALL_S, Ahead
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.buffers.errors import ConfigError
 
 READER = """
-from actors.rewards import Score, Stream, reward
+from async_rlhf.actors.rewards import Score, Stream, reward
 
 seen, gone = {}, []
 

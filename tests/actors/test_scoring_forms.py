@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from actors.config import ScoringConfig
-from actors.rewards import resolve
-from actors.scoring.pool import Place, Scored, ScoringPool
-from buffers.record import Score
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.buffers.record import Score
 from tests.actors.scored import wait_scored
 
 JUDGES = """
 import asyncio, os, re, time
-from actors.rewards import Score, TransientError, reward
+from async_rlhf.actors.rewards import Score, TransientError, reward
 
 @reward(scope="group")
 def best(completions, prompt, answer, completion_ids, finish_reasons):

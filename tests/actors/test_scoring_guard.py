@@ -15,18 +15,19 @@ from typing import Any
 import psutil
 import pytest
 
-import actors
-from actors.scoring.guard import OUTPUT_BYTES
+from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
 from tests.conftest import has_ended, wait_for
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")]
 
 ACTOR = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
-from actors.config import ScoringConfig
-from actors.rewards import resolve, spec_of
-from actors.scoring.pool import ScoringPool
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve, spec_of
+from async_rlhf.actors.scoring.pool import ScoringPool
 
 DAEMON = '''
 import os, sys, time
@@ -106,7 +107,7 @@ def actor(tmp_path: Path) -> Iterator[Start]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": str(Path(actors.__file__).parents[1]), "TMPDIR": str(tmp_path / "t")},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "t")},
                 text=True,
                 start_new_session=True,
             )

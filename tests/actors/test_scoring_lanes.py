@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rewards import Answer, RewardSpec
-from actors.scoring.lanes import Lane, Task
-from actors.scoring.limits import WindowLimit
+from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.scoring.lanes import Lane, Task
+from async_rlhf.actors.scoring.limits import WindowLimit
 
 RIGHT = (Answer(1.0),)
 BUSY = (Answer(None, "busy", retry_after_s=0.0),)

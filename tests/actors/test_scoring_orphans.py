@@ -11,14 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-import actors
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import re, sys, threading
 from pathlib import Path
-from actors.config import ScoringConfig
-from actors.rewards import resolve, spec_of
-from actors.scoring.pool import ScoringPool
+from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import resolve, spec_of
+from async_rlhf.actors.scoring.pool import ScoringPool
+
 
 def stuck(completion):
     print("begun", flush=True)
@@ -52,7 +53,7 @@ def start(act: str, folder: Path) -> subprocess.Popen[str]:
         [sys.executable, str(folder / "script.py"), act],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(actors.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         text=True,
     )
 

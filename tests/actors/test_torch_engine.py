@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from actors.engine import Completion, Request, RolloutKey
-from actors.torch_engine.engine import TorchEngine
-from buffers.errors import EngineError
-from buffers.record import Float32Array, Int32Array, Span
-from buffers.tensors import RawTensor
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.record import Float32Array, Int32Array, Span
+from async_rlhf.buffers.tensors import RawTensor
 
 VOCABULARY = 24
 MAX_LENGTH = 160

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engine import Request, RolloutKey
-from actors.reading.passes import Beginning, extend
-from actors.torch_engine.engine import TorchEngine
-from actors.torch_engine.model_check import check_engine
-from buffers.attention import FAMILIES
-from buffers.errors import ConfigError
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.reading.passes import Beginning, extend
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.model_check import check_engine
+from async_rlhf.buffers.attention import FAMILIES
+from async_rlhf.buffers.errors import ConfigError
 from tests import families
 
 NOT_SERVED = ("bloom", "gpt_neo", "jamba", "mamba", "minimax", "mpt", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv")
@@ -64,7 +64,7 @@ def test_position_biases_are_refused() -> None:
 
 
 def test_an_engine_that_would_sample_from_another_distribution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.attention.FAMILIES", FAMILIES | {"gpt_neo"})
+    monkeypatch.setattr("async_rlhf.buffers.attention.FAMILIES", FAMILIES | {"gpt_neo"})
     model = families.model("gpt_neo")
     with pytest.raises(ConfigError, match=r"'gpt_neo' cannot be served by the torch engine: log-probabilities of"):
         check_engine(TorchEngine(model, slots=4, stop_ids=set(), max_length=256), model)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from actors.config import EngineConfig
-from actors.engine import Completion, Request, RolloutKey
-from actors.torch_engine.engine import TorchEngine
-from actors.torch_engine.llama import LlamaForward
-from actors.torch_engine.loading import load_engine
-from buffers.errors import ConfigError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.llama import LlamaForward
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.errors import ConfigError
 
 VOCABULARY, MAX_LENGTH = 300, 900
 SHAPES = {
@@ -102,8 +102,8 @@ def differing(
     shape: str, dtype: torch.dtype, seed: int, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
     """Completions that differ from the same request alone, in a drawn engine and company; and how often one was sent back."""
-    monkeypatch.setattr("actors.torch_engine.engine.check_weights", lambda *_: None)
-    monkeypatch.setattr("actors.torch_engine.engine.adopt_weights", lambda *_: None)  # the same weights again
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.check_weights", lambda *_: None)
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.adopt_weights", lambda *_: None)  # the same weights again
     draw = random.Random(seed)
     interrupts = seed % 2 == 1
     engine = TorchEngine(
@@ -159,7 +159,7 @@ def test_without_batch_invariance_company_changes_bits(shape: str, monkeypatch: 
 
 def test_where_weights_cannot_be_packed_bits_do_not_depend_on_company_either(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("products", "llama_invariant"):
-        monkeypatch.setattr(f"actors.torch_engine.{module}.can_pack", lambda dtype: False)
+        monkeypatch.setattr(f"async_rlhf.actors.torch_engine.{module}.can_pack", lambda dtype: False)
     alone.cache_clear()
     assert differing("many inputs", torch.float32, 0, True, monkeypatch)[0] == 0
     alone.cache_clear()
@@ -176,7 +176,7 @@ def test_an_engine_whose_bits_do_depend_on_company_on_this_processor_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr("actors.torch_engine.engine.InvariantLlamaForward", LlamaForward)
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.InvariantLlamaForward", LlamaForward)
     with pytest.raises(ConfigError, match="on this processor the bits of a completion depend on what is computed beside it"):
         load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
 

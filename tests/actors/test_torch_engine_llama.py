@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from actors.torch_engine import products
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.forward import Forward, ModelForward
-from actors.torch_engine.llama import LlamaForward, can_serve
-from actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine import products
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.forward import Forward, ModelForward
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
+from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 SMALL: dict[str, Any] = {
     "vocab_size": 30,

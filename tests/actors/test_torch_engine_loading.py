@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MambaForCausalLM
 
-from actors.config import EngineConfig
-from actors.engine import Engine, Request, RolloutKey
-from actors.torch_engine.loading import load_engine
-from buffers.errors import ConfigError, EngineError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.errors import ConfigError, EngineError
 
 SMALL = {
     "vocab_size": 16,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from actors.config import EngineConfig
-from actors.engine import Completion, Request, RolloutKey
-from actors.torch_engine.cache import RowCache
-from actors.torch_engine.engine import TorchEngine
-from actors.torch_engine.loading import find_max_places, load_engine
-from buffers.errors import ConfigError, EngineError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
+from async_rlhf.buffers.errors import ConfigError, EngineError
 
 CONFIGS = {
     "llama": LlamaConfig(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.torch_engine.sampling import sample
+from async_rlhf.actors.torch_engine.sampling import sample
 
 VOCABULARIES = [1, 2, 100, 256, 257, 511, 512, 3000]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-from actors.torch_engine.engine import TorchEngine
-from buffers.errors import WeightsError
-from buffers.tensors import RawTensor
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.tensors import RawTensor
 
 CONFIGS = {
     "llama": LlamaConfig(

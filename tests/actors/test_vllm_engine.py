@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine import Request, RolloutKey
-from buffers.errors import EngineError
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.buffers.errors import EngineError
 from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights
 
 # vLLM and what it imports warn of their own affairs.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import EngineConfig
-from actors.engine import Request, RolloutKey
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Request, RolloutKey
 from tests import families
 from tests.actors.vllm_model import SHIPPED
 
@@ -31,7 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OWN)
 def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str, tmp_path: Path) -> None:
-    from actors.vllm_engine.loading import load_engine
+    from async_rlhf.actors.vllm_engine.loading import load_engine
 
     model = families.model(kind, **SIZES, **OWN[kind])
     model.save_pretrained(tmp_path)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 ACTOR = """
 import sys
-from actors.config import EngineConfig
-from actors.vllm_engine.loading import load_engine
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.vllm_engine.loading import load_engine
 if __name__ == "__main__":
     load_engine(sys.argv[1], EngineConfig(kind="vllm"))
 """

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from actors.engine import Request, RolloutKey
-from actors.vllm_engine.capabilities import Capabilities
-from actors.vllm_engine.session import Session
-from buffers.errors import ConfigError, EngineError
-from buffers.record import Span
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.vllm_engine.capabilities import Capabilities
+from async_rlhf.actors.vllm_engine.session import Session
+from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.record import Span
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.config import EngineConfig
-from actors.engine import Request, RolloutKey
-from actors.vllm_engine.arguments import engine_arguments, environment
-from actors.vllm_engine.capabilities import Capabilities, probe
-from actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
-from actors.vllm_engine.weights import write_weights
-from buffers.errors import ConfigError, EngineError
-from buffers.record import Span
-from buffers.tensors import RawTensor
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment
+from async_rlhf.actors.vllm_engine.capabilities import Capabilities, probe
+from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
+from async_rlhf.actors.vllm_engine.weights import write_weights
+from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.record import Span
+from async_rlhf.buffers.tensors import RawTensor
 
 NEEDED = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "kv_cache_memory_bytes", "enable_prefix_caching")
 SAMPLING = ("seed", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")

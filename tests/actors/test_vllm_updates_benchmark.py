@@ -7,9 +7,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from actors.engine import OnUpdate, Request, RolloutKey
-from experiments.throughput import vllm_updates
-from experiments.throughput.updates import PROMPT_TOKENS
+from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
+from async_rlhf.experiments.throughput import vllm_updates
+from async_rlhf.experiments.throughput.updates import PROMPT_TOKENS
 from tests.actors.vllm_model import make_model, raw_weights
 
 # vLLM and what it imports warn of their own affairs.

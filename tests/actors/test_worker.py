@@ -10,19 +10,19 @@ from typing import Any, cast
 
 import pytest
 
-from actors.config import EngineConfig, ScoringConfig
-from actors.engine import Engine, RolloutKey
-from actors.prompts import Row
-from actors.rewards import resolve
-from actors.scoring.pool import ScoringPool
-from actors.torch_engine.loading import load_engine
-from actors.worker import Work, Worker
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.protocol.wire import CreditItem, Telemetry
-from buffers.record import Group
-from buffers.weights.weight_set import WeightSet
-from learner.config import LearnerConfig, LossConfig
-from learner.torch_backend import TorchBackend
+from async_rlhf.actors.config import EngineConfig, ScoringConfig
+from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.worker import Work, Worker
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
+from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.weights.weight_set import WeightSet
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
 from tests.actors.vllm_model import make_model, save_model
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
@@ -149,7 +149,7 @@ def test_how_completions_were_sampled_is_in_the_record() -> None:
 
 
 READER = """
-from actors.rewards import Score, Stream, reward
+from async_rlhf.actors.rewards import Score, Stream, reward
 
 seen = {}
 

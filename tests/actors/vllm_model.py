@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from actors.engine import Request
-from buffers.record import Float32Array, Int32Array
-from buffers.tensors import RawTensor
+from async_rlhf.actors.engine import Request
+from async_rlhf.buffers.record import Float32Array, Int32Array
+from async_rlhf.buffers.tensors import RawTensor
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 END = 1

@@ -67,8 +67,8 @@ def test_a_wrong_setting_is_refused_with_the_nearest_valid_one(
 
 
 def test_an_uncorrected_asynchronous_run_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    from async_rlhf.buffers.errors import ConfigError
     from async_rlhf.config import load
-    from buffers.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"max_staleness = 1 without an importance weight.*allow_uncorrected = true"):
         load(QUICK, {"loss.is_cap": None})

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.courier import Courier
-from buffers.clients.control import control
-from buffers.config import QueueConfig
-from buffers.hub.hub import Hub
-from buffers.queue.bound import Bound
 from tests.conftest import wait_for
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli import app
 from async_rlhf.run_dir import RunDir
-from buffers.errors import ConfigError
-from buffers.transport import keys, link
 from tests.conftest import Command, wait_for
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from actors.reward_model.model import RewardModel
+from async_rlhf.actors.reward_model.model import RewardModel
 from async_rlhf.api import train
-from experiments.warm_start.demonstrations import INSTRUCTION
+from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
 from tests.conftest import QUICK, SMALL
 
 PRESETS = QUICK.parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.api import run
-from buffers.errors import RewardError
+from async_rlhf.buffers.errors import RewardError
 
 REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}
 

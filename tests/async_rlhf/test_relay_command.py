@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli import app
-from buffers.clients.control import control
-from buffers.config import QueueConfig
-from buffers.hub.hub import Hub
-from buffers.queue.bound import Bound
-from buffers.transport import keys, link
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.rewards.builtins.exact import exact
 from async_rlhf import Score, try_rewards
+from async_rlhf.actors.rewards.builtins.exact import exact
 from async_rlhf.api import run
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli import app
-from buffers.errors import ConfigError, DeadlineError
 
 JUDGES = """
 from async_rlhf import Score, reward

@@ -65,6 +65,6 @@ def test_a_configuration_of_the_document_passes_the_check_before_a_run(folder: P
 
 
 def test_the_table_of_built_ins_is_complete() -> None:
-    from actors.rewards import BUILTINS
+    from async_rlhf.actors.rewards import BUILTINS
 
     assert {name for name in BUILTINS if f"| `{name}`" in TEXT} == set(BUILTINS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.api import run
-from buffers.errors import RewardError
+from async_rlhf.buffers.errors import RewardError
 from tests.conftest import QUICK, SMALL
 
 SCRIPT = """

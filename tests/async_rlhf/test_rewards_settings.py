@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from async_rlhf.api import as_rewards_want, preflight
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.config import load, override
-from buffers.errors import ConfigError
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
 JUDGES = """
 from async_rlhf import reward
-from buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError
 
 def look(level=1):
     if level > 3: raise ConfigError(f"level = {level}; highest: 3")

@@ -20,10 +20,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli import app
 from async_rlhf.run_dir import RunDir
 from async_rlhf.run_lock import Holder, RunLock, holder, is_held, signal_holder
-from buffers.errors import ConfigError, DamagedError
 from tests.conftest import Command, wait_for
 
 HOLD = """

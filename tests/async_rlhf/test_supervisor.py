@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from async_rlhf.api import start
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.exit_codes import WorkerLostError
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
@@ -24,8 +26,6 @@ from async_rlhf.launch.program import Node
 from async_rlhf.roles import record_evaluation
 from async_rlhf.run_dir import RunDir
 from async_rlhf.sockets import hub_address, socket_directory
-from buffers.clients.control import control
-from buffers.errors import ConfigError, DamagedError
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import Command, file_size_limit, wait_for
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.config import EngineConfig, GenerationConfig, ScoringConfig
-from actors.rewards import resolve
-from actors.scoring.graph import drawing, stages
+from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.graph import drawing, stages
 from async_rlhf.api import run
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.stages import StageTime, pack
 from async_rlhf.cli import app
 from async_rlhf.run_dir import RunDir
 from async_rlhf.trace import export, hidden
-from buffers.errors import ConfigError
-from buffers.stages import StageTime, pack
 
 JUDGES = """
 import asyncio
-from actors.rewards import reward
+from async_rlhf.actors.rewards import reward
 async def slow(completion):
     await asyncio.sleep(0.02)
     return 1.0

@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf import roles
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.run_dir import RunDir
-from buffers.clients.control import control
-from buffers.clients.learner import LearnerClient
-from buffers.hub.exchange import Exchange
-from buffers.hub.outbox import Outbox
-from buffers.protocol import wire
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_what_is_recorded_is_what_the_model_said(small: Any, socket_dir: Path) -
 
 
 def test_a_learner_waits_with_a_deadline_and_says_for_what(socket_dir: Path) -> None:
-    from buffers.errors import DeadlineError
+    from async_rlhf.buffers.errors import DeadlineError
 
     client = LearnerClient(f"ipc://{socket_dir}/nobody", timeout_s=0.3)
     with pytest.raises(DeadlineError, match="waited 0 s for the answer to 'register'"):

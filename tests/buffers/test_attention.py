@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffers.attention import FAMILIES, FULL, Attention, Reach, attention, max_length, probe_length
+from async_rlhf.buffers.attention import FAMILIES, FULL, Attention, Reach, attention, max_length, probe_length
 
 
 @pytest.mark.parametrize(

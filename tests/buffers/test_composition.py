@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.composition import Composition, Statistics
-from buffers.errors import ConfigError
-from buffers.score import Score
+from async_rlhf.buffers.composition import Composition, Statistics
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from buffers.lines import LineFile, read_lines
+from async_rlhf.buffers.lines import LineFile, read_lines
 
 PAGE = 4096
 

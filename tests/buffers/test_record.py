@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.errors import RecordError, WeightsError
-from buffers.record import Group, Rollout, Score, Span, Support, staleness
-from buffers.tensors import ITEM_BYTES, RawTensor
+from async_rlhf.buffers.errors import RecordError, WeightsError
+from async_rlhf.buffers.record import Group, Rollout, Score, Span, Support, staleness
+from async_rlhf.buffers.tensors import ITEM_BYTES, RawTensor
 
 
 def rollout(**changed: Any) -> Rollout:

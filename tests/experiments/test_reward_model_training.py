@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from actors.reward_model.model import RewardModel
-from actors.rewards import resolve
-from buffers.errors import ConfigError
-from experiments.reward_model.measure import quality
-from experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split, write_pairs
-from experiments.reward_model.train import Training, train
-from experiments.warm_start.demonstrations import INSTRUCTION
+from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.actors.rewards import resolve
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.reward_model.measure import quality
+from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split, write_pairs
+from async_rlhf.experiments.reward_model.train import Training, train
+from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
 
 
 def test_pairs_of_the_gold_reward_are_repeatable_and_follow_its_odds() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.experiments.staleness.sweep import run_sweep
 from async_rlhf.run_dir import RunDir
-from experiments.staleness.sweep import run_sweep
 from tests.conftest import QUICK, SMALL, toml, wait_for
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -57,7 +57,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cells)" in page
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "experiments.staleness.plot")
+    monkeypatch.delitem(sys.modules, "async_rlhf.experiments.staleness.plot")
     said.clear()
     assert run_sweep(path, said.append)
     assert said[0] == "cell 1/2: queue.max_staleness=0 seed=3: finished before, skipped"

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.run_dir import RunDir
-from experiments.staleness.analyze import (
+from async_rlhf.experiments.staleness.analyze import (
     CellResult,
     HeldOut,
     checks,
@@ -23,9 +22,10 @@ from experiments.staleness.analyze import (
     paired_difference,
     read_cell,
 )
-from experiments.staleness.config import SweepConfig
-from experiments.staleness.plot import picture
-from experiments.staleness.report import conclusions, render, table, write_csv
+from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.plot import picture
+from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
+from async_rlhf.run_dir import RunDir
 
 KEYS = ("queue.max_staleness",)
 STEPS: list[dict[str, Any]] = [

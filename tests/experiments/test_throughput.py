@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from actors.rewards import resolve
+from async_rlhf.actors.rewards import resolve
 from async_rlhf.config import check
-from experiments.throughput import judges, sides, trl_environment
-from experiments.throughput.pipeline import Comparison, mean_length, show, watched, window_rate
-from experiments.throughput.sides import LOADS, MODEL, Recorded, Steps, make_endless, our_config, write_prompts
-from experiments.throughput.trl_environment import SkippedError, trl_python
+from async_rlhf.experiments.throughput import judges, sides, trl_environment
+from async_rlhf.experiments.throughput.pipeline import Comparison, mean_length, show, watched, window_rate
+from async_rlhf.experiments.throughput.sides import LOADS, MODEL, Recorded, Steps, make_endless, our_config, write_prompts
+from async_rlhf.experiments.throughput.trl_environment import SkippedError, trl_python
 
 
 def test_the_rate_counts_only_the_window() -> None:
@@ -132,7 +132,7 @@ def test_an_environment_that_is_there_is_not_installed_again(tmp_path: Path) -> 
     assert trl_python(tmp_path) == python
 
 
-@pytest.mark.parametrize("module", ["experiments.throughput", "experiments.throughput.pipeline"])
+@pytest.mark.parametrize("module", ["async_rlhf.experiments.throughput", "async_rlhf.experiments.throughput.pipeline"])
 def test_help_is_shown_without_measuring_anything(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -141,7 +141,7 @@ def test_help_is_shown_without_measuring_anything(module: str) -> None:
 
 
 def test_an_unknown_load_is_refused_before_anything_is_installed() -> None:
-    command = [sys.executable, "-m", "experiments.throughput.pipeline", "--load", "fast"]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput.pipeline", "--load", "fast"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "there are natural, full, slow" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.throughput.dispatch import ORDERS, Setting, Work, compare, simulate
+from async_rlhf.experiments.throughput.dispatch import ORDERS, Setting, Work, compare, simulate
 
 LENGTHS = np.array([[1], [1], [1], [3]])
 WORK = Work(LENGTHS, LENGTHS.mean(axis=1))

@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.throughput import __main__ as all_parts
-from experiments.throughput.__main__ import Part
-from experiments.throughput.learner import judged, show
-from experiments.throughput.learner_sides import (
+from async_rlhf.experiments.throughput import __main__ as all_parts
+from async_rlhf.experiments.throughput.__main__ import Part
+from async_rlhf.experiments.throughput.learner import judged, show
+from async_rlhf.experiments.throughput.learner_sides import (
     Seconds,
     bare,
     bare_batches,
@@ -22,7 +22,7 @@ from experiments.throughput.learner_sides import (
     ours,
     share_of_diagnostics,
 )
-from experiments.throughput.sides import MODEL
+from async_rlhf.experiments.throughput.sides import MODEL
 
 
 def test_lengths_are_long_tailed_and_always_the_same() -> None:
@@ -64,7 +64,7 @@ def test_every_part_is_a_module_and_named_in_the_help() -> None:
     app.command()(all_parts.main)
     shown = CliRunner().invoke(app, ["--help"]).stdout
     for part in Part:
-        assert importlib.util.find_spec(f"experiments.throughput.{part}") is not None
+        assert importlib.util.find_spec(f"async_rlhf.experiments.throughput.{part}") is not None
         assert part in shown
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgpack
 
-from buffers.protocol import packing, wire
-from experiments.throughput.queue import GROUP_SIZE, a_group
-from experiments.throughput.queue_producer import _header, _map_head
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.experiments.throughput.queue import GROUP_SIZE, a_group
+from async_rlhf.experiments.throughput.queue_producer import _header, _map_head
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_run_gives_every_number() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.throughput.queue", "--small", "--json"],
+        [sys.executable, "-m", "async_rlhf.experiments.throughput.queue", "--small", "--json"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

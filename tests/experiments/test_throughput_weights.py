@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_the_small_benchmark_measures_every_part() -> None:
-    command = [sys.executable, "-m", "experiments.throughput.weights", "--small", "--json"]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput.weights", "--small", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["part"] for row in rows] == ["adopt", "shared", "tcp", "delta", *["versions"] * 3]

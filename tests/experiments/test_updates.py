@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.throughput import updates
+from async_rlhf.experiments.throughput import updates
 
 
 @pytest.mark.parametrize("mode", ["keep", "interrupt", "finish"])

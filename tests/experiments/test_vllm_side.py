@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.throughput.engine import Load
-from experiments.throughput.vllm_side import result_of
+from async_rlhf.experiments.throughput.engine import Load
+from async_rlhf.experiments.throughput.vllm_side import result_of
 
 
 def test_the_ratio_is_ours_over_vllms_by_the_medians_of_the_turns() -> None:

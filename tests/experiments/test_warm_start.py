@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.config import DataConfig
-from actors.prompts import load_rows
-from experiments.warm_start.demonstrations import (
+from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.prompts import load_rows
+from async_rlhf.experiments.warm_start.demonstrations import (
     HABITS,
     INSTRUCTION,
     OPTIONS,
@@ -24,8 +24,8 @@ from experiments.warm_start.demonstrations import (
     demonstrate,
     load_words,
 )
-from experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
-from experiments.warm_start.speller import make_model, make_tokenizer
+from async_rlhf.experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
+from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
 TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)

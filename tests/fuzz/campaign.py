@@ -19,15 +19,15 @@ import numpy as np
 import psutil
 import zmq
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.control import control
-from buffers.clients.learner import LearnerClient
-from buffers.config import QueueConfig
-from buffers.hub.hub import Hub
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.record import Group, Rollout, Span
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.tensors import RawTensor
 from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, at_the_bounds, mutants
 
 _STRANGERS = 4

@@ -14,10 +14,10 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 
-from buffers.errors import WireError
-from buffers.protocol import packing, wire
-from buffers.record import Group, Rollout, Span
-from buffers.score import Score
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.score import Score
 
 MAX_FRAME_BYTES = 1 << 20
 FENCE = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import get_args
 
-from buffers.errors import WireError
-from buffers.protocol import wire
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol import wire
 from tests.fuzz.campaign import run
 from tests.fuzz.mutants import MAX_FRAME_BYTES, mutants, originals
 

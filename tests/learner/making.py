@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
 
 TINY_SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 VOCABULARY = 24

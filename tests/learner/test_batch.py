@@ -14,11 +14,11 @@ from making import CONFIGS, make_group, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from buffers.record import Group
-from learner.batch import MicroBatch, attention_mask, deal, make_micro_batches, make_rows
-from learner.config import LearnerConfig, LossConfig
-from learner.logprobs import token_logprobs
-from learner.torch_backend import TorchBackend
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner.batch import MicroBatch, attention_mask, deal, make_micro_batches, make_rows
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.logprobs import token_logprobs
+from async_rlhf.learner.torch_backend import TorchBackend
 
 Advantages = list[list[float | None]]
 # Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member.

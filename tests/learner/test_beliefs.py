@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from making import make_group
 
-from buffers.record import Group
-from learner.advantages import gae, group_relative, leave_one_out
-from learner.beliefs import Beliefs, believe, choose
-from learner.config import AdvantageConfig, LossConfig
-from learner.corrections.masks import second_moment_mask
-from learner.kl import kl_penalty
-from learner.targets import Observation
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner.advantages import gae, group_relative, leave_one_out
+from async_rlhf.learner.beliefs import Beliefs, believe, choose
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.corrections.masks import second_moment_mask
+from async_rlhf.learner.kl import kl_penalty
+from async_rlhf.learner.targets import Observation
 
 GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
 REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.5], [None, 2.0, -1.0]]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from buffers.errors import ConfigError
-from learner.check import Circumstances, check
-from learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.check import Circumstances, check
+from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
 
 DATA = {"group_size": 4, "max_staleness": 2, "lowest_staleness": 0, "exact": False, "truncated": None}
 

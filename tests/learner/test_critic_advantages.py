@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.record import Float32Array
-from learner.advantages import gae, traced, v_trace
-from learner.advantages.batch import normalised
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.advantages import gae, traced, v_trace
+from async_rlhf.learner.advantages.batch import normalised
 
 number = st.floats(-5, 5, width=32)
 episodes = st.lists(st.tuples(number, number, st.floats(-3, 3, width=32)), min_size=1, max_size=8)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.gguf import model_directory
-from buffers.errors import ConfigError
 
 # Name in the file -> name in the model.
 LAYER = {
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_gguf_model_is_refused_with_the_reason(tmp_path: Path,
 
 def test_the_converter_run_by_hand_ends_with_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "learner.gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")],
+        [sys.executable, "-m", "async_rlhf.learner.gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")],
         capture_output=True,
         text=True,
         check=False,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.gradient_laws import learning, policy
-from experiments.gradient_laws.table import CASES, Case, markdown, measure
-from learner.config import LossConfig
-from learner.kinds import KINDS
-from learner.losses import objective
+from async_rlhf.experiments.gradient_laws import learning, policy
+from async_rlhf.experiments.gradient_laws.table import CASES, Case, markdown, measure
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.losses import objective
 
 REWARD = policy.rewards()
 BEHAVIOUR = policy.initial()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import DamagedError
-from learner.checkpoint import SCHEMA, CheckpointError, Checkpoints, verified
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.learner.checkpoint import SCHEMA, CheckpointError, Checkpoints, verified
 
 
 class Killed(BaseException):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from making import make_rollout
 
-from buffers.composition import Composition
-from buffers.record import UNKNOWN_VERSION, Group, Score
-from learner.records import data_metrics, sample_record, staleness_histogram
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.record import UNKNOWN_VERSION, Group, Score
+from async_rlhf.learner.records import data_metrics, sample_record, staleness_histogram
 
 PROMPT = np.array([1, 2], np.int32)
 

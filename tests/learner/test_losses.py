@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from loss_oracles import Completion
 from torch import Tensor
 
-from learner.config import LossConfig
-from learner.kinds import KINDS
-from learner.losses import LOSSES, Counts, LossInputs, denominator, objective
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.losses import LOSSES, Counts, LossInputs, denominator, objective
 
 ALL = sorted(LOSSES)
 OF_TOKENS = [kind for kind in ALL if KINDS[kind].level == "token"]

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 
-from buffers.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.deepspeed_config import deepspeed_settings
-from learner.machine_check import check_division, check_machine
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.deepspeed_config import deepspeed_settings
+from async_rlhf.learner.machine_check import check_division, check_machine
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "more ranks than groups": (
         {"ranks": 5},
         r"learner.ranks = 5 cannot share an update of 4 groups.*Highest: learner.ranks = 4",
     ),
-    "more ranks than groups of an update": ({"ranks": 3, "updates_per_step": 2}, "of 2 groups.*Highest: learner.ranks = 2"),
+    "more ranks than groups of an update": (
+        {"ranks": 3, "updates_per_step": 2},
+        "of 2 groups.*Highest: learner.ranks = 2",
+    ),
     "one device for all": ({"ranks": 2, "device": "cuda:1"}, "'cuda:1' is one device for 2 ranks; 'cuda' gives every rank"),
     "a fall without an end": ({"schedule": "cosine"}, "needs learner.schedule_steps; over the whole run: 100"),
     "a fall before the rise": ({"schedule": "linear", "schedule_steps": 5, "warmup_steps": 5}, "within the warm-up.*lowest: 6"),

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from buffers.attention import FAMILIES
-from buffers.errors import ConfigError
-from buffers.record import Group, Rollout, Span
-from learner.batch import make_micro_batches, make_rows
-from learner.config import LearnerConfig
-from learner.model_check import check_policy
-from learner.policy import Policy
+from async_rlhf.buffers.attention import FAMILIES
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.model_check import check_policy
+from async_rlhf.learner.policy import Policy
 from tests import families
 
 # Their layers carry a state, or look at places and not at positions.
@@ -76,7 +76,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 def test_a_family_that_cannot_share_rows_after_all_has_one_completion_a_row(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("buffers.attention.FAMILIES", FAMILIES | {"mpt"})
+    monkeypatch.setattr("async_rlhf.buffers.attention.FAMILIES", FAMILIES | {"mpt"})
     policy = Policy(families.model("mpt"), LearnerConfig())
     assert policy.packs
     with caplog.at_level(logging.WARNING):

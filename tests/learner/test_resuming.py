@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import ConfigError, DamagedError
-from buffers.queue.journal import Journal
-from buffers.queue.ledger import Restored
-from learner import resuming
-from learner.checkpoint import Checkpoints
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.ledger import Restored
+from async_rlhf.learner import resuming
+from async_rlhf.learner.checkpoint import Checkpoints
 
 
 def write(directory: Path) -> None:

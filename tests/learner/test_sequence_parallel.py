@@ -8,8 +8,8 @@ import pytest
 import torch
 from making import make_group
 
-from learner.batch import make_micro_batches, make_rows
-from learner.sequence_parallel import Share
+from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.sequence_parallel import Share
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical
 
-from actors.config import EngineConfig
-from actors.engine import Request, RolloutKey
-from actors.torch_engine.loading import load_engine
-from buffers.errors import RecordError
-from buffers.record import Group, Rollout, Support
-from experiments.gradient_laws import policy
-from experiments.gradient_laws.table import CASES, Case
-from learner.batch import make_micro_batches, make_rows
-from learner.config import LearnerConfig, LossConfig
-from learner.logprobs import chunked_logprobs, token_entropy, token_logprobs
-from learner.losses import LossInputs, objective
-from learner.support import Supports
-from learner.torch_backend import TorchBackend
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.record import Group, Rollout, Support
+from async_rlhf.experiments.gradient_laws import policy
+from async_rlhf.experiments.gradient_laws.table import CASES, Case
+from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.losses import LossInputs, objective
+from async_rlhf.learner.support import Supports
+from async_rlhf.learner.torch_backend import TorchBackend
 from tests.learner.making import TINY_SPELLER, make_group
 
 REWARD = policy.rewards()

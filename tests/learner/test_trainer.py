@@ -14,21 +14,21 @@ import torch
 from making import VOCABULARY, make_group, make_model
 from safetensors.torch import load_file
 
-from buffers.clients.connection import HubRestartedError
-from buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
-from buffers.composition import Composition
-from buffers.errors import MismatchError, NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
-from buffers.files import Disk
-from buffers.protocol import packing, wire
-from buffers.protocol.wire import Canary
-from buffers.record import Group, Score
-from buffers.tensors import RawTensor
-from buffers.weights.weight_set import WeightSet
-from learner import resuming
-from learner.checkpoint import CheckpointError, complete, step_of
-from learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from learner.torch_backend import TorchBackend
-from learner.trainer import Trainer, TrainerConfig
+from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
+from async_rlhf.buffers.files import Disk
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.record import Group, Score
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.weight_set import WeightSet
+from async_rlhf.learner import resuming
+from async_rlhf.learner.checkpoint import CheckpointError, complete, step_of
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.trainer import Trainer, TrainerConfig
 
 REQUIRED = {
     "step", "version", "reward", "reward_std", "rewards/judge/mean", "rewards/failed_ratio", "frac_reward_zero_std",

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from actors.engine import Completion, Partial, Request, RolloutKey, check_requests
-from actors.prompts import Row
-from actors.scoring.pool import Scored, ScoringPool
-from actors.worker import Work, Worker
-from buffers.clients.actor import ActorClient
-from buffers.composition import Composition
-from buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
-from buffers.protocol import wire
-from buffers.record import Float32Array, Score, Span
-from buffers.tensors import RawTensor
+from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.worker import Work, Worker
+from async_rlhf.buffers.clients.actor import ActorClient
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.record import Float32Array, Score, Span
+from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.hub_role import BEAT_S, PROGRESS_TIMEOUT_S, TIMEOUT_S, HubRole
 from tests.simulation.invariants import ANOTHER
 from tests.simulation.world import Network, SimLink, ViolationError

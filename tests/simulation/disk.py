@@ -1,4 +1,4 @@
-"""A disk in memory that loses, tears and fills up: `buffers.files.Files` for the simulated hub.
+"""A disk in memory that loses, tears and fills up: `async_rlhf.buffers.files.Files` for the simulated hub.
 
 Model. A crash keeps of every file what was synced, and of what was appended since any pages, in any order: those that were
 not written are zeros, and where the file ends is open. Of the names made, replaced and removed since their directory was
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from buffers.files import File
+from async_rlhf.buffers.files import File
 
 _PAGE_BYTES, _LOST_PAGES = 64, 0.3
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from buffers.config import Fsync, QueueConfig, WeightsConfig
-from buffers.errors import AsyncRLHFError
-from buffers.hub.exchange import Exchange
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.queue.quarantine import Quarantine
-from buffers.weights.store import WeightStore
+from async_rlhf.buffers.config import Fsync, QueueConfig, WeightsConfig
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.weights.store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine

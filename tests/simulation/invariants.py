@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from buffers.hub.exchange import Exchange
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.record import Group
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.record import Group
 from tests.simulation.world import ViolationError
 
 ANOTHER = "another"

@@ -10,11 +10,11 @@ from random import Random
 
 import numpy as np
 
-from buffers.clients.connection import HubRestartedError
-from buffers.clients.learner import LearnerClient, SuspectGroup
-from buffers.errors import DeadlineError, RefusedError
-from buffers.protocol import wire
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup
+from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
 from tests.simulation.hub_role import TIMEOUT_S, HubRole
 from tests.simulation.world import SimLink, ViolationError
@@ -35,7 +35,7 @@ class LearnerLink(SimLink):
 
 
 class LearnerRole:
-    """Lives of the learner, each from a checkpoint that is kept; the same calls in the same order as `learner.trainer`."""
+    """Lives of the learner, each from a checkpoint that is kept; the same calls in the same order as `trainer`."""
 
     def __init__(
         self, hub: HubRole, seed: int, *, max_steps: int, publish_every: int, save_every: int, keep_last: int, poison: float
@@ -168,7 +168,7 @@ class LearnerRole:
 
     @property
     def _floor(self) -> tuple[int, tuple[int, ...]]:
-        """As `learner.checkpoint.Checkpoints.floor`."""
+        """As `async_rlhf.learner.checkpoint.Checkpoints.floor`."""
         return self._kept[0] if len(self._kept) == self._keep_last else (0, ())
 
     def _save(self, seen: tuple[int, ...]) -> None:

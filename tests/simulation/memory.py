@@ -12,15 +12,19 @@ from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest.mock import patch
 
-from buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.protocol.weight_messages import Place
 from tests.simulation.world import ViolationError
 
-SEALING = ("buffers.weights.publishing", "buffers.weights.publication", "buffers.weights.cache")
-MAPPING = ("buffers.weights.publication", "buffers.weights.fetching")
+SEALING = (
+    "async_rlhf.buffers.weights.publishing",
+    "async_rlhf.buffers.weights.publication",
+    "async_rlhf.buffers.weights.cache",
+)
+MAPPING = ("async_rlhf.buffers.weights.publication", "async_rlhf.buffers.weights.fetching")
 
 
 class SimMemory:
-    """`buffers.weights.shared.Memory`: one process's room for one set."""
+    """`async_rlhf.buffers.weights.shared.Memory`: one process's room for one set."""
 
     def __init__(self, place: Place, data: bytearray, *, is_sealed: bool) -> None:
         self.place: Place | None = place

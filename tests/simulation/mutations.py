@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from buffers.errors import DamagedError, RefusedError
-from buffers.hub.sessions import ActorSessions
-from buffers.hub.tenure import Tenure
-from buffers.protocol import wire
-from buffers.queue import segment
-from buffers.queue.admission import Admission, Credit
-from buffers.queue.fleet import Fleet
-from buffers.queue.journal import Journal, Replay
-from buffers.queue.ledger import Entry, Restored
-from buffers.queue.trials import Trials
-from buffers.weights.cache import WeightCache
-from buffers.weights.fetching import Fetching
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.errors import DamagedError, RefusedError
+from async_rlhf.buffers.hub.sessions import ActorSessions
+from async_rlhf.buffers.hub.tenure import Tenure
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue import segment
+from async_rlhf.buffers.queue.admission import Admission, Credit
+from async_rlhf.buffers.queue.fleet import Fleet
+from async_rlhf.buffers.queue.journal import Journal, Replay
+from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.trials import Trials
+from async_rlhf.buffers.weights.cache import WeightCache
+from async_rlhf.buffers.weights.fetching import Fetching
+from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.memory import Machine, SimMemory
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from buffers.errors import AsyncRLHFError
-from buffers.protocol import wire
-from buffers.transport.link import Link
-from buffers.weights.passing import Passing
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.link import Link
+from async_rlhf.buffers.weights.passing import Passing
 from tests.simulation.hub_role import HubRole
 from tests.simulation.world import Network, SimLink, ViolationError
 

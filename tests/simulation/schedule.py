@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from buffers.config import Fsync
-from buffers.queue.bound import Bound
-from buffers.weights import weight_set as weights
+from async_rlhf.buffers.config import Fsync
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import Observer

@@ -15,7 +15,7 @@ from random import Random
 
 import xxhash
 
-from buffers.protocol.wire import Frames
+from async_rlhf.buffers.protocol.wire import Frames
 
 MAX_EVENTS = 60_000
 

@@ -1,1 +1,1 @@
-"""Rewards that come with the system: one ordinary function a file, named in `actors.rewards.loading.BUILTINS`."""
+"""Rewards that come with the system: one ordinary function a file, named in `async_rlhf.actors.rewards.loading.BUILTINS`."""

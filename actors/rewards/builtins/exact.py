@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.rewards.settings import reward
+from async_rlhf.actors.rewards.settings import reward
 
 
 @reward

@@ -8,7 +8,7 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
-from actors.rewards.settings import reward
+from async_rlhf.actors.rewards.settings import reward
 
 
 @reward

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx2
 
-from actors.rewards.answer import as_text, shown
-from actors.rewards.settings import TransientError, reward
-from buffers.score import Score
+from async_rlhf.actors.rewards.answer import as_text, shown
+from async_rlhf.actors.rewards.settings import TransientError, reward
+from async_rlhf.buffers.score import Score
 
 TEMPLATE = """Judge the answer to a task.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.rewards.settings import reward
-from buffers.score import Score
+from async_rlhf.actors.rewards.settings import reward
+from async_rlhf.buffers.score import Score
 
 
 @reward

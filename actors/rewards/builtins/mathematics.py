@@ -6,7 +6,7 @@ import logging
 
 from math_verify import parse, verify
 
-from actors.rewards.settings import reward
+from async_rlhf.actors.rewards.settings import reward
 
 # What tells math-verify that a text holds LaTeX; without one it sees plain numbers only.
 _MARKS = ("$", "\\boxed", "\\(", "\\[")

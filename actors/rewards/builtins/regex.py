@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from actors.rewards.settings import reward
+from async_rlhf.actors.rewards.settings import reward
 
 
 @reward

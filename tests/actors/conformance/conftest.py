@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from actors.config import EngineConfig
-from actors.engine import Completion, Engine, OnUpdate, RolloutKey
-from actors.torch_engine import engine as torch_engine
-from actors.torch_engine.loading import load_engine
-from buffers.tensors import RawTensor
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Completion, Engine, OnUpdate, RolloutKey
+from async_rlhf.actors.torch_engine import engine as torch_engine
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.tensors import RawTensor
 from tests.actors.vllm_model import make_model, raw_weights, save_model
 from tests.simulation.actor_role import FakeEngine
 

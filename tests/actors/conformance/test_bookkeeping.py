@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.engine import Completion, Engine, Request, RolloutKey
-from buffers.errors import EngineError
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.buffers.errors import EngineError
 from tests.actors.vllm_model import make_model, raw_weights
 
 WEIGHTS = raw_weights(make_model(1))

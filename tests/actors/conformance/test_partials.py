@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 
 EVERY = 5
 

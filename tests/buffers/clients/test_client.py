@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.connection import Connection
-from buffers.errors import DeadlineError, RefusedError, WeightsError
-from buffers.protocol import wire
-from buffers.record import Group, Rollout, Span
-from buffers.tensors import RawTensor
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 Sent = tuple[int, wire.Message]
 

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.config import QueueConfig
-from buffers.errors import DiskFullError
-from buffers.hub.exchange import Exchange
-from buffers.protocol import packing, wire
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.record import Group, Rollout, Span
-from buffers.weights.store import WeightStore
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.errors import DiskFullError
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.weights.store import WeightStore
+from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.protocol.any_message import MESSAGES, like
 
 SMALL = st.integers(0, 4)

@@ -13,14 +13,14 @@ from unittest.mock import patch
 
 import pytest
 
-from buffers.config import Fsync
-from buffers.errors import DiskFullError, JournalError
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal, Replay
-from buffers.queue.ledger import Entry, Restored
-from buffers.queue.quarantine import Quarantine
-from buffers.weights.store import WeightStore
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.config import Fsync
+from async_rlhf.buffers.errors import DiskFullError, JournalError
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal, Replay
+from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.weights.store import WeightStore
+from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.test_hub import Actor, Place, delivered, learner_of, peers, taken, tensors, until
 from tests.simulation.disk import MemoryDisk
 

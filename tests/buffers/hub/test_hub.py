@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import zmq
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.connection import Connection, HubRestartedError
-from buffers.clients.control import control
-from buffers.clients.learner import LearnerClient, TakenBatch
-from buffers.config import QueueConfig, WeightsConfig
-from buffers.errors import JournalError, RefusedError, WireError
-from buffers.hub.hub import Hub
-from buffers.protocol import packing, wire
-from buffers.queue.bound import Bound
-from buffers.queue.journal import Journal
-from buffers.record import Group, Rollout, Score, Span
-from buffers.tensors import RawTensor
-from buffers.transport.link import SocketLink
-from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.connection import Connection, HubRestartedError
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient, TakenBatch
+from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.errors import JournalError, RefusedError, WireError
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import SocketLink
+from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 
 DEADLINE_S = 30.0
 QUICK_LEASE_S = 0.4

@@ -12,11 +12,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from buffers.clients.learner import LearnerClient
-from buffers.errors import DeadlineError, RefusedError
-from buffers.protocol import packing, wire
-from buffers.queue.bound import Bound
-from buffers.transport.link import SocketLink
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport.link import SocketLink
 from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, a_group, delivered, learner_of, peers, taken, tensors, until
 
 LIMIT = 1 << 20

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffers.clients.learner import SuspectGroup
-from buffers.errors import RefusedError
-from buffers.hub.exchange import Exchange
-from buffers.protocol import wire
-from buffers.protocol.schema import GroupSchema
-from buffers.queue.bound import Bound
-from buffers.record import Rollout, Score, Span, Support
+from async_rlhf.buffers.clients.learner import SuspectGroup
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.record import Rollout, Score, Span, Support
 from tests.buffers.hub.test_hub import (
     Actor,
     Place,

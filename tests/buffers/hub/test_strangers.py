@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, learner_of, peers, tensors, train, until
 
 OLD_DIALECT = bytes([0x01, 0x00, 0x05, 0x00])

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 from pydantic import BaseModel, JsonValue
 
-from buffers.protocol import wire
+from async_rlhf.buffers.protocol import wire
 
 MESSAGES = get_args(wire.Message)
 TEXT = st.text(max_size=20)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import WireError
-from buffers.protocol import packing, wire
-from buffers.record import Group, Rollout, Score, Span, Support
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.record import Group, Rollout, Score, Span, Support
 from tests.buffers.protocol.any_message import JSON, MESSAGES, TEXT, like
 
 LIMIT = 1 << 20

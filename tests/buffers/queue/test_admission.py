@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, note
 from hypothesis import strategies as st
 
-from buffers.errors import ConfigError, RefusedError
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry, Restored
 
 NAMES = ("anna", "ben", "carl")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry
 
 ACTOR = "actor"
 

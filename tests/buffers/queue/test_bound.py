@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from buffers.errors import ConfigError
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry
 
 ACTOR = "actor"
 

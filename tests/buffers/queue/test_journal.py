@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.config import Fsync
-from buffers.errors import DamagedError, JournalError
-from buffers.queue import segment
-from buffers.queue.journal import Journal
-from buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.config import Fsync
+from async_rlhf.buffers.errors import DamagedError, JournalError
+from async_rlhf.buffers.queue import segment
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.queue.ledger import Entry, Restored
 
 SEGMENT_BYTES = 512
 MARK_BYTES = len(segment.mark(0))

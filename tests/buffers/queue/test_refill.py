@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.errors import ConfigError, RefusedError
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry
+from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry
 
 ENDLESS = 1 << 40
 

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from buffers.errors import RefusedError
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry
 
 
 @pytest.mark.parametrize("seed", range(150))

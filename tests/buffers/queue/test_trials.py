@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from buffers.errors import RefusedError
-from buffers.queue.admission import Actor, Admission
-from buffers.queue.bound import Bound
-from buffers.queue.ledger import Entry
-from buffers.queue.trials import Trials
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.ledger import Entry
+from async_rlhf.buffers.queue.trials import Trials
 
 MAX_ATTEMPTS = 3
 

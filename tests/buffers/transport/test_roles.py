@@ -9,16 +9,16 @@ from typing import get_args
 
 import pytest
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.connection import Connection
-from buffers.clients.control import control
-from buffers.clients.learner import LearnerClient
-from buffers.config import QueueConfig
-from buffers.errors import ConfigError, RefusedError
-from buffers.hub.hub import Hub
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.transport import keys, link, roles
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport import keys, link, roles
 from tests.buffers.hub.test_refusals import HEADER
 
 DEADLINE_S = 30.0

@@ -17,14 +17,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.control import control
-from buffers.config import QueueConfig
-from buffers.errors import ConfigError, DeadlineError
-from buffers.hub.hub import Hub
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.transport import keys, link, roles
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport import keys, link, roles
 
 BOUND = Bound(groups_per_batch=4, max_staleness=1, num_groups=64, publish_every=1, window=1, exact=False)
 COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes")
@@ -123,7 +123,7 @@ def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
 ) -> None:
     served = serve(key_directory)
     stranger = keys.PeerKeys(keys.load_peer(key_directory).hub_public, keys.load_peer(strangers).secret)
-    with caplog.at_level(logging.WARNING, "buffers.hub.hub"):
+    with caplog.at_level(logging.WARNING, "async_rlhf.buffers.hub.hub"):
         said = refused(served.address, lambda address, name: link.SocketLink(address, name, keys=stranger))
         counters = served.counted(lambda now: now["handshakes_failed"] > 0)
         served.counted(lambda now: "refused" in caplog.text)

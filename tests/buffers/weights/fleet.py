@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from buffers.clients.actor import ActorClient, ActorState
-from buffers.clients.control import control
-from buffers.clients.learner import LearnerClient
-from buffers.config import QueueConfig, WeightsConfig
-from buffers.hub.hub import Hub
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.tensors import RawTensor
-from buffers.transport.keys import load_hub
-from buffers.transport.link import connector
-from buffers.weights.weight_set import CHUNK_BYTES
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.keys import load_hub
+from async_rlhf.buffers.transport.link import connector
+from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES
 
 DEADLINE_S = 30.0
 SIZE = 3 * CHUNK_BYTES // 2

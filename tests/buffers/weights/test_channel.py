@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from buffers.clients.actor import ActorState
-from buffers.config import WeightsConfig
-from buffers.errors import ConfigError, RefusedError
-from buffers.protocol import wire
-from buffers.weights.shared import HAS_SEALS
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.clients.actor import ActorState
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.weights.shared import HAS_SEALS
+from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.weights.fleet import CHUNKS, DEADLINE_S, SIZE, Actor, Fleet, actors, tensors, until, words
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -188,8 +188,8 @@ def test_an_unfinished_fetch_goes_on_where_it_was_after_the_connection_was_lost(
 
 LEARNER = """
 import os, sys
-from buffers.clients.learner import LearnerClient
-from buffers.tensors import RawTensor
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.tensors import RawTensor
 client = LearnerClient(sys.argv[1], timeout_s=30)
 client.register(0, 0)
 connection = client._connection

@@ -12,11 +12,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import WeightsError
-from buffers.tensors import ITEM_BYTES, RawTensor
-from buffers.weights import delta
-from buffers.weights.assembly import Assembly
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.tensors import ITEM_BYTES, RawTensor
+from async_rlhf.buffers.weights import delta
+from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 # Bit patterns that arithmetic would not keep: NaNs with payloads (quiet and signalling, both signs), infinities, -0.0.
 ODD_BITS = {

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffers.clients.actor import ActorState
-from buffers.clients.connection import Connection
-from buffers.clients.control import control
-from buffers.config import WeightsConfig
-from buffers.errors import RefusedError
-from buffers.protocol import wire
-from buffers.record import Group, Rollout, Span
-from buffers.transport.link import SocketLink
-from buffers.weights.relay import Relay
-from buffers.weights.shared import HAS_SEALS
+from async_rlhf.buffers.clients.actor import ActorState
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.transport.link import SocketLink
+from async_rlhf.buffers.weights.relay import Relay
+from async_rlhf.buffers.weights.shared import HAS_SEALS
 from tests.buffers.weights.fleet import CHUNKS, DEADLINE_S, SIZE, Actor, Fleet, actors, until, words
 
 WHOLE = 2 * SIZE + 4

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import DeadlineError, RefusedError
-from buffers.transport import keys, link
-from buffers.weights.relay import Relay
+from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.transport import keys, link
+from async_rlhf.buffers.weights.relay import Relay
 from tests.buffers.weights.fleet import CHUNKS, DEADLINE_S, Actor, Fleet, actors, until
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import WeightsError
-from buffers.protocol.weight_messages import Place
-from buffers.tensors import RawTensor
-from buffers.weights.assembly import Assembly
-from buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
-from buffers.weights.weight_set import WeightSet
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 # A process that holds a sealed set, says where it lies, and waits for its end.
 HOLDER = """
 import sys, time
-from buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.shared import SealedMemory
 memory = SealedMemory.make(8)
 memory.write(0, b"12345678")
 if "sealed" in sys.argv:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from buffers.clients.connection import Connection
-from buffers.protocol import wire
-from buffers.queue.bound import Bound
-from buffers.transport.link import SocketLink
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport.link import SocketLink
 from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, delivered, holds, learner_of, peers, tensors, train, until
 
 

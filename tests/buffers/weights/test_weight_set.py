@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import DamagedError, WeightsError
-from buffers.protocol.wire import Publish, TensorSpec
-from buffers.tensors import RawTensor
-from buffers.weights import weight_set as weights_module
-from buffers.weights.assembly import Assembly
-from buffers.weights.shared import HeapMemory, SealedMemory
-from buffers.weights.store import WeightStore
-from buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from async_rlhf.buffers.errors import DamagedError, WeightsError
+from async_rlhf.buffers.protocol.wire import Publish, TensorSpec
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights import weight_set as weights_module
+from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory
+from async_rlhf.buffers.weights.store import WeightStore
+from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 
 LARGE = CHUNK_BYTES * 2 + 12
 
