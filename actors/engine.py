@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, Span, Support, is_truncated
+from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span, is_truncated
 from async_rlhf.buffers.tensors import RawTensor
 
 OnUpdate = Literal["keep", "interrupt", "finish"]
@@ -88,7 +88,7 @@ class Completion:
     """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
 
     logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
-    support: what was left, of a truncated request; None where nothing was cut off or the engine cannot tell.
+    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine cannot tell.
     """
 
     key: RolloutKey
@@ -96,7 +96,7 @@ class Completion:
     logprobs: Float32Array
     spans: tuple[Span, ...]
     finish_reason: FinishReason
-    support: Support | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ class Worker:
             scores=scored.scores,
             text=text,
             timings=pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s),
-            support=completion.support,
+            sampling_mask=completion.sampling_mask,
             reference=scored.reference,
         )
         if len(group.rollouts) == self._work.group_size:

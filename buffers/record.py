@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Support:
+class SamplingMask:
     """The tokens that could have been sampled, where top-k, top-p or min-p cut the others off.
 
     A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
@@ -61,7 +61,7 @@ class Rollout:
     logprobs: float32 [T], log-probability of each token under the distribution it was really sampled from.
     spans: versions of the tokens in order; their lengths sum to T.
     reference: float32 [T], log-probability of each token under the frozen reference, at the same temperature and over the
-        same support; None where no actor computed it.
+        same sampling mask; None where no actor computed it.
     """
 
     completion_ids: Int32Array
@@ -71,7 +71,7 @@ class Rollout:
     scores: Mapping[str, Score] = field(default_factory=dict)
     text: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
-    support: Support | None = None
+    sampling_mask: SamplingMask | None = None
     reference: Float32Array | None = None
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class Rollout:
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
             raise RecordError(f"spans must cover all {len(ids)} tokens, got {self.spans}")
-        if self.support is not None:
-            _check_support(self.support, ids)
+        if self.sampling_mask is not None:
+            _check_sampling_mask(self.sampling_mask, ids)
 
     @property
     def num_tokens(self) -> int:
@@ -109,18 +109,20 @@ def _check_logprobs(name: str, logprobs: Float32Array, ids: Int32Array) -> None:
         raise RecordError(f"{name} must be finite and at most 0, got {logprobs[where]} at token {where}")
 
 
-def _check_support(support: Support, ids: Int32Array) -> None:
-    sizes, kept = support.sizes, support.ids
+def _check_sampling_mask(sampling_mask: SamplingMask, ids: Int32Array) -> None:
+    sizes, kept = sampling_mask.sizes, sampling_mask.ids
     if sizes.dtype != np.int32 or kept.dtype != np.int32 or sizes.shape != ids.shape or kept.ndim != 1:
         raise RecordError(
-            f"support must be int32 sizes {ids.shape} and int32 ids, got {sizes.dtype} {sizes.shape}, {kept.dtype}"
+            f"sampling_mask must be int32 sizes {ids.shape} and int32 ids, got {sizes.dtype} {sizes.shape}, {kept.dtype}"
         )
     if int(sizes.min()) < 1 or int(sizes.sum()) != len(kept):
-        raise RecordError(f"support must have its {len(kept)} ids in {len(ids)} parts of at least 1, got {int(sizes.sum())}")
+        raise RecordError(
+            f"sampling_mask must have its {len(kept)} ids in {len(ids)} parts of at least 1, got {int(sizes.sum())}"
+        )
     starts = np.cumsum(sizes) - sizes
     found = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
     if not bool((found == 1).all()):
-        raise RecordError(f"token {int(np.flatnonzero(found != 1)[0])} is not once in its own support")
+        raise RecordError(f"token {int(np.flatnonzero(found != 1)[0])} is not once in its own sampling mask")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from async_rlhf.buffers.attention import FULL, Reach
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Float32Array, Group, Int32Array, Rollout
-from async_rlhf.learner.support import Supports
+from async_rlhf.learner.sampling_mask import SamplingMasks
 from async_rlhf.learner.targets import TokenTargets
 
 
@@ -67,7 +67,7 @@ class MicroBatch:
     target_N: int64 token ids. sequence_N: int64, ascending from 0. version_N: int64.
     logp_behaviour_N, advantage_N, temperature_N: float32. member_S: int64, which completion of the batch it is.
     group_S: int64, number of its group. What follows is float32 [N], None where nobody asked for it; at last the tokens
-    that each was chosen among, as in `Supports`, None where nothing was cut off.
+    that each was chosen among, as in `SamplingMasks`, None where nothing was cut off.
     """
 
     ids_RL: Tensor
@@ -87,14 +87,14 @@ class MicroBatch:
     logp_reference_N: Tensor | None = None
     value_N: Tensor | None = None
     return_N: Tensor | None = None
-    support_sizes_N: Tensor | None = None
-    support_ids_K: Tensor | None = None
+    mask_sizes_N: Tensor | None = None
+    mask_ids_K: Tensor | None = None
 
     @property
-    def supports(self) -> Supports | None:
-        if self.support_sizes_N is None or self.support_ids_K is None:
+    def sampling_masks(self) -> SamplingMasks | None:
+        if self.mask_sizes_N is None or self.mask_ids_K is None:
             return None
-        return Supports(self.support_sizes_N, self.support_ids_K)
+        return SamplingMasks(self.mask_sizes_N, self.mask_ids_K)
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +160,7 @@ def deal(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
 def check_supports(rows: Sequence[Row]) -> None:
     """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
     for row in rows:
-        if row.truncated and any(member.rollout.support is None for member in row.members):
+        if row.truncated and any(member.rollout.sampling_mask is None for member in row.members):
             raise RecordError(
                 f"group {row.group} was sampled with top-k, top-p or min-p, and its engine did not say from what was left: a "
                 "ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
@@ -181,8 +181,10 @@ def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
     """Raises RecordError for a token that the model does not have: on some devices the model itself would not name it."""
     for row in rows:
         rollouts = [member.rollout for member in row.members]
-        supports = [rollout.support.ids for rollout in rollouts if rollout.support is not None]
-        largest = max(int(ids.max(initial=0)) for ids in (row.prompt_ids, *(r.completion_ids for r in rollouts), *supports))
+        sampling_masks = [rollout.sampling_mask.ids for rollout in rollouts if rollout.sampling_mask is not None]
+        largest = max(
+            int(ids.max(initial=0)) for ids in (row.prompt_ids, *(r.completion_ids for r in rollouts), *sampling_masks)
+        )
         if largest >= vocabulary:
             raise RecordError(
                 f"group {row.group} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
@@ -195,12 +197,12 @@ def make_micro_batches(
     micro_batch_tokens: int,
     *,
     whole_groups: bool = False,
-    with_supports: bool = True,
+    with_sampling_masks: bool = True,
     with_references: bool = False,
 ) -> list[MicroBatch]:
     """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least).
 
-    With `whole_groups` the rows of a group stay together, however many they are. Without `with_supports` the whole
+    With `whole_groups` the rows of a group stay together, however many they are. Without `with_sampling_masks` the whole
     vocabulary counts, also for what was sampled from part of it. With `with_references` the recorded log-probabilities under
     the reference are used; all rollouts must have them.
     """
@@ -213,7 +215,7 @@ def make_micro_batches(
             batches.append([])
             widest = width[id(unit)]
         batches[-1] += unit
-    return [_tensors(batch, with_supports=with_supports, with_references=with_references) for batch in batches]
+    return [_tensors(batch, with_sampling_masks=with_sampling_masks, with_references=with_references) for batch in batches]
 
 
 def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
@@ -231,7 +233,7 @@ def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FUL
     return seen
 
 
-def _tensors(rows: Sequence[Row], *, with_supports: bool, with_references: bool) -> MicroBatch:
+def _tensors(rows: Sequence[Row], *, with_sampling_masks: bool, with_references: bool) -> MicroBatch:
     width = max(row.length for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
@@ -257,7 +259,7 @@ def _tensors(rows: Sequence[Row], *, with_supports: bool, with_references: bool)
             temperatures.append(row.temperature)
             start += read
     lengths = [member.rollout.num_tokens for member in members]
-    supports = _supports([member.rollout for member in members]) if with_supports else None
+    sampling_masks = _sampling_masks([member.rollout for member in members]) if with_sampling_masks else None
     return MicroBatch(
         ids_RL=torch.from_numpy(ids),
         positions_RL=torch.from_numpy(positions),
@@ -278,20 +280,20 @@ def _tensors(rows: Sequence[Row], *, with_supports: bool, with_references: bool)
         else _optional(members, lambda targets: targets.observed.logp_reference),
         value_N=_optional(members, lambda targets: targets.observed.value),
         return_N=_optional(members, lambda targets: targets.returns),
-        support_sizes_N=None if supports is None else supports.sizes_N,
-        support_ids_K=None if supports is None else supports.ids_K,
+        mask_sizes_N=None if sampling_masks is None else sampling_masks.sizes_N,
+        mask_ids_K=None if sampling_masks is None else sampling_masks.ids_K,
     )
 
 
-def _supports(rollouts: Sequence[Rollout]) -> Supports | None:
+def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:
     """None where nothing was cut off from any of them."""
-    kept = [rollout.support for rollout in rollouts]
-    if all(support is None for support in kept):
+    kept = [rollout.sampling_mask for rollout in rollouts]
+    if all(sampling_mask is None for sampling_mask in kept):
         return None
     nothing = np.empty(0, np.int32)
     sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
-    ids = np.concatenate([nothing if support is None else support.ids for support in kept])
-    return Supports(torch.from_numpy(np.concatenate(sizes).astype(np.int64)), torch.from_numpy(ids.astype(np.int64)))
+    ids = np.concatenate([nothing if sampling_mask is None else sampling_mask.ids for sampling_mask in kept])
+    return SamplingMasks(torch.from_numpy(np.concatenate(sizes).astype(np.int64)), torch.from_numpy(ids.astype(np.int64)))
 
 
 def _advantage(member: Member) -> Float32Array:

@@ -39,7 +39,7 @@ def check(
     _check_corrections(loss)
     _check_reduction(loss)
     _check_asynchrony(advantage, loss, data)
-    _check_support(loss, data)
+    _check_sampling_mask(loss, data)
     _check_guard(guard, data)
 
 
@@ -164,7 +164,7 @@ def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: Circum
         )
 
 
-def _check_support(loss: LossConfig, data: Circumstances) -> None:
+def _check_sampling_mask(loss: LossConfig, data: Circumstances) -> None:
     if data.truncated is None or data.support_recorded or not KINDS[loss.kind].takes_ratios or loss.allow_uncorrected:
         return
     raise ConfigError(

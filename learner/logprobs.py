@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
 The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
-backward pass finds the probabilities again; of all others it makes them again. With `supports` (see `support`) the
+backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `sampling_mask`) the
 distribution is restricted to the tokens that each was chosen among.
 
 Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rlhf.learner.support import Supports
+from async_rlhf.learner.sampling_mask import SamplingMasks
 
 # One chunk of logits. The C library fetches what is larger than 32 MiB from the system each time, and first touching
 # its pages takes longer than computing what stands on them.
@@ -24,22 +24,24 @@ _FLOAT32_BYTES = 4
 _LOG_ZERO = -1e4
 
 
-def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, supports: Supports | None = None) -> Tensor:
+def token_logprobs(
+    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None
+) -> Tensor:
     """float32 [N]: log softmax(logits / temperature)[target], the distribution the engine sampled from."""
-    scaled = _scaled(logits_NV, temperature_N, supports)
+    scaled = _scaled(logits_NV, temperature_N, sampling_masks)
     return scaled.gather(-1, target_N[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
 
 
-def token_entropy(logits_NV: Tensor, temperature_N: Tensor, supports: Supports | None = None) -> Tensor:
+def token_entropy(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None) -> Tensor:
     """float32 [N]: entropy of softmax(logits / temperature) in nats."""
-    logp = torch.log_softmax(_scaled(logits_NV, temperature_N, supports), dim=-1)
+    logp = torch.log_softmax(_scaled(logits_NV, temperature_N, sampling_masks), dim=-1)
     # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
     return -(logp.exp() * logp.clamp(min=_LOG_ZERO)).sum(-1)
 
 
-def _scaled(logits_NV: Tensor, temperature_N: Tensor, supports: Supports | None) -> Tensor:
+def _scaled(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None) -> Tensor:
     scaled = logits_NV.float() / temperature_N[:, None]
-    return scaled if supports is None else supports.restrict_(scaled)
+    return scaled if sampling_masks is None else sampling_masks.restrict_(scaled)
 
 
 def chunk_tokens(vocabulary: int, logits_mib: int) -> int:
@@ -54,7 +56,7 @@ def chunked_logprobs(
     target_N: Tensor,
     temperature_N: Tensor,
     rows: int,
-    supports: Supports | None = None,
+    sampling_masks: SamplingMasks | None = None,
     remembered: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
@@ -65,7 +67,7 @@ def chunked_logprobs(
     """
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, supports, rows, remembered, dtype
+    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, sampling_masks, rows, remembered, dtype
     logp_N, entropy_N = _Chunked.apply(*inputs)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N
 
@@ -84,7 +86,7 @@ class _Chunked(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
-        supports: Supports | None,
+        sampling_masks: SamplingMasks | None,
         rows: int,
         remembered: int,
         dtype: torch.dtype,
@@ -93,9 +95,9 @@ class _Chunked(torch.autograd.Function):
         logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.empty_like(logp_N)
         kept = []
-        masked = bias_V is not None or supports is not None
+        masked = bias_V is not None or sampling_masks is not None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part, cut in _parts(len(target_N), rows, supports):
+            for part, cut in _parts(len(target_N), rows, sampling_masks):
                 z_CV = _scaled_logits(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
                 p_CV = torch.softmax(z_CV, dim=-1)
                 y_CV = z_CV.sub_(z_CV.amax(-1, keepdim=True))
@@ -107,7 +109,7 @@ class _Chunked(torch.autograd.Function):
                 if part.stop <= remembered:
                     kept.append(p_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
-        ctx.supports, ctx.rows, ctx.dtype = supports, rows, dtype
+        ctx.sampling_masks, ctx.rows, ctx.dtype = sampling_masks, rows, dtype
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
@@ -121,7 +123,7 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.supports)):
+            for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.sampling_masks)):
                 hidden = hidden_ND[part].to(dtype)
                 z_CV = None if index < len(kept) else _scaled_logits(hidden, weight, bias_V, temperature_N[part], cut)
                 p_CV = kept[index] if z_CV is None else torch.softmax(z_CV, dim=-1)
@@ -146,22 +148,26 @@ class _Chunked(torch.autograd.Function):
         return grad_hidden, as_weight, as_bias, None, None, None, None, None, None
 
 
-def _parts(count: int, rows: int, supports: Supports | None) -> list[tuple[slice, Supports | None]]:
+def _parts(count: int, rows: int, sampling_masks: SamplingMasks | None) -> list[tuple[slice, SamplingMasks | None]]:
     """The tokens of each chunk, and what they were chosen among."""
     parts = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
-    return [(part, None) for part in parts] if supports is None else list(zip(parts, supports.chunks(rows), strict=False))
+    return (
+        [(part, None) for part in parts]
+        if sampling_masks is None
+        else list(zip(parts, sampling_masks.chunks(rows), strict=False))
+    )
 
 
 def _scaled_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, supports: Supports | None
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, sampling_masks: SamplingMasks | None
 ) -> Tensor:
     """float32 [C, V]"""
     z = hidden_CD @ weight_VD.T
     if bias_V is not None:
         z += bias_V.to(z.dtype)
     z = z.float().div_(temperature_C[:, None])
-    if supports is not None:
-        supports.restrict_(z)
+    if sampling_masks is not None:
+        sampling_masks.restrict_(z)
     return z
 
 

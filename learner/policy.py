@@ -128,14 +128,21 @@ class Policy(nn.Module):
                 rows = chunk_tokens(head.weight.shape[0], min(CHUNK_MIB, self._logits_mib))
                 remembered = chunk_tokens(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
                 logp_N, entropy_N = chunked_logprobs(
-                    hidden_ND, head.weight, head.bias, batch.target_N, batch.temperature_N, rows, batch.supports, remembered
+                    hidden_ND,
+                    head.weight,
+                    head.bias,
+                    batch.target_N,
+                    batch.temperature_N,
+                    rows,
+                    batch.sampling_masks,
+                    remembered,
                 )
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
                 logits_NV = out.logits.flatten(0, 1)[batch.source_N]
-                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.supports)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.supports)
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.sampling_masks)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.sampling_masks)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
         return logp_N, entropy_N, value_N
 
@@ -165,7 +172,7 @@ def _checkpoint_gradients(model: nn.Module) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that support it; use false")
+        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that sampling_mask it; use false")
     cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode

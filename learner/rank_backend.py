@@ -88,7 +88,7 @@ class RankBackend(ABC):
             ranks // together,
             tokens,
             whole_groups=kind.level == "pair",
-            with_supports=kind.takes_ratios,
+            with_sampling_masks=kind.takes_ratios,
             with_references=self._reference_recorded,
         )
         return [part for part in parts for _ in range(together)]

@@ -47,7 +47,7 @@ class Share:
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
         index = (position_N // width == rank).nonzero()[:, 0]
-        supports = None if batch.supports is None else batch.supports.of(index)
+        sampling_masks = None if batch.sampling_masks is None else batch.sampling_masks.of(index)
         own = replace(
             batch,
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
@@ -55,8 +55,8 @@ class Share:
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
-            support_sizes_N=None if supports is None else supports.sizes_N,
-            support_ids_K=None if supports is None else supports.ids_K,
+            mask_sizes_N=None if sampling_masks is None else sampling_masks.sizes_N,
+            mask_ids_K=None if sampling_masks is None else sampling_masks.ids_K,
         )
         return cls(own, segments, positions, index, batch.num_tokens)
 

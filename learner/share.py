@@ -32,11 +32,11 @@ def shares(
     micro_batch_tokens: int,
     *,
     whole_groups: bool = False,
-    with_supports: bool = True,
+    with_sampling_masks: bool = True,
     with_references: bool = False,
 ) -> list[list[Update]]:
     """For every rank its part of every update; the rest as `make_micro_batches` takes it."""
-    cutting = {"whole_groups": whole_groups, "with_supports": with_supports, "with_references": with_references}
+    cutting = {"whole_groups": whole_groups, "with_sampling_masks": with_sampling_masks, "with_references": with_references}
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:

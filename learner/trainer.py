@@ -239,7 +239,7 @@ class Trainer:
             sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
             and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
             and not (config.loss.proximal == "interpolate" and config.learner.updates_per_step * config.learner.epochs > 1)
-            and all(rollout.support is not None for group in groups if group.is_truncated for rollout in group.rollouts)
+            and all(rollout.sampling_mask is not None for group in groups if group.is_truncated for rollout in group.rollouts)
         )
         if report.applied and comparable and mismatch is not None and not mismatch <= config.mismatch_limit:
             raise MismatchError(

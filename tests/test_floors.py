@@ -25,7 +25,7 @@ ROOMS = {
     "zmq": (
         "buffers/transport/",
         "buffers/hub/hub.py",
-        "buffers/hub/gate.py",
+        "buffers/hub/authenticator.py",
         "buffers/weights/relay.py",
         "actors/reward_server/",
         "actors/scorer/",

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, Support
+from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 # Float32 logits of so many bytes are made at a time.
 _LOGITS_BYTES = 16 << 20
@@ -66,13 +66,13 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logprobs(
-        self, hidden_TC: torch.Tensor, ids: Sequence[int], temperature: float, support: Support | None
+        self, hidden_TC: torch.Tensor, ids: Sequence[int], temperature: float, sampling_mask: SamplingMask | None
     ) -> Float32Array:
-        """float32 [T]: log softmax(logits / temperature) of each token, over its support where there is one."""
+        """float32 [T]: log softmax(logits / temperature) of each token, over its sampling mask where there is one."""
         rows = max(1, _LOGITS_BYTES // (4 * self._head.weight.shape[0]))
         target_T = torch.tensor(ids, device=self.device)
-        sizes_T = None if support is None else torch.from_numpy(support.sizes.astype("int64"))
-        ids_K = None if support is None else torch.from_numpy(support.ids.astype("int64")).to(self.device)
+        sizes_T = None if sampling_mask is None else torch.from_numpy(sampling_mask.sizes.astype("int64"))
+        ids_K = None if sampling_mask is None else torch.from_numpy(sampling_mask.ids.astype("int64")).to(self.device)
         found, start = [], 0
         for at in range(0, len(ids), rows):
             logits_RV = self._head(hidden_TC[at : at + rows]).float() / temperature
@@ -103,7 +103,7 @@ class ReferenceModel:
 
 
 def _restricted(logits_RV: torch.Tensor, sizes_R: torch.Tensor, ids_K: torch.Tensor) -> torch.Tensor:
-    """-inf outside of each token's support."""
+    """-inf outside of each token's sampling_mask."""
     index = torch.repeat_interleave(sizes_R), ids_K
     restricted_RV = torch.full_like(logits_RV, -torch.inf)
     restricted_RV[index] = logits_RV[index]

@@ -19,7 +19,7 @@ from async_rlhf.actors.rewards.settings import Stream, reward
 if TYPE_CHECKING:
     from async_rlhf.actors.reference.model import ReferenceModel
     from async_rlhf.actors.reference.streams import ReferenceStreams
-    from async_rlhf.buffers.record import Support
+    from async_rlhf.buffers.record import SamplingMask
 
 _CACHE_BYTES = 1 << 30
 
@@ -50,28 +50,28 @@ def reference(
     dtype: str = "float32",
     threads: int = 1,
     cache_bytes: int = _CACHE_BYTES,
-    support: list[Sequence[bytes] | None] | None = None,
+    sampling_mask: list[Sequence[bytes] | None] | None = None,
     stream_ids: list[int | None] | None = None,
 ) -> list[Logprobs]:
     """Of each completion, float32 [T] log-probabilities at `temperature`.
 
-    path: the model's directory. restricted: over the tokens that each was chosen among (`support`), where that is known; else
-    over the whole vocabulary. cache_bytes: most memory for what was read of completions that are still being written.
+    path: the model's directory. restricted: over the tokens that each was chosen among (`sampling_mask`), where that
+    is known; else over the whole vocabulary. cache_bytes: most memory for what was read of completions that are still being written.
     """
-    given = support if restricted and support is not None else [None] * len(completion_ids)
-    supports = [None if own is None else _support(*own) for own in given]
+    given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
+    sampling_masks = [None if own is None else _sampling_mask(*own) for own in given]
     if stream_ids is not None:
         streams = _made_streams(path, temperature, device, dtype, threads, cache_bytes)
-        return streams.score(stream_ids, prompt_ids, completion_ids, supports)
+        return streams.score(stream_ids, prompt_ids, completion_ids, sampling_masks)
     model = _model(path, device, dtype, threads)
-    read = zip(model.read(prompt_ids, completion_ids), completion_ids, supports, strict=True)
+    read = zip(model.read(prompt_ids, completion_ids), completion_ids, sampling_masks, strict=True)
     return [Logprobs(model.logprobs(hidden, ids, temperature, own)) for hidden, ids, own in read]
 
 
-def _support(sizes: bytes, ids: bytes) -> Support:
-    from async_rlhf.buffers.record import Support
+def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:
+    from async_rlhf.buffers.record import SamplingMask
 
-    return Support(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
+    return SamplingMask(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from async_rlhf.actors.reading.kept import Kept, Wanted, alike
 from async_rlhf.actors.reading.passes import Beginning, extend
 from async_rlhf.actors.reference.model import ReferenceModel
 from async_rlhf.actors.rewards.answer import Logprobs
-from async_rlhf.buffers.record import Float32Array, Support
+from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 _NONE = np.empty(0, np.float32)
 
@@ -53,7 +53,7 @@ class ReferenceStreams:
         streams: Sequence[int | None],
         prompts: Sequence[list[int]],
         completions: Sequence[list[int]],
-        supports: Sequence[Support | None],
+        sampling_masks: Sequence[SamplingMask | None],
     ) -> list[Logprobs]:
         """Of whole completions. streams: None for one that nobody read along. Metrics as a reward model's (`prefetched`,
         `given_up`)."""
@@ -78,7 +78,7 @@ class ReferenceStreams:
         if rest := [at for at in range(len(streams)) if at not in found]:
             whole = self._model.read([prompts[at] for at in rest], [completions[at] for at in rest])
             for at, hidden in zip(rest, whole, strict=True):
-                found[at] = self._model.logprobs(hidden, completions[at], self._temperature, supports[at])
+                found[at] = self._model.logprobs(hidden, completions[at], self._temperature, sampling_masks[at])
         return [
             Logprobs(found[at], {"prefetched": len(known[at]) / len(completion), "given_up": float(taken[at][1])})
             for at, completion in enumerate(completions)

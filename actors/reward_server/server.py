@@ -23,9 +23,9 @@ from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack,
 from async_rlhf.actors.rewards import RewardSpec
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, WireError
-from async_rlhf.buffers.hub.gate import Gate
+from async_rlhf.buffers.hub.authenticator import Authenticator
 from async_rlhf.buffers.transport import keys
-from async_rlhf.buffers.transport.bell import Bell
+from async_rlhf.buffers.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500
@@ -60,35 +60,35 @@ class RewardServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._gate = Gate(self._context, self._socket, access)
-        self._bell = Bell()
+        self._authenticator = Authenticator(self._context, self._socket, access)
+        self._waker = Waker()
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._pool = ScoringPool[_From]([spec], config, wake=self._bell.ring)
+        self._pool = ScoringPool[_From]([spec], config, wake=self._waker.ring)
         self.counters = {"asked": 0, "answered": 0, "refused": 0, "too_late": 0}
 
     def run(self) -> None:
         """Serve until `stop`; raises RewardError when the reward's processes do not come up."""
         poller = zmq.Poller()
-        for waited_for in (self._socket, *self._gate.sockets, self._bell.descriptor):
+        for waited_for in (self._socket, *self._authenticator.sockets, self._waker.descriptor):
             poller.register(waited_for, zmq.POLLIN)
         told = time.monotonic()
         try:
             while not self._stopped:
-                if self._bell.descriptor in dict(poller.poll(_LOOK_MS)):
-                    self._bell.hush()
-                self._gate.attend()
+                if self._waker.descriptor in dict(poller.poll(_LOOK_MS)):
+                    self._waker.clear()
+                self._authenticator.attend()
                 self._take_in()
                 for scored in self._pool.poll():
                     self._answer(scored)
                 self._give_up()
                 if time.monotonic() - told > _REPORT_S:
                     told = time.monotonic()
-                    self._gate.report()
+                    self._authenticator.report()
         finally:
             self._pool.close()
             self._close_sockets()
@@ -96,7 +96,7 @@ class RewardServer:
     def stop(self) -> None:
         """End `run`; may be called from a signal handler or another thread."""
         self._stopped = True
-        self._bell.ring()
+        self._waker.ring()
 
     def _take_in(self) -> None:
         with suppress(zmq.Again):
@@ -136,7 +136,7 @@ class RewardServer:
         self.counters["too_late"] += len(late)
 
     def _close_sockets(self) -> None:
-        self._gate.close()
+        self._authenticator.close()
         self._socket.close()
         self._context.term()
-        self._bell.close()
+        self._waker.close()

@@ -42,7 +42,7 @@ from async_rlhf.actors.scorer.messages import (
 from async_rlhf.actors.scoring.calls import Answered, Shown
 from async_rlhf.actors.scoring.lanes import Task
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
-from async_rlhf.buffers.transport.bell import Bell
+from async_rlhf.buffers.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 _BEAT_MS = 1000
@@ -60,7 +60,7 @@ class ScorerClient:
         self._life: str | None = None
         self.asked_again = 0
         self._closing = False
-        self._bell = Bell()
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._thread.start()
 
@@ -91,11 +91,11 @@ class ScorerClient:
     def close(self, deadline_s: float) -> None:
         """Raises DeadlineError when the thread is left after `deadline_s`."""
         self._closing = True
-        self._bell.ring()
+        self._waker.ring()
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise DeadlineError(f"the thread that speaks to the scorer process did not end within {deadline_s:g} s")
-        self._bell.close()
+        self._waker.close()
 
     # -- its thread --------------------------------------------------------------------------------------------------
 
@@ -104,15 +104,15 @@ class ScorerClient:
         self._socket = _dealer(context, self._address)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell.descriptor, zmq.POLLIN)
+        poller.register(self._waker.descriptor, zmq.POLLIN)
         self._heard, beaten = time.monotonic(), 0.0
         try:
             while not self._closing:
                 if time.monotonic() - beaten >= _BEAT_MS / 1000:
                     beaten = time.monotonic()
                     self._send(Beat())
-                if self._bell.descriptor in dict(poller.poll(_BEAT_MS)):
-                    self._bell.hush()
+                if self._waker.descriptor in dict(poller.poll(_BEAT_MS)):
+                    self._waker.clear()
                 for _ in range(self._said.qsize()):
                     self._said.get_nowait()()
                 self._take_in()
@@ -182,7 +182,7 @@ class ScorerClient:
 
     def _do(self, what: Callable[[], None]) -> None:
         self._said.put(what)
-        self._bell.ring()
+        self._waker.ring()
 
 
 def ask_alive(address: str, timeout_s: float) -> Alive:

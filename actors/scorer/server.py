@@ -44,7 +44,7 @@ from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.fields import STREAM
 from async_rlhf.actors.scoring.lanes import Task
 from async_rlhf.buffers.errors import WireError
-from async_rlhf.buffers.transport.bell import Bell
+from async_rlhf.buffers.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500
@@ -84,17 +84,17 @@ class Scorer:
         self._life = uuid.uuid4().hex
         self._stopped = False
         self._events: queue.SimpleQueue[partial[None]] = queue.SimpleQueue()
-        self._bell = Bell()
+        self._waker = Waker()
         self._dispatcher = Dispatcher(specs, config, self._answered, self._shown)
 
     def run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell.descriptor, zmq.POLLIN)
+        poller.register(self._waker.descriptor, zmq.POLLIN)
         try:
             while not self._stopped:
-                if self._bell.descriptor in dict(poller.poll(_LOOK_MS)):
-                    self._bell.hush()
+                if self._waker.descriptor in dict(poller.poll(_LOOK_MS)):
+                    self._waker.clear()
                 self._dispatcher.check()
                 self._take_in()
                 for _ in range(self._events.qsize()):
@@ -108,7 +108,7 @@ class Scorer:
     def stop(self) -> None:
         """End `run`; may be called from another thread."""
         self._stopped = True
-        self._bell.ring()
+        self._waker.ring()
 
     def _take_in(self) -> None:
         with suppress(zmq.Again):
@@ -164,7 +164,7 @@ class Scorer:
     def _answered(self, number: int, found: Answers) -> None:
         """Called from the dispatcher's thread."""
         self._events.put(partial(self._tell, number, found))
-        self._bell.ring()
+        self._waker.ring()
 
     def _tell(self, number: int, found: Answers) -> None:
         offset, own = divmod(number, _RANGE)

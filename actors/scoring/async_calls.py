@@ -53,8 +53,8 @@ class AsyncCalls:
         self._answered = answered
         self._waiting: deque[Call] = deque()
         self._told: set[str] = set()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
+        self._waker, self._ringer = socket.socketpair()
+        self._waker.setblocking(False)
         self._ringer.setblocking(False)
         self._closing = False
         self._broken: str | None = None
@@ -82,7 +82,7 @@ class AsyncCalls:
         atexit.unregister(self._kill)
         if self._thread.is_alive():
             raise DeadlineError(f"the process of asynchronous rewards did not end within {deadline_s:g} s")
-        self._bell.close()
+        self._waker.close()
         self._ringer.close()
 
     def _ring(self) -> None:
@@ -124,7 +124,7 @@ class AsyncCalls:
         while not self._closing:
             try:
                 self._send_waiting(child)
-                wait([child.connection, self._bell], max(0.0, child.patience_s()))
+                wait([child.connection, self._waker], max(0.0, child.patience_s()))
                 self._hush()
                 while child.connection.poll():
                     self._receive(child)
@@ -182,7 +182,7 @@ class AsyncCalls:
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._bell.recv(4096):
+            while self._waker.recv(4096):
                 pass
 
 

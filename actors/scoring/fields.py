@@ -7,11 +7,11 @@ from typing import Any
 
 from async_rlhf.actors.engine import Completion, Partial
 from async_rlhf.actors.prompts import Row
-from async_rlhf.buffers.record import Support
+from async_rlhf.buffers.record import SamplingMask
 
 STREAM = "stream_id"
 """The field by which a stage that reads along knows a completion again."""
-OURS = frozenset({"support"})
+OURS = frozenset({"sampling_mask"})
 """What only a stage of ours is told: a reward that takes every column is not."""
 
 
@@ -29,9 +29,13 @@ def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Part
     }
     if isinstance(completion, Partial):
         return known
-    return {**known, "finish_reason": completion.finish_reason, "support": _plain(completion.support)}
+    return {**known, "finish_reason": completion.finish_reason, "sampling_mask": _plain(completion.sampling_mask)}
 
 
-def _plain(support: Support | None) -> tuple[bytes, bytes] | None:
+def _plain(sampling_mask: SamplingMask | None) -> tuple[bytes, bytes] | None:
     """Sizes and ids, little-endian int32, as a stage in another process takes them."""
-    return None if support is None else (support.sizes.astype("<i4").tobytes(), support.ids.astype("<i4").tobytes())
+    return (
+        None
+        if sampling_mask is None
+        else (sampling_mask.sizes.astype("<i4").tobytes(), sampling_mask.ids.astype("<i4").tobytes())
+    )

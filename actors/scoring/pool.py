@@ -162,8 +162,8 @@ class ScoringPool(Generic[Key]):
         """Score one completion; a reward of groups is called when the last member of its group has come.
 
         fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
-        every column of the prompt's row; plain data; `support` for a stage `reference`. place: without it the completion is
-        a group of its own.
+        every column of the prompt's row; plain data; `sampling_mask` for a stage `reference`. place: without it the
+        completion is a group of its own.
         Raises RewardError for a key that is being scored already.
         """
         if key in self._pending:

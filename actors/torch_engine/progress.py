@@ -9,9 +9,9 @@ from async_rlhf.buffers.record import Float32Array, Int32Array, Span
 
 @dataclass(frozen=True)
 class Progress:
-    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; supports: int32 ids for each token, or empty."""
+    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
 
     token_ids: Int32Array
     logprobs: Float32Array
     spans: tuple[Span, ...]
-    supports: tuple[Int32Array, ...] = ()
+    sampling_masks: tuple[Int32Array, ...] = ()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from async_rlhf.actors.engine import Completion, Request
 from async_rlhf.actors.torch_engine.progress import Progress
-from async_rlhf.buffers.record import FinishReason, Int32Array, Span, Support
+from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Span
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
 _BELOW_ONE = 1.0 - 2.0**-40
@@ -48,7 +48,7 @@ class Rows:
         self._logprobs = np.zeros((slots, 0), np.float32)
         # Tokens of weights that have been replaced since; what is missing is the present version's.
         self._spans: list[tuple[Span, ...]] = [()] * slots
-        self._supports: list[list[Int32Array]] = [[]] * slots
+        self._sampling_masks: list[list[Int32Array]] = [[]] * slots
 
     def admit(self, row: int, request: Request, version: int, progress: Progress | None = None) -> None:
         """Begin a request, or go on with one; its prefix is computed by `version`.
@@ -68,10 +68,10 @@ class Rows:
         self.top_k[row], self.top_p[row], self.min_p[row] = cut
         self.stoppable[row] = bool(request.stop)
         self._cache_versions[row] = version
-        self._spans[row], self._supports[row] = (), []
+        self._spans[row], self._sampling_masks[row] = (), []
         if progress is not None:
             self._tokens[row, :count], self._logprobs[row, :count] = progress.token_ids, progress.logprobs
-            self._spans[row], self._supports[row] = progress.spans, list(progress.supports)
+            self._spans[row], self._sampling_masks[row] = progress.spans, list(progress.sampling_masks)
         if not self.greedy[row]:
             stream = np.random.Generator(np.random.Philox(request.seed))
             self._uniforms[row, :limit] = stream.random(limit) * _BELOW_ONE
@@ -83,7 +83,7 @@ class Rows:
             if isinstance(array, np.ndarray):
                 array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
-            self._spans[target], self._supports[target] = self._spans[source], self._supports[source]
+            self._spans[target], self._sampling_masks[target] = self._spans[source], self._sampling_masks[source]
 
     def uniforms(self, num_rows: int) -> npt.NDArray[np.float64]:
         """float64 [N] in [0, 1): the random number of each row's next token."""
@@ -99,7 +99,7 @@ class Rows:
 
     def record_support(self, row: int, ids: Int32Array) -> None:
         """The tokens that this row's newest one was chosen from."""
-        self._supports[row].append(ids)
+        self._sampling_masks[row].append(ids)
 
     def newest(self, row: int, num_tokens: int) -> list[int]:
         """The last tokens this row sampled, at most so many."""
@@ -122,7 +122,7 @@ class Rows:
             token_ids=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             spans=self._all_spans(row, version),
-            supports=tuple(self._supports[row]),
+            sampling_masks=tuple(self._sampling_masks[row]),
         )
 
     def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
@@ -134,7 +134,7 @@ class Rows:
             logprobs=progress.logprobs,
             spans=progress.spans,
             finish_reason=finish_reason,
-            support=_joined(progress.supports) if progress.supports else None,
+            sampling_mask=_joined(progress.sampling_masks) if progress.sampling_masks else None,
         )
 
     def _all_spans(self, row: int, version: int) -> tuple[Span, ...]:
@@ -155,5 +155,5 @@ class Rows:
             setattr(self, name, np.pad(old, ((0, 0), (0, num_tokens - old.shape[1]))))
 
 
-def _joined(supports: Sequence[Int32Array]) -> Support:
-    return Support(np.array([len(ids) for ids in supports], np.int32), np.concatenate(supports))
+def _joined(sampling_masks: Sequence[Int32Array]) -> SamplingMask:
+    return SamplingMask(np.array([len(ids) for ids in sampling_masks], np.int32), np.concatenate(sampling_masks))

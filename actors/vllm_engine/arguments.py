@@ -8,7 +8,7 @@ from typing import Any
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 
-EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightReceiver"
+EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightLoader"
 # Names the process that vLLM's processes may not outlive.
 ACTOR_PID = "ASYNC_RLHF_ACTOR_PID"
 

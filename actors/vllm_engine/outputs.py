@@ -10,13 +10,13 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.vllm_engine.capabilities import Capabilities
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.record import Float32Array, Int32Array, Span, Support
+from async_rlhf.buffers.record import Float32Array, Int32Array, SamplingMask, Span
 
 
 def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilities) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams but for its `output_kind`, which `partial_every` decides.
 
-    With top-k its likeliest tokens are asked for, because what of them has a finite log-probability is the support.
+    With top-k its likeliest tokens are asked for, because what of them has a finite log-probability is the sampling_mask.
     """
     arguments: dict[str, Any] = {
         "max_tokens": request.max_new_tokens,
@@ -46,20 +46,20 @@ def completion_of(request: Request, output: Any, admitted: int, oldest: int) -> 
         raise EngineError(f"vLLM ended {request.key} with finish_reason {output.finish_reason!r}")
     tokens = np.array(output.token_ids, np.int32)
     is_truncated = request.is_truncated and request.temperature > 0
-    logprobs, support = read_logprobs(output.logprobs, tokens, is_truncated and request.top_k > 0)
+    logprobs, sampling_mask = read_logprobs(output.logprobs, tokens, is_truncated and request.top_k > 0)
     if (mask := getattr(output, "sampling_mask", None)) is not None and is_truncated:
-        support = _support(mask.token_ids)
+        sampling_mask = _sampling_mask(mask.token_ids)
     return Completion(
         key=RolloutKey(*request.key),
         token_ids=tokens,
         logprobs=logprobs,
         spans=read_spans(getattr(output, "weight_versions", None), len(tokens), admitted, oldest),
         finish_reason=output.finish_reason,
-        support=support,
+        sampling_mask=sampling_mask,
     )
 
 
-def read_logprobs(positions: Any, tokens: Int32Array, with_support: bool) -> tuple[Float32Array, Support | None]:
+def read_logprobs(positions: Any, tokens: Int32Array, with_sampling_mask: bool) -> tuple[Float32Array, SamplingMask | None]:
     """float32 [T] log-probabilities of int32 [T] tokens, and the tokens with a finite one at each position.
 
     positions: vLLM's FlatLogprobs, or a list of {token id: Logprob}.
@@ -68,15 +68,15 @@ def read_logprobs(positions: Any, tokens: Int32Array, with_support: bool) -> tup
         ids, values = np.array(positions.token_ids, np.int32), np.array(positions.logprobs, np.float32)
         starts = np.array(positions.start_indices, np.int64)
         logprobs = values[starts]  # the sampled token stands first
-        if not with_support:
+        if not with_sampling_mask:
             return logprobs, None
         bounds = zip(positions.start_indices, positions.end_indices, strict=True)
-        return logprobs, _support(np.unique(ids[a:b][np.isfinite(values[a:b])]).tolist() for a, b in bounds)
+        return logprobs, _sampling_mask(np.unique(ids[a:b][np.isfinite(values[a:b])]).tolist() for a, b in bounds)
     pairs = list(zip(tokens.tolist(), positions, strict=True))
     logprobs = np.array([at[token].logprob for token, at in pairs], np.float32)
-    if not with_support:
+    if not with_sampling_mask:
         return logprobs, None
-    return logprobs, _support([token for token, value in at.items() if np.isfinite(value.logprob)] for _, at in pairs)
+    return logprobs, _sampling_mask([token for token, value in at.items() if np.isfinite(value.logprob)] for _, at in pairs)
 
 
 def read_spans(labels: Any, num_tokens: int, admitted: int, oldest: int) -> tuple[Span, ...]:
@@ -97,6 +97,6 @@ def read_probe(prompt_logprobs: Any, token_ids: Sequence[int]) -> Float32Array:
     return np.array([at[token].logprob for token, at in pairs], np.float32)
 
 
-def _support(kept: Iterable[Sequence[int]]) -> Support:
+def _sampling_mask(kept: Iterable[Sequence[int]]) -> SamplingMask:
     lists = [np.array(ids, np.int32) for ids in kept]
-    return Support(np.array([len(ids) for ids in lists], np.int32), np.concatenate(lists))
+    return SamplingMask(np.array([len(ids) for ids in lists], np.int32), np.concatenate(lists))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class WeightReceiver:
+class WeightLoader:
     """Mixed into vLLM's worker class (`worker_extension_cls`); `model_runner` is the worker's."""
 
     model_runner: Any

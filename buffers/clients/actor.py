@@ -16,7 +16,7 @@ from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.transport.link import Connect, SocketLink
-from async_rlhf.buffers.weights.fetching import Fetching
+from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _MAX_REFUSED = 256  # refused puts that are remembered
@@ -73,7 +73,7 @@ class ActorClient:
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._later: dict[int, float] = {}  # when to put these again
         self._credits: list[wire.CreditItem] = []
-        self._fetching = Fetching(self._connection.send, address, weights or WeightsConfig())
+        self._weight_receiver = WeightReceiver(self._connection.send, address, weights or WeightsConfig())
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
@@ -82,12 +82,12 @@ class ActorClient:
         with self._using:
             now = self._link.clock()
             self._newest = state, telemetry
-            self._fetching.serving = (state.fence, state.version)
+            self._weight_receiver.serving = (state.fence, state.version)
             if self._link.was_remade() or (not self._said_hello and now >= self._hello_at):
                 self._hello(state)
             elif self._said_hello and now - self._beaten >= self._beat_s:
                 self.beat(state, telemetry)
-            if self._fetching.has_work:
+            if self._weight_receiver.has_work:
                 timeout_s = 0.0
             while (received := self._connection.receive(timeout_s)) is not None:
                 timeout_s = 0.0
@@ -97,7 +97,7 @@ class ActorClient:
                 self._patience.heard()
             if self._patience.is_over():
                 raise DeadlineError(f"{self._name} heard nothing from the hub for {self._timeout_s:.0f} s")
-            self._fetching.advance()
+            self._weight_receiver.advance()
             self._put_again()
 
     def works_on(self, state: ActorState) -> None:
@@ -153,7 +153,7 @@ class ActorClient:
 
     def weights(self) -> WeightSet | None:
         """The newest whole, verified weight set, once."""
-        return self._fetching.take()
+        return self._weight_receiver.take()
 
     @property
     def unacknowledged(self) -> list[tuple[int, int]]:
@@ -169,7 +169,7 @@ class ActorClient:
     def _hello(self, state: ActorState) -> None:
         self._said_hello, self._welcome = True, False
         self._beaten = self._link.clock()
-        self._fetching.reset()
+        self._weight_receiver.reset()
         self._credits.clear()
         self._later.clear()  # it is said again below
         hello = wire.Hello(
@@ -223,9 +223,9 @@ class ActorClient:
             case wire.Later(number=number, wait_s=wait_s):
                 self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):
-                self._fetching.adopt((fence, version))
+                self._weight_receiver.adopt((fence, version))
             case wire.Manifest() | wire.Chunk():
-                self._fetching.hear(message, arrays)
+                self._weight_receiver.hear(message, arrays)
             case wire.Stop(reason=reason):
                 self.stop_reason = reason
             case wire.Refused(reason="unknown-actor"):
@@ -234,7 +234,7 @@ class ActorClient:
             case wire.Refused(reason="name-taken", detail=detail):
                 self._claim_again(detail)
             case wire.Refused(reason="weights"):
-                self._fetching.refused(request)
+                self._weight_receiver.refused(request)
             case wire.Refused(reason=reason, detail=detail):
                 raise RefusedError(reason, detail)
             case _:

@@ -12,7 +12,7 @@ from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connect, SocketLink
-from async_rlhf.buffers.weights.publishing import Publishing
+from async_rlhf.buffers.weights.sender import WeightSender
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LearnerClient:
         self, address: str, *, timeout_s: float, connect: Connect = SocketLink, weights: WeightsConfig | None = None
     ) -> None:
         self._connection = Connection(connect(address, "learner"))
-        self._publishing = Publishing(self._connection, address, weights or WeightsConfig(), timeout_s)
+        self._weight_sender = WeightSender(self._connection, address, weights or WeightsConfig(), timeout_s)
         self._timeout_s = timeout_s
         self._life = secrets.token_hex(8)
         self.fence = 0
@@ -100,7 +100,7 @@ class LearnerClient:
 
     def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
         """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
-        self._publishing.publish(self.fence, version, tensors, canary)
+        self._weight_sender.publish(self.fence, version, tensors, canary)
 
     def close(self) -> None:
         self._connection.close()

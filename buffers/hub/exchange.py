@@ -2,7 +2,7 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). The actors' comings and goings are `sessions`', the learner's requests `tenure`'s.
+fits the run (`schema`). The actors' comings and goings are `sessions`', the learner's requests `learner_session`'s.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
@@ -25,11 +25,11 @@ from typing import Any
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
 from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError, WireError
 from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.hub.refusals import Refusals
 from async_rlhf.buffers.hub.sessions import ActorSessions
-from async_rlhf.buffers.hub.tenure import Tenure
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
@@ -37,7 +37,7 @@ from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
 from async_rlhf.buffers.transport import roles
-from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
@@ -64,15 +64,15 @@ class Exchange:
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._config, self._journal, self._publication = config, journal, Publication(weights, weights_config)
+        self._config, self._journal, self._weight_server = config, journal, WeightServer(weights, weights_config)
         self._clock, self._incarnation = clock, incarnation
         self._admission = recovered(config, bound, journal)
         self._quarantine, self._counters, self._schema = quarantine, counters, schema
         self._peers = Peers()
-        self._sessions = ActorSessions(self._admission, self._peers, self._publication, config, shared, incarnation)
+        self._sessions = ActorSessions(self._admission, self._peers, self._weight_server, config, shared, incarnation)
         self._refusals = Refusals()
         self.outbox = Outbox()
-        self._tenure = Tenure(self._admission, journal, self._publication, self._peers, self.outbox, incarnation)
+        self._session = LearnerSession(self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation)
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
         self._retry = False
@@ -87,7 +87,7 @@ class Exchange:
         self._retry = False
         try:
             if self._full:
-                self._publication.store_again(self._admission)
+                self._weight_server.store_again(self._admission)
             else:
                 self._pump()
             self._journal.sync()
@@ -99,7 +99,7 @@ class Exchange:
         self._full = ""
         if self._admission.published is not None:
             # Only now: in exact mode a group that a crash may still take is made again by the version that made it.
-            self._publication.drop_old(self._admission, self._peers)
+            self._weight_server.drop_old(self._admission, self._peers)
         self.outbox.release(self._journal.read)
 
     def _note_full(self, error: DiskFullError) -> wire.Message:
@@ -146,7 +146,7 @@ class Exchange:
                 name = self._sessions.known(identity, self._clock())
                 return self._sessions.hear(name, message, self._clock())
             case wire.Fetch() | wire.FetchChunk():
-                self.outbox.say(identity, *self._publication.serve(message), request)
+                self.outbox.say(identity, *self._weight_server.serve(message), request)
                 return None
             case wire.GetStatus():
                 return wire.Status(status=self.status())
@@ -161,7 +161,7 @@ class Exchange:
             case wire.Halt():
                 self.stopped = True
             case _:
-                return self._tenure.hear(identity, request, message, frames[1:], self._full)
+                return self._session.hear(identity, request, message, frames[1:], self._full)
         return wire.Done()
 
     def _put(self, identity: bytes, request: int, put: wire.Put, frames: wire.Frames) -> wire.Message | None:
@@ -201,12 +201,12 @@ class Exchange:
             self._write_quarantine()
             self._num_dead = num_dead
             self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
-        for identity, adopt in self._publication.adoptions(admission, self._peers, self._clock()):
+        for identity, adopt in self._weight_server.adoptions(admission, self._peers, self._clock()):
             self.outbox.say(identity, adopt)
         for name, credits in admission.credits().items():
             items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
             self.outbox.hold(self._peers[name].identity, wire.Credits(credits=items))
-        if reason := self._tenure.answer():
+        if reason := self._session.answer():
             self._stop_reason = reason
             for identity in self._peers.identities:
                 self.outbox.hold(identity, wire.Stop(reason=reason))
@@ -221,7 +221,7 @@ class Exchange:
         self._sessions.tick(self._clock())
         self._refusals.report()
         self._retry = True
-        self._tenure.remind(self._full)
+        self._session.remind(self._full)
 
     def status(self) -> dict[str, Any]:
         """Everything an operator asks: plain values, ready for JSON."""
@@ -229,11 +229,11 @@ class Exchange:
         return {
             "incarnation": self._incarnation,
             "state": self._stop_reason or ("disk full" if self._full else doing),
-            "waiting_for": self._full or (status.waiting_for(self._admission) if self._tenure.waits else ""),
+            "waiting_for": self._full or (status.waiting_for(self._admission) if self._session.waits else ""),
             "refused": dict(self._refusals.counts),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,
-            "weights": self._publication.status(),
+            "weights": self._weight_server.status(),
             "fsync": self._config.fsync,
             **status.describe(self._admission, self._peers, self._clock()),
             **self._counters,

@@ -10,7 +10,7 @@ groups arrived together.
 
 Memory, whatever peers do: of what waits in the queue only numbers (the groups are in the journal); of a round `_ROUND_BYTES`
 and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits; of a message that does not end the
-largest that may be and `UNREAD_BY_ZMQ` (`endless`), then it is cut.
+largest that may be and `UNREAD_BY_ZMQ` (`unfinished`), then it is cut.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import zmq
 
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.hub.authenticator import UNREAD_BY_ZMQ, Authenticator
 from async_rlhf.buffers.hub.exchange import Exchange
-from async_rlhf.buffers.hub.gate import UNREAD_BY_ZMQ, Gate
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
@@ -85,20 +85,20 @@ class Hub:
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
         # A peer that was cut comes back under its name before the old connection is known to be dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._gate = Gate(self._context, self._socket, access)
+        self._authenticator = Authenticator(self._context, self._socket, access)
         # The largest message is a Put: a header and two arrays.
         self._max_unfinished = MAX_HEADER_BYTES + 2 * config.max_frame_bytes + UNREAD_BY_ZMQ
         state = self._journal.replay.state
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
-            Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)), self._gate.counters,
-            schema, shared,
+            Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
+            self._authenticator.counters, schema, shared,
         )  # fmt: skip
         try:
             for address in [addresses] if isinstance(addresses, str) else addresses:
                 self._socket.bind(address)
         except zmq.ZMQError:
-            self._gate.close()
+            self._authenticator.close()
             self._context.destroy(linger=0)
             self._journal.close()
             raise
@@ -106,29 +106,29 @@ class Hub:
     def run(self) -> None:
         """Serve until a Halt; returns with everything on disk."""
         poller = zmq.Poller()
-        for waited_for in (self._socket, *self._gate.sockets):
+        for waited_for in (self._socket, *self._authenticator.sockets):
             poller.register(waited_for, zmq.POLLIN)
         next_tick = next_look = self._clock()
         try:
             while not self._exchange.stopped:
                 wait = max(0.0, min(next_tick, next_look) - self._clock())
                 if poller.poll(int(wait * 1000) + 1):
-                    self._gate.attend()
+                    self._authenticator.attend()
                 if self._take_in() and self._clock() >= next_look:
                     next_look = self._clock() + _LOOK_S
-                    self._gate.cut_endless(self._max_unfinished)
-                    for identity in self._gate.arriving():
+                    self._authenticator.cut_endless(self._max_unfinished)
+                    for identity in self._authenticator.arriving():
                         self._exchange.arrives(identity)
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
                     self._beat()
                     self._exchange.tick()
-                    self._gate.report()
+                    self._authenticator.report()
                     self._write_ledger()
                 self._exchange.settle()
                 self._send_out()
         finally:
-            self._gate.close()
+            self._authenticator.close()
             self._socket.close()
             self._context.term()
             try:
@@ -146,7 +146,7 @@ class Hub:
         for _ in range(_ROUND):
             if num_bytes > _ROUND_BYTES:
                 return False
-            if (received := self._gate.receive()) is None:
+            if (received := self._authenticator.receive()) is None:
                 return True
             message, holder = received
             num_bytes += sum(map(len, message))

@@ -18,7 +18,7 @@ from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Actor, Admission
-from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
 _SILENT_BEATS = 3
@@ -32,12 +32,12 @@ class ActorSessions:
         self,
         admission: Admission,
         peers: Peers,
-        publication: Publication,
+        publication: WeightServer,
         config: QueueConfig,
         shared: Mapping[str, str],
         incarnation: str,
     ) -> None:
-        self._admission, self._peers, self._publication, self._config = admission, peers, publication, config
+        self._admission, self._peers, self._weight_server, self._config = admission, peers, publication, config
         self._shared, self._incarnation = shared, incarnation
         self._challenged: dict[str, float] = {}  # name -> since when another process claims it
         self._ticked_at: float | None = None
@@ -73,7 +73,7 @@ class ActorSessions:
         match message:
             case wire.Beat():
                 actor, peer = self._admission.fleet.actors[name], self._peers[name]
-                self._publication.serves(actor, peer, message.fence, message.version)
+                self._weight_server.serves(actor, peer, message.fence, message.version)
                 actor.capacity, peer.telemetry = message.capacity, message.telemetry
                 actor.progressed(message.progress, now)
             case wire.Release(numbers=numbers):
@@ -95,7 +95,7 @@ class ActorSessions:
             self._admission.fleet.forgive(late, now)
             self._peers.forgive(late, now)
             self._challenged.clear()
-        for name in self._publication.late(self._admission, self._peers, now):
+        for name in self._weight_server.late(self._admission, self._peers, now):
             self._admission.fleet.drop(name, "adopted no weights in its time")
             self._forget(name)
             _log.warning("%s adopted no weights in its time: its groups go to others", name)

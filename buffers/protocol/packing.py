@@ -18,7 +18,7 @@ from async_rlhf.buffers.errors import RecordError, WireError
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
 from async_rlhf.buffers.queue.ledger import Entry
-from async_rlhf.buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, Score, Span, Support
+from async_rlhf.buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32
@@ -35,7 +35,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         num_prompt_tokens=len(group.prompt_ids),
         num_tokens=[rollout.num_tokens for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
-        num_support=[None if rollout.support is None else len(rollout.support.ids) for rollout in rollouts],
+        num_sampling_mask=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
         finish_reasons=[rollout.finish_reason for rollout in rollouts],
         scores={
@@ -57,8 +57,8 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         prompt=_text(group.prompt),
         columns={_text(str(name)): _plain(value) for name, value in group.columns.items()},
     )
-    supports = [rollout.support for rollout in rollouts if rollout.support is not None]
-    kept = [part for support in supports for part in (support.sizes, support.ids)]
+    sampling_masks = [rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None]
+    kept = [part for sampling_mask in sampling_masks for part in (sampling_mask.sizes, sampling_mask.ids)]
     ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in rollouts), *kept])
     references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
     logprobs = np.concatenate([*(rollout.logprobs for rollout in rollouts), *references])
@@ -112,7 +112,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
-    if header.metrics or header.num_support.count(None) < len(header.num_support):
+    if header.metrics or header.num_sampling_mask.count(None) < len(header.num_sampling_mask):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
@@ -126,7 +126,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     starts = np.cumsum([0, *header.num_tokens])
     completions = ids[header.num_prompt_tokens :]
     try:
-        supports = _supports(header, completions[starts[-1] :])
+        sampling_masks = _sampling_masks(header, completions[starts[-1] :])
         references = _references(header, logprobs[starts[-1] :])
         rollouts = tuple(
             Rollout(
@@ -137,7 +137,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 scores={name: _score(header, name, member) for name in header.scores},
                 text=header.texts[member],
                 timings=header.timings[member],
-                support=supports[member],
+                sampling_mask=sampling_masks[member],
                 reference=references[member],
             )
             for member, (start, num_tokens) in enumerate(zip(starts, header.num_tokens, strict=False))
@@ -164,7 +164,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     size = len(header.num_tokens)
     columns: list[tuple[str, Sequence[Any]]] = [
         ("spans", header.spans),
-        ("num_support", header.num_support),
+        ("num_sampling_mask", header.num_sampling_mask),
         ("has_reference", header.has_reference),
         ("finish_reasons", header.finish_reasons),
         ("texts", header.texts),
@@ -179,9 +179,9 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
     num_completion, kept = sum(header.num_tokens), 0
     judged = sum(num_tokens for num_tokens, has in zip(header.num_tokens, header.has_reference, strict=True) if has)
-    if header.num_support.count(None) < size:
-        pairs = zip(header.num_tokens, header.num_support, strict=True)
-        kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
+    if header.num_sampling_mask.count(None) < size:
+        pairs = zip(header.num_tokens, header.num_sampling_mask, strict=True)
+        kept = sum(num_tokens + num_sampling_mask for num_tokens, num_sampling_mask in pairs if num_sampling_mask is not None)
     wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * (num_completion + judged)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")
@@ -195,18 +195,18 @@ def _score(header: GroupHeader, name: str, member: int) -> Score:
     return Score(failure=score, metrics=metrics) if isinstance(score, str) else Score(score, metrics=metrics)
 
 
-def _supports(header: GroupHeader, ids: Int32Array) -> list[Support | None]:
-    """The members' supports out of what follows their completions."""
-    supports: list[Support | None] = []
+def _sampling_masks(header: GroupHeader, ids: Int32Array) -> list[SamplingMask | None]:
+    """The members' sampling masks out of what follows their completions."""
+    sampling_masks: list[SamplingMask | None] = []
     start = 0
-    for num_tokens, num_support in zip(header.num_tokens, header.num_support, strict=True):
-        if num_support is None:
-            supports.append(None)
+    for num_tokens, num_sampling_mask in zip(header.num_tokens, header.num_sampling_mask, strict=True):
+        if num_sampling_mask is None:
+            sampling_masks.append(None)
             continue
-        middle, end = start + num_tokens, start + num_tokens + num_support
-        supports.append(Support(ids[start:middle], ids[middle:end]))
+        middle, end = start + num_tokens, start + num_tokens + num_sampling_mask
+        sampling_masks.append(SamplingMask(ids[start:middle], ids[middle:end]))
         start = end
-    return supports
+    return sampling_masks
 
 
 def _references(header: GroupHeader, logprobs: Float32Array) -> list[Float32Array | None]:

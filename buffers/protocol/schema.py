@@ -45,9 +45,11 @@ class GroupSchema:
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
-        top = max((int(rollout.support.ids.max()) for rollout in group.rollouts if rollout.support is not None), default=0)
+        top = max(
+            (int(rollout.sampling_mask.ids.max()) for rollout in group.rollouts if rollout.sampling_mask is not None), default=0
+        )
         if top >= self.vocabulary:
-            raise _wrong(group.number, f"largest token id in a support: {top}; at most {self.vocabulary - 1}")
+            raise _wrong(group.number, f"largest token id in a sampling mask: {top}; at most {self.vocabulary - 1}")
 
 
 def _shown(value: object) -> str:

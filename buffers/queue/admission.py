@@ -28,12 +28,12 @@ from collections.abc import Iterable, Mapping
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.batches import Batches
 from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.budget import ByteBudget
 from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.leases import Actor as Actor
 from async_rlhf.buffers.queue.leases import Credit as Credit
-from async_rlhf.buffers.queue.ledger import Entry, Ledger, Restored
-from async_rlhf.buffers.queue.order import Line
-from async_rlhf.buffers.queue.room import Room
+from async_rlhf.buffers.queue.ledger import Entry, Ledger, QueueSnapshot
+from async_rlhf.buffers.queue.order import ConsumptionOrder
 from async_rlhf.buffers.queue.trials import Trials
 from async_rlhf.buffers.record import staleness
 
@@ -44,15 +44,15 @@ class Admission:
     def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()
         self.bound = bound
-        self.room = Room(max_bytes)
+        self.room = ByteBudget(max_bytes)
         self.fence = 0
         self.owner = ""  # the learner that holds the fence
         self.step = self.committed_step = 0
         self.published: int | None = None
         self.aim: int | None = None  # the staleness credits are to stay within, when less than the bound
         self.draining = False
-        self._line = Line(bound)
-        self.fleet = Fleet(self._line, max_attempts, lease_s, self._drop_of_other_version)
+        self._order = ConsumptionOrder(bound)
+        self.fleet = Fleet(self._order, max_attempts, lease_s, self._drop_of_other_version)
         self._queued: dict[int, Entry] = {}
         self._batches = Batches()
         self._trials = Trials(max_attempts)
@@ -69,29 +69,29 @@ class Admission:
             return self.published
         if self.fleet.actors[name].leases:
             return self.fleet.actors[name].version
-        number = self._line.next_number()
-        return self.published if number is None else min(self._line.lowest_version(number), self.published)
+        number = self._order.next_number()
+        return self.published if number is None else min(self._order.lowest_version(number), self.published)
 
     def may_begin(self, version: int) -> bool:
         """Whether an actor that serves this version could be given the next credit."""
-        number = self._line.next_number()
-        return number is not None and self.bound.allows(version, number, self._line.dead_below(number), self.aim)
+        number = self._order.next_number()
+        return number is not None and self.bound.allows(version, number, self._order.dead_below(number), self.aim)
 
     def lowest_needed_version(self) -> int:
         """The oldest weight set that may still have to be served: the newest one, in exact mode that of the oldest work."""
         if self.published is None or not self.bound.exact:
             return self.published or 0
-        lowest = min([*self.fleet.leased, *self._line.open[:1], self._line.next])
-        return min(self.published, self._line.lowest_version(lowest))
+        lowest = min([*self.fleet.leased, *self._order.open[:1], self._order.next])
+        return min(self.published, self._order.lowest_version(lowest))
 
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
         leases = len(self.fleet.leased)
-        while not self.draining and (number := self._line.next_number()) is not None:
+        while not self.draining and (number := self._order.next_number()) is not None:
             if not (self.room.has_credit(leases) or self._is_due(number)):
                 break
-            moved_up = self._line.dead_below(number)
+            moved_up = self._order.dead_below(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
                 for name, actor in self.fleet.actors.items()
@@ -119,18 +119,18 @@ class Admission:
         credit = actor.leases.get(number) if actor else None
         if actor is None or credit is None or credit.attempt != entry.attempt:
             self._duplicates += 1
-            reason = "superseded" if self._line.is_open(number) or number in self.fleet.leased else "duplicate"
+            reason = "superseded" if self._order.is_open(number) or number in self.fleet.leased else "duplicate"
             raise RefusedError(reason, f"attempt {entry.attempt} of group {number} holds no lease of {name}")
         if entry.newest_version > self.fleet.newest:
             self._give_up(actor, number)
             raise RefusedError("future", f"version {entry.newest_version} is not published (newest: {self.fleet.newest})")
-        low = self._line.lowest_version(number)
+        low = self._order.lowest_version(number)
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)
             raise RefusedError("stale", f"group {number} has a token of version {entry.oldest_version}, needs {low}")
-        if constant and self._line.may_filter(number):
+        if constant and self._order.may_filter(number):
             del actor.leases[number]
-            self._line.filter(number)
+            self._order.filter(number)
             self.fleet.failures.forget([number])
             self._filtered_tokens += entry.num_tokens
             return False
@@ -155,11 +155,11 @@ class Admission:
         """
         if steps_done is None and self.published is None:
             raise RefusedError("unregistered", "no learner has registered since the hub began; try again when one has")
-        if not 0 <= number < self._line.next:
-            raise RefusedError("unknown", f"group {number} was never begun; those below {self._line.next} were")
+        if not 0 <= number < self._order.next:
+            raise RefusedError("unknown", f"group {number} was never begun; those below {self._order.next} were")
         step = self._batches.step_of(number)
         done = self.step if steps_done is None else steps_done
-        if self._line.is_decided(number) if step is None else step < done or step in self._batches.taken:
+        if self._order.is_decided(number) if step is None else step < done or step in self._batches.taken:
             raise RefusedError("trained", f"group {number} was trained on, is being, or was given up already")
         if self.bound.exact and number in self._queued:
             # Those behind it would move up, and the weights that they then need may be gone.
@@ -229,7 +229,7 @@ class Admission:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")
         if step not in self._batches.of:
             wanted = min(self.bound.groups_per_batch, self.num_left)
-            picked = self._line.pick(lambda number: number in self._queued, wanted)
+            picked = self._order.pick(lambda number: number in self._queued, wanted)
             if wanted == 0 or len(picked) < wanted or self._drop_too_old(picked):
                 return None
             self._make_up(step, picked)
@@ -265,16 +265,16 @@ class Admission:
         numbers = self._batches.commit(step)
         self.fleet.failures.forget(numbers)
         self.committed_step = max(self.committed_step, step)
-        self._line.forget_below(self._line.floor(self._batches.numbers))
+        self._order.forget_below(self._order.floor(self._batches.numbers))
         return numbers
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._line.quarantined) + len(self._batches.removed)
+        return len(self._order.quarantined) + len(self._batches.removed)
 
     @property
     def num_filtered(self) -> int:
-        return self._line.filtered_before + len(self._line.filtered)
+        return self._order.filtered_before + len(self._order.filtered)
 
     @property
     def num_queued(self) -> int:
@@ -287,7 +287,7 @@ class Admission:
     @property
     def num_left(self) -> int:
         """How many groups are still to be consumed, as far as there are live numbers for them."""
-        live = self.bound.num_numbers - len(self._line.quarantined) - self.num_filtered
+        live = self.bound.num_numbers - len(self._order.quarantined) - self.num_filtered
         return min(self.bound.num_groups, live) - self._batches.num_consumed
 
     @property
@@ -300,17 +300,17 @@ class Admission:
         if not self.draining:
             return False
         wanted = min(self.bound.groups_per_batch, self.num_left)
-        coming = self._line.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)
+        coming = self._order.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)
         return len(coming) < wanted
 
     # -- memory and numbers ------------------------------------------------------------------------------------------
 
-    def remember(self) -> Restored:
+    def remember(self) -> QueueSnapshot:
         """What a journal must keep beside the groups and batches that are not committed yet."""
-        line, uncommitted = self._line, self._batches.numbers
+        line, uncommitted = self._order, self._batches.numbers
         head = line.floor(uncommitted)
         passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_dead(n))
-        return Restored(
+        return QueueSnapshot(
             fence=self.fence, owner=self.owner, committed_step=self.committed_step,
             committed_groups=self._batches.committed_groups, committed_tokens=self._batches.committed_tokens,
             head=head, consumed=(*passed, *sorted(line.consumed - uncommitted)), quarantined=tuple(line.quarantined),
@@ -320,7 +320,7 @@ class Admission:
             failed=self.fleet.failed, failures=self.fleet.failures.remember(),
         )  # fmt: skip
 
-    def restore(self, past: Restored, queued: Mapping[int, Entry]) -> None:
+    def restore(self, past: QueueSnapshot, queued: Mapping[int, Entry]) -> None:
         """Begin where a journal ends: what was committed, and every group that was put since, all of them queued.
 
         The caller then replays the batches with `assign`, in order. Numbers begun and never put are free again."""
@@ -334,7 +334,7 @@ class Admission:
         self.fleet.failures.restore(past.failures)
         for entry in self._queued.values():
             self.room.enter(entry.num_bytes)
-        self._line.restore(past, self._queued)
+        self._order.restore(past, self._queued)
         ended = past.committed_groups + len(self._queued) + self._stale + self.fleet.failed
         self.fleet.credited = ended + self.num_quarantined + self.num_filtered
 
@@ -363,19 +363,19 @@ class Admission:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Whether the next batch cannot do without this number (see `room`)."""
-        return self._line.rank(number) < self.bound.groups_per_batch
+        """Whether the next batch cannot do without this number (see `budget`)."""
+        return self._order.rank(number) < self.bound.groups_per_batch
 
     def _give_up(self, actor: Actor, number: int) -> None:
         """The lease of `number` ended because its tokens could not keep the bound."""
         del actor.leases[number]
         self._stale += 1
-        self._line.reopen(number)
+        self._order.reopen(number)
 
     def _make_up(self, step: int, numbers: Iterable[int]) -> None:
         batch = self._batches.of[step] = {number: self._queued.pop(number) for number in numbers}
         self.room.leave(sum(entry.num_bytes for entry in batch.values()))
-        self._line.consume(batch)
+        self._order.consume(batch)
 
     def _drop(self, number: int) -> None:
         """A queued group may not be trained on: it is counted and made again."""
@@ -383,13 +383,13 @@ class Admission:
         self.room.leave(entry.num_bytes)
         self._stale += 1
         self._stale_tokens += entry.num_tokens
-        self._line.reopen(number)
+        self._order.reopen(number)
 
     def _drop_of_other_version(self) -> None:
         """In exact mode a quarantine changes the step, and so the version, of the groups behind it."""
         if not self.bound.exact:
             return
-        for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._line.lowest_version(n)]:
+        for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._order.lowest_version(n)]:
             self._drop(number)
 
     def _drop_too_old(self, numbers: Iterable[int]) -> bool:

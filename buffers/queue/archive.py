@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import JournalError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.queue.ledger import Restored
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.queue.segment import Put, parse, records
 from async_rlhf.buffers.record import Group
 
@@ -45,7 +45,7 @@ def committed_step(queue_dir: Path) -> int:
         data, at, state = path.read_bytes(), 0, None
         while (found := parse(data, at)) is not None:
             record, at = found
-            state = record if isinstance(record, Restored) else state
+            state = record if isinstance(record, QueueSnapshot) else state
         if state is not None:
             return state.committed_step
     return 0

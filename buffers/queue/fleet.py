@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from async_rlhf.buffers.queue.failures import Failures
 from async_rlhf.buffers.queue.leases import Actor, Credit, Silences
-from async_rlhf.buffers.queue.order import Line
+from async_rlhf.buffers.queue.order import ConsumptionOrder
 
 
 class Fleet:
@@ -24,8 +24,8 @@ class Fleet:
     on_burial: called when a number was quarantined, which moves those behind it up.
     """
 
-    def __init__(self, line: Line, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
-        self._line, self._lease_s, self._on_burial = line, lease_s, on_burial
+    def __init__(self, line: ConsumptionOrder, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
+        self._order, self._lease_s, self._on_burial = line, lease_s, on_burial
         self.actors: dict[str, Actor] = {}
         self.failures = Failures(max_attempts)
         self._silences = Silences()
@@ -51,8 +51,8 @@ class Fleet:
                 self._lose(credit.number, f"{name} came back {'as another process' if ended else 'without it'}", counts=ended)
         self.actors[name] = actor
         for number, attempt in sorted(held.items()):
-            is_wanted = self._line.is_open(number) and not self.failures.is_stuck(number, attempt)
-            if is_wanted and self._line.lowest_version(number) <= self.newest:
+            is_wanted = self._order.is_open(number) and not self.failures.is_stuck(number, attempt)
+            if is_wanted and self._order.lowest_version(number) <= self.newest:
                 self.lease(actor, number, attempt)
 
     def leave(self, name: str, reason: str = "left", *, seen: bool = True) -> None:
@@ -109,8 +109,8 @@ class Fleet:
 
     def lease(self, actor: Actor, number: int, attempt: int) -> Credit:
         """Move an open number into a lease."""
-        self._line.begin(number)
-        credit = Credit(number, attempt, self._line.lowest_version(number))
+        self._order.begin(number)
+        credit = Credit(number, attempt, self._order.lowest_version(number))
         actor.lease(credit)
         self.credited += 1
         return credit
@@ -129,18 +129,18 @@ class Fleet:
             self.bury(number)
         else:
             self.failed += 1
-            self._line.reopen(number)
+            self._order.reopen(number)
 
     def _charge(self, credits: Iterable[Credit], reason: str) -> None:
         """The end of an actor was seen that had been silent before: what it held then counts now, where it is still open."""
         for credit in credits:
             number = credit.number
-            is_open = self._line.is_open(number) and self.failures.attempt(number) == credit.attempt + 1
+            is_open = self._order.is_open(number) and self.failures.attempt(number) == credit.attempt + 1
             if is_open and self.failures.charge(number, f"attempt {credit.attempt}: {reason}"):
                 self.failed -= 1  # the lost attempt is the quarantined one
                 self.bury(number)
 
     def bury(self, number: int) -> None:
         """This number will never be consumed."""
-        self._line.quarantine(number)
+        self._order.quarantine(number)
         self._on_burial()

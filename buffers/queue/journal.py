@@ -36,7 +36,7 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, JournalError
 from async_rlhf.buffers.files import DISK, FULL, File, Files
 from async_rlhf.buffers.queue import segment
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 
 _log = logging.getLogger(__name__)
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.
@@ -58,7 +58,7 @@ class _Place:
 class Replay:
     """What a journal holds: the newest state, the groups put and not committed, and the batches made of them."""
 
-    state: Restored = field(default_factory=Restored)
+    state: QueueSnapshot = field(default_factory=QueueSnapshot)
     entries: dict[int, Entry] = field(default_factory=dict)
     batches: dict[int, list[int]] = field(default_factory=dict)
     torn_bytes: int = 0
@@ -127,7 +127,7 @@ class Journal:
         self._takes[step] = self._segment
         self._live[self._segment] += 1
 
-    def state(self, state: Restored, deletable: Iterable[int] = ()) -> None:
+    def state(self, state: QueueSnapshot, deletable: Iterable[int] = ()) -> None:
         """Append the queue's state, on disk after `sync`, which then deletes segments that hold nothing live."""
         self._promised = True
         for number in deletable:
@@ -320,7 +320,7 @@ class Journal:
                 replay.batches[record.step] = record.numbers
                 self._takes[record.step] = number
                 self._live[number] += 1
-            case Restored():
+            case QueueSnapshot():
                 replay.state = record
                 for step in [step for step in replay.batches if step < record.committed_step]:
                     self._live[self._takes.pop(step)] -= 1

@@ -18,7 +18,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Restored:
+class QueueSnapshot:
     """What a journal remembers: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
 
     fence: int = 0

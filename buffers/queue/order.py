@@ -15,10 +15,10 @@ import bisect
 from collections.abc import Callable, Iterable, Sequence
 
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Restored
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
 
 
-class Line:
+class ConsumptionOrder:
     """Numbers 0 to `bound.num_numbers` - 1 in the order of their consumption."""
 
     def __init__(self, bound: Bound) -> None:
@@ -125,7 +125,7 @@ class Line:
         self.filtered_before += place
         del self.filtered[:place]
 
-    def restore(self, past: Restored, queued: Iterable[int]) -> None:
+    def restore(self, past: QueueSnapshot, queued: Iterable[int]) -> None:
         """Begin where a journal ends; numbers begun but in none of these places are open again."""
         self.head, self.consumed, self.quarantined = past.head, set(past.consumed), sorted(past.quarantined)
         self.filtered, self.filtered_before = sorted(past.filtered), past.filtered_before

@@ -6,7 +6,7 @@ A record is
 
 integers little endian. The payload of a PUT is a length (4 bytes), a MessagePack list [number, attempt, oldest version,
 newest version, tokens] of that length, and the group's bytes; of a TAKE the list [step, numbers]; of a STATE the fields of
-`ledger.Restored`; of a MARK an offset (8 bytes): every byte of the segment before it was on disk when the mark was written.
+`ledger.QueueSnapshot`; of a MARK an offset (8 bytes): every byte of the segment before it was on disk when it was written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 
 HEAD = struct.Struct("<BIQ")
 STATE, PUT, TAKE, MARK = 1, 2, 3, 4
@@ -55,7 +55,7 @@ class Mark:
     offset: int
 
 
-Record = Put | Take | Restored | Mark
+Record = Put | Take | QueueSnapshot | Mark
 
 
 def put_head(number: int, entry: Entry) -> bytes:
@@ -70,7 +70,7 @@ def take_payload(step: int, numbers: Sequence[int]) -> bytes:
     return packed
 
 
-def state_payload(state: Restored) -> bytes:
+def state_payload(state: QueueSnapshot) -> bytes:
     packed: bytes = msgpack.packb(asdict(state))
     return packed
 
@@ -155,4 +155,4 @@ def _record(kind: int, payload: bytes) -> Record:
     if kind == MARK:
         return Mark(*_OFFSET.unpack(payload))
     fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
-    return Restored(**fields)
+    return QueueSnapshot(**fields)

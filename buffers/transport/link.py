@@ -21,9 +21,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.bell import Bell
 from async_rlhf.buffers.transport.frames import bytes_received, receive, send
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
+from async_rlhf.buffers.transport.waker import Waker
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
 # actor holds, after which `send` says no. Received: an actor asks for a few chunks of weights of 1 MiB at a time.
@@ -100,16 +100,16 @@ class SocketLink:
         self._socket.connect(address)
         self._connected = self._remade = False
         self._num_failed = 0
-        self._bell = Bell()
+        self._waker = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._bell.descriptor, zmq.POLLIN)
+        self._poller.register(self._waker.descriptor, zmq.POLLIN)
 
     @property
     def sockets(self) -> list[Any]:
         """What a poller waits for, when it waits for several links."""
-        return [self._socket, self._monitor, self._bell.descriptor]
+        return [self._socket, self._monitor, self._waker.descriptor]
 
     def send(self, frames: wire.Frames) -> bool:
         return send(self._socket, frames)
@@ -118,12 +118,12 @@ class SocketLink:
         until = time.monotonic() + timeout_s
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000))))
-            if self._bell.descriptor in ready:
-                self._bell.hush()
+            if self._waker.descriptor in ready:
+                self._waker.clear()
             is_made = self._monitor in ready and self._watch()
             if self._socket in ready:
                 return receive(self._socket)
-            if is_made or not ready or self._bell.descriptor in ready:
+            if is_made or not ready or self._waker.descriptor in ready:
                 return None
 
     def was_remade(self) -> bool:
@@ -142,7 +142,7 @@ class SocketLink:
         return self._received > before
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._waker.ring()
 
     def clock(self) -> float:
         return time.monotonic()
@@ -152,7 +152,7 @@ class SocketLink:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-        self._bell.close()
+        self._waker.close()
 
     def _watch(self) -> bool:
         """Take in what the monitor saw; whether the connection was made."""

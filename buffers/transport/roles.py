@@ -1,4 +1,4 @@
-"""What the holder of an allowed key may say. Pure: `gate` knows whose message it is, `exchange` and `relay` ask here.
+"""What the holder of an allowed key may say. Pure: `authenticator` knows whose message it is, `exchange` and `relay` ask here.
 
     actor      makes groups, under its machine's name: NAME or NAME-anything
     relay      the same for others, so under any name

@@ -1,6 +1,6 @@
 """A relay's weight sets: each is fetched from the hub once, verified, and served to all who ask. Knows no socket.
 
-Waits for nothing: `passing` hands it what actors ask and what the hub says, and calls `advance` when it has time.
+Waits for nothing: `proxy` hands it what actors ask and what the hub says, and calls `advance` when it has time.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport.link import Link
-from async_rlhf.buffers.weights.fetching import Fetching
-from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory
 from async_rlhf.buffers.weights.store import WeightStore
 
@@ -27,9 +27,9 @@ class WeightCache:
 
     def __init__(self, fetch_link: Link, hub_address: str, config: WeightsConfig) -> None:
         self._link, self._last_request = fetch_link, 0
-        self._publication = Publication(WeightStore(), config)
+        self._weight_server = WeightServer(WeightStore(), config)
         make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
-        self._fetching = Fetching(self._send, hub_address, config, make)
+        self._weight_receiver = WeightReceiver(self._send, hub_address, config, make)
         self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
         self._current: Target | None = None
         self._kept: list[Target] = []
@@ -48,27 +48,27 @@ class WeightCache:
         """A message of the hub about the set that is fetched."""
         request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
         if isinstance(message, wire.Manifest | wire.Chunk):
-            self._fetching.hear(message, arrays)
+            self._weight_receiver.hear(message, arrays)
         elif isinstance(message, wire.Refused):
-            self._fetching.refused(request)
+            self._weight_receiver.refused(request)
             self._give_up(message.detail)
 
     @property
     def has_work(self) -> bool:
-        return self._fetching.has_work
+        return self._weight_receiver.has_work
 
     def advance(self) -> None:
         """Verify a piece of what has come; answer who waits for it when that was the last."""
         try:
-            self._fetching.advance()
+            self._weight_receiver.advance()
         except WeightsError as error:
             self._give_up(str(error))
             return
-        weights = self._fetching.take()
+        weights = self._weight_receiver.take()
         if weights is None:
             return
-        store, target = self._publication.store, (weights.fence, weights.version)
-        store.add(weights, self._fetching.applied)
+        store, target = self._weight_server.store, (weights.fence, weights.version)
+        store.add(weights, self._weight_receiver.applied)
         self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
         store.keep_only([version for _, version in self._kept])
         self._current = None
@@ -78,14 +78,14 @@ class WeightCache:
 
     def again(self) -> None:
         """The connection to the hub was lost: ask again for what was under way."""
-        self._fetching.reset()
+        self._weight_receiver.reset()
         self._current = None
         self._fetch_next()
 
     def _fetch_next(self) -> None:
         if self._current is None and self._waiting:
             self._current = max(self._waiting)
-            self._fetching.adopt(self._current)
+            self._weight_receiver.adopt(self._current)
 
     def _give_up(self, why: str) -> None:
         """The set that is fetched will not come; who waits for it is told, and will be told of a newer one."""
@@ -97,7 +97,7 @@ class WeightCache:
 
     def _answer(self, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
         try:
-            message, arrays = self._publication.serve(asked)
+            message, arrays = self._weight_server.serve(asked)
         except WeightsError as error:
             message, arrays = wire.Refused(reason="weights", detail=str(error)), []
         self._say(identity, message, request, arrays)

@@ -1,6 +1,6 @@
 """A relay between the hub and the actors of one host, or of one site: to the actors it is the hub.
 
-    owns        a ROUTER socket, and through `passing` one link to the hub for each actor, one more to fetch by, and the newest
+    owns        a ROUTER socket, and through `proxy` one link to the hub for each actor, one more to fetch by, and the newest
                 weight sets; one thread
     waits for   a message from an actor or from the hub
     woken by    any of them, or `stop`
@@ -21,12 +21,12 @@ import zmq
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.hub.gate import UNREAD_BY_ZMQ, Gate
+from async_rlhf.buffers.hub.authenticator import UNREAD_BY_ZMQ, Authenticator
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport.frames import send
 from async_rlhf.buffers.transport.keys import HubKeys
 from async_rlhf.buffers.transport.link import Connect, Link, SocketLink
-from async_rlhf.buffers.weights.passing import Passing
+from async_rlhf.buffers.weights.proxy import RelayProxy
 
 _TICK_S = 1.0
 _MAX_FRAME_BYTES = 128 << 20
@@ -52,17 +52,17 @@ class Relay:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)  # beyond it ZeroMQ cuts the actor by itself
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._gate = Gate(self._context, self._socket, access)
+        self._authenticator = Authenticator(self._context, self._socket, access)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._gate.close()
+            self._authenticator.close()
             self._context.destroy(linger=0)
             raise ConfigError(f"{address!r} cannot be listened at: {error}") from error
         self._poller = zmq.Poller()
-        for waited_for in (self._socket, *self._gate.sockets):
+        for waited_for in (self._socket, *self._authenticator.sockets):
             self._poller.register(waited_for, zmq.POLLIN)
-        self._passing = Passing(hub_address, config, self._open, self._close)
+        self._proxy = RelayProxy(hub_address, config, self._open, self._close)
         self._stopped, self._ending = False, threading.RLock()  # `stop` may come while `run` ends
 
     def stop(self) -> None:
@@ -70,32 +70,32 @@ class Relay:
         with self._ending:
             self._stopped = True
             if not self._socket.closed:
-                self._passing.wake()
+                self._proxy.wake()
 
     def run(self) -> None:
         """Serve until `stop`. Raises DeadlineError, with the reason, when the hub does not let this relay in."""
         next_tick = 0.0
         try:
             while not self._stopped:
-                self._poller.poll(0 if self._passing.has_work else int(_TICK_S * 1000))
-                self._gate.attend()
-                while (received := self._gate.receive()) is not None:
+                self._poller.poll(0 if self._proxy.has_work else int(_TICK_S * 1000))
+                self._authenticator.attend()
+                while (received := self._authenticator.receive()) is not None:
                     (identity, *message), holder = received
-                    self._passing.take(identity, message, holder)
-                self._passing.turn()
+                    self._proxy.take(identity, message, holder)
+                self._proxy.turn()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + _TICK_S
-                    self._gate.cut_endless(_MAX_UNFINISHED)
-                    self._gate.report()
-                    self._passing.tick()
-                for message in self._passing.outbox:
+                    self._authenticator.cut_endless(_MAX_UNFINISHED)
+                    self._authenticator.report()
+                    self._proxy.tick()
+                for message in self._proxy.outbox:
                     send(self._socket, message)  # never blocks: an actor that is gone, or too slow, loses it
-                self._passing.outbox.clear()
+                self._proxy.outbox.clear()
         finally:
             with self._ending:
-                self._gate.close()
+                self._authenticator.close()
                 self._context.destroy(linger=0)
-                self._passing.close()
+                self._proxy.close()
 
     def _open(self, name: str) -> Link:
         link = self._connect(self._hub_address, name)

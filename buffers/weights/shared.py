@@ -29,7 +29,7 @@ HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(
 
 
 class Memory(Protocol):
-    """Room for one set: written, sealed, then only read."""
+    """ByteBudget for one set: written, sealed, then only read."""
 
     place: Place | None
     """Where processes of this machine find it once it is sealed; None when they cannot."""
@@ -44,7 +44,7 @@ class Memory(Protocol):
 
 
 MakeMemory = Callable[[int], Memory]
-"""Room for so many bytes. Raises WeightsError when there is none."""
+"""ByteBudget for so many bytes. Raises WeightsError when there is none."""
 
 
 class HeapMemory:
@@ -102,7 +102,7 @@ class SealedMemory:
 
     @classmethod
     def make(cls, num_bytes: int) -> Memory:
-        """Room for a set, not sealed yet; on the heap where there is no sealed memory."""
+        """ByteBudget for a set, not sealed yet; on the heap where there is no sealed memory."""
         if not HAS_SEALS or not 0 < num_bytes <= sys.maxsize:
             return HeapMemory(num_bytes)
         token = secrets.token_hex(16)

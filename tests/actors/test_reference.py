@@ -21,7 +21,7 @@ from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.fields import _plain
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, Group, Rollout, Support
+from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
 from async_rlhf.learner.batch import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.torch_backend import TorchBackend
@@ -47,8 +47,8 @@ def model(directory: Path) -> ReferenceModel:
 def supported(rollout: Rollout) -> Rollout:
     """As if each token had been chosen among three."""
     ids = [[token, (token + 1) % 24, (token + 7) % 24] for token in rollout.completion_ids.tolist()]
-    support = Support(np.full(len(ids), 3, np.int32), np.array(ids, np.int32).ravel())
-    return Rollout(**{**vars(rollout), "support": support})
+    sampling_mask = SamplingMask(np.full(len(ids), 3, np.int32), np.array(ids, np.int32).ravel())
+    return Rollout(**{**vars(rollout), "sampling_mask": sampling_mask})
 
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
@@ -77,7 +77,7 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
                 pool.poll()
                 answered.wait(0.01)
         for key, rollout in enumerate(group.rollouts):
-            pool.submit(key, {**_fields(group, rollout, None), "support": _plain(rollout.support)})
+            pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": _plain(rollout.sampling_mask)})
         found = wait_scored(pool, answered)
     finally:
         pool.close()

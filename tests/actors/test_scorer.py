@@ -67,7 +67,7 @@ class Machine:
         (directory / "judges.py").write_text(JUDGES)
         self.gate, self.log = directory / "gate", directory / "log"
         self._directory, self.address = directory, f"ipc://{sockets}/scorer"
-        self._bell = threading.Event()
+        self._waker = threading.Event()
         self._pools: list[ScoringPool[str]] = []
 
     def specs(self, *names: str) -> tuple[RewardSpec, ...]:
@@ -87,7 +87,7 @@ class Machine:
         assert not self._thread.is_alive()
 
     def pool(self, *names: str) -> ScoringPool[str]:
-        self._pools.append(ScoringPool[str](self.specs(*names), CONFIG, self._bell.set, scorer=self.address))
+        self._pools.append(ScoringPool[str](self.specs(*names), CONFIG, self._waker.set, scorer=self.address))
         return self._pools[-1]
 
     def leave(self, pool: ScoringPool[str]) -> None:
@@ -98,8 +98,8 @@ class Machine:
         deadline = time.monotonic() + 60
         while not done():
             assert time.monotonic() < deadline, f"waited 60 s for {what}"
-            self._bell.wait(0.02)
-            self._bell.clear()
+            self._waker.wait(0.02)
+            self._waker.clear()
 
     def show(self, pool: ScoringPool[str], key: str, text: str) -> None:
         """Until it was read: what is shown while there is no scorer is shown to nobody."""

@@ -88,15 +88,15 @@ class Reading:
     def __init__(self, directory: Path, *names: str, **options: Any) -> None:
         (directory / "reader.py").write_text(READER)
         targets = [f"{directory / 'reader.py'}:{name}" for name in names]
-        self._bell = threading.Event()
+        self._waker = threading.Event()
         chosen = {"reader": options} if options else {}
-        self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), ScoringConfig(), self._bell.set)
+        self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), ScoringConfig(), self._waker.set)
 
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + 60
         while not done() and time.monotonic() < deadline:
-            self._bell.wait(0.02)
-            self._bell.clear()
+            self._waker.wait(0.02)
+            self._waker.clear()
         assert done()
 
     def score(self, key: str, text: str) -> Any:

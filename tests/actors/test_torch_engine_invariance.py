@@ -61,11 +61,11 @@ def make_requests(count: int = 16) -> tuple[Request, ...]:
 
 
 def bits(completion: Completion) -> tuple[object, ...]:
-    support = completion.support
+    sampling_mask = completion.sampling_mask
     return (
         completion.token_ids.tolist(),
         completion.logprobs.tobytes(),
-        None if support is None else (support.sizes.tolist(), support.ids.tolist()),
+        None if sampling_mask is None else (sampling_mask.sizes.tolist(), sampling_mask.ids.tolist()),
     )
 
 

@@ -80,9 +80,9 @@ def test_what_has_a_finite_logprob_is_the_support_in_either_form() -> None:
     tokens = np.array([7, 4], np.int32)
     dicts = [{token: SimpleNamespace(logprob=value) for token, value in position} for position in positions]
     for given in (flat(*positions), dicts):
-        logprobs, support = read_logprobs(given, tokens, with_support=True)
-        assert logprobs.tolist() == [-0.5, 0.0] and support is not None
-        assert (support.sizes.tolist(), support.ids.tolist()) == ([2, 1], [7, 9, 4])
+        logprobs, sampling_mask = read_logprobs(given, tokens, with_sampling_mask=True)
+        assert logprobs.tolist() == [-0.5, 0.0] and sampling_mask is not None
+        assert (sampling_mask.sizes.tolist(), sampling_mask.ids.tolist()) == ([2, 1], [7, 9, 4])
 
 
 def test_a_request_that_vllm_gave_up_is_an_error() -> None:

@@ -145,7 +145,7 @@ def test_how_completions_were_sampled_is_in_the_record() -> None:
     (group,) = hub.groups
     assert (group.top_k, group.top_p, group.min_p) == (4, 1.0, 0.0)
     for rollout in group.rollouts:
-        assert rollout.support is not None and set(rollout.support.sizes.tolist()) == {4}
+        assert rollout.sampling_mask is not None and set(rollout.sampling_mask.sizes.tolist()) == {4}
 
 
 READER = """

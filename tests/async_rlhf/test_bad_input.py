@@ -41,7 +41,7 @@ CASES = {
     "no such option": ({"data.options": {"min_word_length": 3}}, "did you mean 'min_word_len'"),
     "no such reward": ({"rewards.functions": ["reasoning_gim"]}, "did you mean 'reasoning_gym'"),
     "no such reward file": ({"rewards.functions": ["nowhere.py:f"]}, "nowhere.py"),
-    "unknown supports": (
+    "unknown sampling masks": (
         {"engine.kind": "vllm", "generation.top_p": 0.9},
         "generation.top_p = 0.9 cuts off.*vLLM does not say what is left unless top_k is set too",
     ),

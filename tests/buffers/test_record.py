@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import RecordError, WeightsError
-from async_rlhf.buffers.record import Group, Rollout, Score, Span, Support, staleness
+from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Score, Span, staleness
 from async_rlhf.buffers.tensors import ITEM_BYTES, RawTensor
 
 
@@ -64,18 +64,18 @@ def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], m
 @pytest.mark.parametrize(
     ("sizes", "ids", "message"),
     [
-        ([1, 1], [5, 6], "support must be int32 sizes"),
+        ([1, 1], [5, 6], "sampling_mask must be int32 sizes"),
         ([1, 1, 1], [5, 6], "2 ids in 3 parts"),
         ([2, 0, 1], [5, 6, 7], "at least 1"),
-        ([1, 2, 1], [5, 1, 2, 7], "token 1 is not once in its own support"),
-        ([1, 2, 1], [5, 6, 6, 7], "token 1 is not once in its own support"),
+        ([1, 2, 1], [5, 1, 2, 7], "token 1 is not once in its own sampling mask"),
+        ([1, 2, 1], [5, 6, 6, 7], "token 1 is not once in its own sampling mask"),
     ],
 )
 def test_a_support_that_does_not_hold_what_was_sampled_is_refused(sizes: list[int], ids: list[int], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         rollout(
             completion_ids=np.array([5, 6, 7], np.int32),
-            support=Support(np.array(sizes, np.int32), np.array(ids, np.int32)),
+            sampling_mask=SamplingMask(np.array(sizes, np.int32), np.array(ids, np.int32)),
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.ledger import Restored
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.learner import resuming
 from async_rlhf.learner.checkpoint import Checkpoints
 
@@ -33,7 +33,7 @@ def commit(run: Path, step: int) -> None:
     """Segments of several lives, in each of which the queue gave something up."""
     for committed in (0, step):
         journal = Journal(run / "queue")
-        journal.state(Restored(committed_step=committed))
+        journal.state(QueueSnapshot(committed_step=committed))
         journal.close()
 
 

@@ -17,9 +17,9 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
     rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
     (plain,) = make_micro_batches(rows, 512)
     sizes = torch.arange(plain.num_tokens) % 3
-    batch = replace(plain, support_sizes_N=sizes, support_ids_K=torch.arange(int(sizes.sum())))
-    assert batch.supports is not None
-    supports = batch.supports.chunks(1)
+    batch = replace(plain, mask_sizes_N=sizes, mask_ids_K=torch.arange(int(sizes.sum())))
+    assert batch.sampling_masks is not None
+    sampling_masks = batch.sampling_masks.chunks(1)
     shares = [Share.of(batch, rank, size) for rank in range(size)]
     assert torch.cat([share.index_M for share in shares]).sort().values.tolist() == list(range(batch.num_tokens))
     for share in shares:
@@ -27,6 +27,6 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
         assert share.own.target_N.equal(batch.target_N[share.index_M])
         read = share.own.ids_RL.flatten()[share.own.source_N]
         assert read.equal(batch.ids_RL.flatten()[batch.source_N[share.index_M]])
-        assert share.own.supports is not None
-        wanted = [supports[token].ids_K for token in share.index_M.tolist()]
-        assert share.own.supports.ids_K.equal(torch.cat([*wanted, torch.empty(0, dtype=torch.int64)]))
+        assert share.own.sampling_masks is not None
+        wanted = [sampling_masks[token].ids_K for token in share.index_M.tolist()]
+        assert share.own.sampling_masks.ids_K.equal(torch.cat([*wanted, torch.empty(0, dtype=torch.int64)]))

@@ -87,7 +87,7 @@ class Observer:
         )
         if kept > most:
             raise ViolationError("memory", f"the journal keeps {kept} groups, the limit is {most}")
-        sets = len(exchange._publication.store._sets)
+        sets = len(exchange._weight_server.store._sets)
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
         for name, actor in admission.fleet.actors.items():

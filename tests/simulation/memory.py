@@ -16,11 +16,11 @@ from async_rlhf.buffers.protocol.weight_messages import Place
 from tests.simulation.world import ViolationError
 
 SEALING = (
-    "async_rlhf.buffers.weights.publishing",
-    "async_rlhf.buffers.weights.publication",
+    "async_rlhf.buffers.weights.sender",
+    "async_rlhf.buffers.weights.server",
     "async_rlhf.buffers.weights.cache",
 )
-MAPPING = ("async_rlhf.buffers.weights.publication", "async_rlhf.buffers.weights.fetching")
+MAPPING = ("async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.receiver")
 
 
 class SimMemory:

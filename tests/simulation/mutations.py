@@ -9,17 +9,17 @@ from typing import Any
 from unittest.mock import patch
 
 from async_rlhf.buffers.errors import DamagedError, RefusedError
+from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.sessions import ActorSessions
-from async_rlhf.buffers.hub.tenure import Tenure
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.admission import Admission, Credit
 from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 from async_rlhf.buffers.queue.trials import Trials
 from async_rlhf.buffers.weights.cache import WeightCache
-from async_rlhf.buffers.weights.fetching import Fetching
+from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.memory import Machine, SimMemory
@@ -104,25 +104,25 @@ def free_a_slot_at_take() -> AbstractContextManager[Any]:
 
 def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
     """An actor takes on the version's name when it is told of it, before the weights have come and were verified."""
-    honest = Fetching.adopt
+    honest = WeightReceiver.adopt
 
-    def adopt(self: Fetching, target: tuple[int, int]) -> None:
+    def adopt(self: WeightReceiver, target: tuple[int, int]) -> None:
         honest(self, target)
         self._weights = WeightSet(*target, specs=(), blob=b"")
 
-    return patch.object(Fetching, "adopt", adopt)
+    return patch.object(WeightReceiver, "adopt", adopt)
 
 
 def ignore_the_fence() -> AbstractContextManager[Any]:
     """Whoever speaks as the learner is believed."""
-    honest = Tenure.hear
+    honest = LearnerSession.hear
 
-    def hear(self: Tenure, identity: bytes, request: int, message: wire.Message, *more: Any) -> Any:
+    def hear(self: LearnerSession, identity: bytes, request: int, message: wire.Message, *more: Any) -> Any:
         if hasattr(message, "fence"):
             message = message.model_copy(update={"fence": self._admission.fence})
         return honest(self, identity, request, message, *more)
 
-    return patch.object(Tenure, "hear", hear)
+    return patch.object(LearnerSession, "hear", hear)
 
 
 def serve_another_set_under_the_name() -> AbstractContextManager[Any]:
@@ -134,7 +134,7 @@ def serve_another_set_under_the_name() -> AbstractContextManager[Any]:
         if not self._kept or wanted in self._kept:
             honest(self, identity, request, asked)
             return
-        message, arrays = self._publication.serve(asked.model_copy(update={"version": self._kept[-1][1]}))
+        message, arrays = self._weight_server.serve(asked.model_copy(update={"version": self._kept[-1][1]}))
         self._say(identity, message.model_copy(update={"version": asked.version}), request, arrays)
 
     return patch.object(WeightCache, "ask", ask)
@@ -169,7 +169,7 @@ def forget_what_was_filtered() -> AbstractContextManager[Any]:
     """A filtered group is acknowledged, and the journal is not told that its number is dead."""
     honest = Admission.remember
 
-    def remember(self: Admission) -> Restored:
+    def remember(self: Admission) -> QueueSnapshot:
         return replace(honest(self), filtered=(), filtered_before=0, filtered_tokens=0)
 
     return patch.object(Admission, "remember", remember)

@@ -1,11 +1,11 @@
-"""A relay's process: the real `Passing` between actors, on a network of its own, and the hub."""
+"""A relay's process: the real `RelayProxy` between actors, on a network of its own, and the hub."""
 
 from __future__ import annotations
 
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport.link import Link
-from async_rlhf.buffers.weights.passing import Passing
+from async_rlhf.buffers.weights.proxy import RelayProxy
 from tests.simulation.hub_role import HubRole
 from tests.simulation.world import Network, SimLink, ViolationError
 
@@ -18,7 +18,7 @@ class RelayRole:
     def __init__(self, hub: HubRole) -> None:
         self._hub, self._world = hub, hub.world
         self.network = Network(hub.world, self._arrive)
-        self._passing: Passing | None = None
+        self._proxy: RelayProxy | None = None
         self._inbox: list[tuple[bytes, wire.Frames]] = []
         self._turn_due = False
         self._life = 0
@@ -29,17 +29,17 @@ class RelayRole:
         life = self._life
         self._hub.machine.begin("relay")
         with self._hub.machine.run("relay"):
-            self._passing = Passing(self._hub.address, self._hub.weights, lambda name: self._open(name, life), self._close)
+            self._proxy = RelayProxy(self._hub.address, self._hub.weights, lambda name: self._open(name, life), self._close)
         self.network.was_wild = self._hub.network.was_wild
         self.network.listen()
         self._tick(life)
 
     def kill(self) -> None:
-        if self._passing is None:
+        if self._proxy is None:
             return
         self._world.note("relay killed")
         self._life += 1
-        self._passing = None
+        self._proxy = None
         self._inbox.clear()
         self._turn_due = False
         self._hub.machine.end("relay")
@@ -59,7 +59,7 @@ class RelayRole:
         self.links.remove(link)
 
     def _arrive(self, identity: bytes, frames: wire.Frames) -> None:
-        if self._passing is not None:
+        if self._proxy is not None:
             self._inbox.append((identity, frames))
             self._soon(self._life)
 
@@ -69,31 +69,31 @@ class RelayRole:
             self._world.after(self._world.rng.uniform(0, 0.002), "turn relay", lambda: self._turn(life))
 
     def _tick(self, life: int) -> None:
-        if life == self._life and self._passing is not None:
-            self._passing.tick()
+        if life == self._life and self._proxy is not None:
+            self._proxy.tick()
             self._soon(life)
             self._world.after(TICK_S, "relay ticks", lambda: self._tick(life))
 
     def _turn(self, life: int) -> None:
-        if life != self._life or self._passing is None:
+        if life != self._life or self._proxy is None:
             return
         self._turn_due = False
         taken, self._inbox = self._inbox, []
         try:
             with self._hub.machine.run("relay"):
                 for identity, frames in taken:
-                    self._passing.take(identity, frames, None)
-                self._passing.turn()
+                    self._proxy.take(identity, frames, None)
+                self._proxy.turn()
         except AsyncRLHFError as error:
             if not self._hub.network.was_wild:
                 raise ViolationError("crash", f"the relay ended: {error!r}") from error
             self.kill()
             return
-        sets = len(self._passing._cache._publication.store._sets)
+        sets = len(self._proxy._cache._weight_server.store._sets)
         if sets > 2:
             raise ViolationError("memory", f"the relay keeps {sets} weight sets")
-        for message in self._passing.outbox:
+        for message in self._proxy.outbox:
             self.network.deliver(message)
-        self._passing.outbox.clear()
-        if self._passing.has_work:
+        self._proxy.outbox.clear()
+        if self._proxy.has_work:
             self._soon(life)

@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(subject: Subject, temperatur
     for completion in done:
         assert completion.logprobs.dtype == np.float32 and completion.token_ids.dtype == np.int32
         assert [(span.version, span.cache_version) for span in completion.spans] == [(0, None)]
-        assert completion.support is None
+        assert completion.sampling_mask is None
 
 
 def test_the_learner_finds_the_same_logprobs_and_the_same_canary(subject: Subject, torch_directory: str) -> None:
@@ -139,10 +139,10 @@ def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(
         tables = torch.stack([truncated(row / 0.8, **cut) for row in logits])
         expected = tables.gather(1, torch.from_numpy(completion.token_ids).long()[:, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=exact_subject.tolerance)
-        if completion.support is None:
+        if completion.sampling_mask is None:
             assert exact_subject.name == "vllm" and request.top_k == 0, "only vLLM may not know, and only without top-k"
             continue
-        parts = np.split(completion.support.ids, np.cumsum(completion.support.sizes)[:-1])
+        parts = np.split(completion.sampling_mask.ids, np.cumsum(completion.sampling_mask.sizes)[:-1])
         assert [sorted(part.tolist()) for part in parts] == [torch.isfinite(row).nonzero()[:, 0].tolist() for row in tables]
     assert_plain(exact_subject, FIRST, asked[4:], done[4:])
 

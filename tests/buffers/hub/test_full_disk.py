@@ -17,7 +17,7 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DiskFullError, JournalError
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal, Replay
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -47,7 +47,7 @@ def test_what_could_not_be_written_is_written_once_there_is_room(fsync: Fsync, s
         disk.full = rng.random() < 0.5
         journal.put(number, ENTRY, b"%03d" % number * 10)
         if rng.random() < 0.3:
-            journal.state(Restored(fence=number))
+            journal.state(QueueSnapshot(fence=number))
         if disk.full:
             for _ in range(2):
                 with pytest.raises(DiskFullError, match="Nothing acknowledged is lost"):

@@ -733,7 +733,7 @@ def test_a_set_that_is_replaced_while_it_is_fetched_is_fetched_again(place: Call
     anna, first = Actor(hub, weights=WeightsConfig(transport="chunks")), learner_of(hub)
     with peers(anna, first):
         first.publish(0, tensors(0, size))
-        until(lambda: anna.client._fetching._assembly is not None, anna)  # in the middle of it
+        until(lambda: anna.client._weight_receiver._assembly is not None, anna)  # in the middle of it
         second = learner_of(hub)
         with peers(second):
             second.publish(0, tensors(99, size))

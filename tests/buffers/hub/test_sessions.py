@@ -18,7 +18,7 @@ from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.record import Rollout, Score, Span, Support
+from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
 from tests.buffers.hub.test_hub import (
     Actor,
     Place,
@@ -210,7 +210,10 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one member instead of two": (lambda g: g.update(rollouts=g["rollouts"][:1]), "members: 1; this run's: 2"),
     "a token beyond the vocabulary": (lambda g: g.update(rollouts=[rollout(100)] * 2), "largest token id: 100; at most 99"),
     "a prompt token beyond it": (lambda g: g.update(prompt_ids=np.array([1 << 20], np.int32)), "largest token id: 1048576"),
-    "a support beyond it": (lambda g: g.update(rollouts=[supported(), rollout(5)]), "largest token id in a support: 777"),
+    "a sampling mask beyond it": (
+        lambda g: g.update(rollouts=[supported(), rollout(5)]),
+        "largest token id in a sampling mask: 777",
+    ),
     "a reward that the run has not": (
         lambda g: g.update(rollouts=[rollout(5, scores={"other": Score(1.0)})] * 2),
         "rewards: \\['other'\\]; this run's: \\['right'\\]",
@@ -224,13 +227,15 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-def rollout(token: int, length: int = 3, scores: dict[str, Score] | None = None, support: Support | None = None) -> Rollout:
+def rollout(
+    token: int, length: int = 3, scores: dict[str, Score] | None = None, sampling_mask: SamplingMask | None = None
+) -> Rollout:
     ids, logprobs = np.full(length, token, np.int32), np.full(length, -0.5, np.float32)
-    return Rollout(ids, logprobs, (Span(0, length),), "stop", scores or {"right": Score(1.0)}, support=support)
+    return Rollout(ids, logprobs, (Span(0, length),), "stop", scores or {"right": Score(1.0)}, sampling_mask=sampling_mask)
 
 
 def supported() -> Rollout:
-    return rollout(5, support=Support(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32)))
+    return rollout(5, sampling_mask=SamplingMask(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32)))
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.record import Group, Rollout, Score, Span, Support
+from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Score, Span
 from tests.buffers.protocol.any_message import JSON, MESSAGES, TEXT, like
 
 LIMIT = 1 << 20
@@ -46,11 +46,11 @@ SPANS = st.builds(Span, st.integers(-5, (1 << 31) - 1), st.integers(1, 4), st.no
 
 
 @st.composite
-def supports(draw: st.DrawFn, ids: list[int]) -> Support:
+def sampling_masks(draw: st.DrawFn, ids: list[int]) -> SamplingMask:
     others = [draw(st.sets(st.integers(0, 9), max_size=2)) - {token} for token in ids]
     kept = [sorted({token, *more}) for token, more in zip(ids, others, strict=True)]
     flat = [token for part in kept for token in part]
-    return Support(np.array([len(part) for part in kept], np.int32), np.array(flat, np.int32))
+    return SamplingMask(np.array([len(part) for part in kept], np.int32), np.array(flat, np.int32))
 
 
 def LOGPROBS(length: int) -> st.SearchStrategy[list[float]]:
@@ -72,7 +72,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         scores={name: draw(SCORES) for name in names},
         text=draw(TEXT),
         timings=draw(st.dictionaries(TEXT, LIMITED, max_size=2)),
-        support=draw(st.none() | supports(ids)),
+        sampling_mask=draw(st.none() | sampling_masks(ids)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
     )
 
@@ -103,7 +103,7 @@ def same(one: Group, other: Group) -> bool:
             vars(r)
             | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
             | {"reference": r.reference is not None and (r.reference.dtype, r.reference.tobytes())}
-            | {"support": r.support and [(ids.dtype, ids.tolist()) for ids in vars(r.support).values()]}
+            | {"sampling_mask": r.sampling_mask and [(ids.dtype, ids.tolist()) for ids in vars(r.sampling_mask).values()]}
             for r in group.rollouts
         ]
         return flat
@@ -296,7 +296,7 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         ),
         (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must .*cover all 3 tokens"),
         (lambda header, arrays: (spoiled(header, spans=[(0, 3, None), (1, 0, None)]), arrays), "spans must be non-empty"),
-        (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
+        (lambda header, arrays: (spoiled(header, num_sampling_mask=1), arrays), "its header says"),
         (lambda header, arrays: (spoiled(header, has_reference=True), arrays), "its header says"),
         (lambda header, arrays: (header | {"has_reference": [True]}, arrays), "'has_reference' has 1 items for 2 members"),
         (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 
 NAMES = ("anna", "ben", "carl")
 
@@ -64,7 +64,7 @@ class Run:
         self.hub = Admission(bound, max_attempts=max_attempts, lease_s=10.0)
         self.now = 0.0
         self.processes: dict[str, Process] = {}
-        self.state = Restored()
+        self.state = QueueSnapshot()
         self.entries: dict[int, Entry] = {}
         self.takes: dict[int, list[int]] = {}
         self.weights: dict[int, int] = {}  # version -> fence
@@ -730,7 +730,7 @@ def test_in_exact_mode_a_quarantine_makes_groups_of_the_wrong_version_again() ->
 def test_in_exact_mode_a_restarted_hub_does_not_take_up_what_a_quarantine_dropped() -> None:
     """The journal still holds group 2 as it was put, of version 1; since group 1 is quarantined it needs version 0."""
     hub = Admission(Bound(1, 1, 10, exact=True))
-    hub.restore(Restored(fence=1, quarantined=(1,)), {0: Entry(0, 0, 0, 1), 2: Entry(0, 1, 1, 1)})
+    hub.restore(QueueSnapshot(fence=1, quarantined=(1,)), {0: Entry(0, 0, 0, 1), 2: Entry(0, 1, 1, 1)})
     hub.assign(0, [0])
     hub.register(2, 1, 0)
     hub.publish(1)

@@ -17,7 +17,7 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, JournalError
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.ledger import Entry, Restored
+from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
 
 SEGMENT_BYTES = 512
 MARK_BYTES = len(segment.mark(0))
@@ -49,7 +49,7 @@ class Memory:
     """What a journal is a memory of: the same calls, kept in dictionaries."""
 
     def __init__(self) -> None:
-        self.state = Restored()
+        self.state = QueueSnapshot()
         self.entries: dict[int, Entry] = {}
         self.payloads: dict[int, bytes] = {}
         self.batches: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ class Memory:
     def put(self, number: int, size: int) -> None:
         self.entries[number], self.payloads[number] = entry(number), payload(number, size)
 
-    def commit(self, state: Restored) -> list[int]:
+    def commit(self, state: QueueSnapshot) -> list[int]:
         done = [step for step in self.batches if step < state.committed_step]
         numbers = [number for step in done for number in self.batches.pop(step)]
         for number in numbers:
@@ -103,7 +103,7 @@ def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]
             elif kind in ("commit", "state"):
                 committed = max(memory.state.committed_step, next_step - amount) if kind == "commit" else None
                 step = memory.state.committed_step if committed is None else committed
-                state = Restored(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(1 << 20,))
+                state = QueueSnapshot(committed_step=step, head=next_number, consumed=(1, 2), quarantined=(1 << 20,))
                 journal.state(state, memory.commit(state))
                 journal.sync()
             elif kind == "reopen":
@@ -189,7 +189,7 @@ def test_a_flipped_byte_of_what_was_on_disk_is_named_and_not_cut_off(tmp_path: P
 
 def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
     with opened(tmp_path, "group") as journal:
-        journal.state(Restored())
+        journal.state(QueueSnapshot())
         journal.sync()
         start = segments(tmp_path)[-1].stat().st_size
         journal.put(0, entry(0), payload(0))
@@ -255,7 +255,7 @@ def test_groups_of_more_segments_than_there_may_be_open_files_are_read(tmp_path:
     with opened(tmp_path) as journal:
         for number in range(300):
             journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(Restored())
+            journal.state(QueueSnapshot())
             journal.sync()
         assert len(segments(tmp_path)) >= 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
@@ -289,16 +289,16 @@ def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         for number in range(8):
             journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(Restored(head=0))  # every group in a segment of its own
+            journal.state(QueueSnapshot(head=0))  # every group in a segment of its own
             journal.sync()
         assert len(segments(tmp_path)) == 8
         journal.take(0, [1, 2])
         journal.take(1, [0, 3])
-        journal.state(Restored(committed_step=1), deletable=[1, 2])
+        journal.state(QueueSnapshot(committed_step=1), deletable=[1, 2])
         journal.sync()
         assert journal.read(0) == payload(0, SEGMENT_BYTES)
         assert len(segments(tmp_path)) == 9, "group 0, in the oldest segment, may still be asked for"
-        journal.state(Restored(committed_step=2), deletable=[0, 3])
+        journal.state(QueueSnapshot(committed_step=2), deletable=[0, 3])
         journal.sync()
         assert [path.stem for path in segments(tmp_path)] == ["000005", "000006", "000007", "000008", "000009"]
         assert [journal.read(number) for number in range(4, 8)] == [payload(n, SEGMENT_BYTES) for n in range(4, 8)]
@@ -308,7 +308,7 @@ def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
         assert journal.num_bytes == sum(path.stat().st_size for path in segments(tmp_path))
     with opened(tmp_path) as journal:
         assert list(journal.replay.entries) == [4, 5, 6, 7]
-        assert journal.replay.state == Restored(committed_step=2)
+        assert journal.replay.state == QueueSnapshot(committed_step=2)
 
 
 def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> Non
         for step in range(100):
             journal.put(step, entry(step), payload(step))
             journal.take(step, [step])
-            journal.state(Restored(committed_step=step + 1), deletable=[step])
+            journal.state(QueueSnapshot(committed_step=step + 1), deletable=[step])
             journal.sync()
             assert journal.num_bytes < 4 * SEGMENT_BYTES
 
@@ -325,7 +325,7 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         for number in range(3):
             journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(Restored())
+            journal.state(QueueSnapshot())
             journal.sync()
     missing = segments(tmp_path)[1]
     missing.unlink()
@@ -382,7 +382,7 @@ def test_groups_that_were_taken_back_are_not_kept_for_the_next_hub(tmp_path: Pat
         journal.take(0, [0, 1])
         journal.sync()
         # The hub dies before it has deleted anything; what its last state says is on disk.
-        journal.state(Restored(head=2, consumed=(), quarantined=(2,), removed=(1,)))
+        journal.state(QueueSnapshot(head=2, consumed=(), quarantined=(2,), removed=(1,)))
         journal.sync()
     with opened(tmp_path) as journal:
         assert sorted(journal.replay.entries) == [0, 3]

@@ -131,7 +131,7 @@ def test_an_actor_that_cannot_map_what_it_is_offered_fetches_chunks_or_says_why(
         """Its machine has no process of that number."""
 
         def look(self) -> bool:
-            fetching = self.client._fetching
+            fetching = self.client._weight_receiver
             honest = fetching._begin
 
             def begin(manifest: wire.Manifest) -> None:
@@ -176,7 +176,7 @@ def test_an_unfinished_fetch_goes_on_where_it_was_after_the_connection_was_lost(
     place = fleet()
     place.publish(0)
     anna = Actor(place, "anna")
-    fetching = anna.client._fetching
+    fetching = anna.client._weight_receiver
     with actors(anna):
         until(lambda: anna.look() or (fetching._assembly is not None and len(fetching._assembly.missing) < 3))
         if not anna.words:

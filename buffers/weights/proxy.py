@@ -32,7 +32,7 @@ class _Line:
     heard_at: float
 
 
-class Passing:
+class RelayProxy:
     """Owns the links to the hub, made by `open_link` with a name and ended by `close_link`, and the weights.
 
     outbox: messages to send to actors, each [identity, header, arrays...], in order.

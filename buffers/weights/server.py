@@ -48,7 +48,7 @@ class _Incoming:
         return self.base is None and self.assembly.is_complete and not self.delta_bytes.missing
 
 
-class Publication:
+class WeightServer:
     """Owns the store and the set that is on its way from the learner."""
 
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:

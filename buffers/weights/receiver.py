@@ -22,7 +22,7 @@ _CHUNKS_AHEAD = 8  # chunks asked for before the first has come
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 
-class Fetching:
+class WeightReceiver:
     """Owns the unfinished set and, where deltas may come, the newest whole one. `send` returns its request number.
 
     serving: (fence, version) that the actor serves; it is not fetched again. applied: the deltas that made the newest set.

@@ -27,7 +27,7 @@ class Asks(Protocol):
     def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None: ...
 
 
-class Publishing:
+class WeightSender:
     """Owns the set published last, while a delta to it may be asked for."""
 
     def __init__(self, connection: Asks, address: str, config: WeightsConfig, timeout_s: float) -> None:

@@ -15,24 +15,24 @@ from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.weights.publication import Publication
+from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
 
 
-class Tenure:
+class LearnerSession:
     """Owns the present registration and the Take that waits for its batch. `incarnation` is the hub's."""
 
     def __init__(
         self,
         admission: Admission,
         journal: Journal,
-        publication: Publication,
+        publication: WeightServer,
         peers: Peers,
         outbox: Outbox,
         incarnation: str,
     ) -> None:
-        self._admission, self._journal, self._publication = admission, journal, publication
+        self._admission, self._journal, self._weight_server = admission, journal, publication
         self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
         self._registration: tuple[bytes, int, wire.Registered] | None = None
         self._parked: tuple[bytes, int, wire.Take] | None = None
@@ -78,7 +78,7 @@ class Tenure:
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
             case wire.Publish() | wire.Chunk() | wire.Check():
-                return self._publication.hear(message, arrays, admission)
+                return self._weight_server.hear(message, arrays, admission)
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
         return wire.Done()
@@ -146,7 +146,7 @@ class Tenure:
         self._journal.state(admission.remember(), deletable)
         answer = wire.Registered(fence=fence, incarnation=self._incarnation)
         self._registration, self._parked, self._newest_request = (identity, request, answer), None, request
-        self._publication.forget()
+        self._weight_server.forget()
         self._outbox.hold(identity, answer, request)
         _log.info("learner registered at step %d under fence %d", register.step, fence)
         return None

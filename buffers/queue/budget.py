@@ -22,7 +22,7 @@ On disk lie, beside Q, the groups trained on since the oldest checkpoint that is
 from __future__ import annotations
 
 
-class Room:
+class ByteBudget:
     """`queued`: Q. `largest`: m. `max_bytes`: None for no limit."""
 
     def __init__(self, max_bytes: int | None = None) -> None:

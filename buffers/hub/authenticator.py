@@ -12,7 +12,7 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rlhf.buffers.hub.endless import Endless
+from async_rlhf.buffers.hub.unfinished import UnfinishedMessageGuard
 from async_rlhf.buffers.protocol.wire import Frames
 from async_rlhf.buffers.transport import frames, keys
 from async_rlhf.buffers.transport.roles import Holder
@@ -26,7 +26,7 @@ UNREAD_BY_ZMQ = 64 << 20
 _MAX_NAMED = 8  # refused addresses named in one line of the log
 
 
-class Gate:
+class Authenticator:
     """Lets peers in, and counts who failed to come in or went: the ZAP socket and the monitor of the hub's socket.
 
     Must be made before the socket is bound. With `access` the socket becomes a CURVE server that asks here about every key;
@@ -51,7 +51,7 @@ class Gate:
         self.counters = dict.fromkeys(
             ("connections", "connections_ended", "handshakes_failed", "refused_handshakes", "endless_messages"), 0
         )
-        self._endless = Endless()
+        self._unfinished = UnfinishedMessageGuard()
         self._identities: dict[int, bytes] = {}  # who sent the newest message over an open connection, by its descriptor
         self._reported = dict(self.counters)
         self._refused: set[str] = set()
@@ -67,17 +67,17 @@ class Gate:
         if received is None:
             return None
         message, descriptor, name = received
-        self._endless.heard(descriptor)
+        self._unfinished.heard(descriptor)
         self._identities[descriptor] = message[0]
         return message, self._holders[name] if self._holders else None
 
     def cut_endless(self, max_bytes: int) -> None:
         """Cut peers that have sent more than this of one message; to be called when `receive` gave None."""
-        self.counters["endless_messages"] += self._endless.cut(max_bytes)
+        self.counters["endless_messages"] += self._unfinished.cut(max_bytes)
 
     def arriving(self) -> list[bytes]:
         """The peers from whom bytes came between the last two calls of `cut_endless` (over TCP, on Linux)."""
-        return [self._identities[each] for each in self._endless.arriving if each in self._identities]
+        return [self._identities[each] for each in self._unfinished.arriving if each in self._identities]
 
     def attend(self) -> None:
         """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""
@@ -115,13 +115,13 @@ class Gate:
 
     def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._endless.opened(value)
+            self._unfinished.opened(value)
             self.counters["connections"] += 1
         elif event & _HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
             self.counters["connections_ended"] -= 1  # its end is told next, and was counted here
         else:
-            self._endless.ended(value)
+            self._unfinished.ended(value)
             self._identities.pop(value, None)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1

@@ -18,7 +18,7 @@ import socket
 from async_rlhf.buffers.transport.frames import bytes_received
 
 
-class Endless:
+class UnfinishedMessageGuard:
     """Owns the bytes that each open connection had received when it was looked at after its last whole message.
 
     arriving: the connections over which bytes had come at the last look, since the one before.

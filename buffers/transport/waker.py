@@ -6,8 +6,8 @@ import os
 from contextlib import suppress
 
 
-class Bell:
-    """Owns a pipe. Register `descriptor` for reading with a poller; `ring` from anywhere, `hush` when the poller saw it."""
+class Waker:
+    """Owns a pipe. Register `descriptor` for reading with a poller; `ring` from anywhere, `clear` when the poller saw it."""
 
     def __init__(self) -> None:
         self.descriptor, self._ringer = os.pipe()
@@ -19,7 +19,7 @@ class Bell:
         with suppress(BlockingIOError):  # a full pipe rings already
             os.write(self._ringer, b"w")
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Forget that it rang; call it only when it did."""
         os.read(self.descriptor, 4096)
 

@@ -16,14 +16,14 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import RecordError
-from async_rlhf.buffers.record import Group, Rollout, Support
+from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.experiments.gradient_laws import policy
 from async_rlhf.experiments.gradient_laws.table import CASES, Case
 from async_rlhf.learner.batch import make_micro_batches, make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.logprobs import chunked_logprobs, token_entropy, token_logprobs
 from async_rlhf.learner.losses import LossInputs, objective
-from async_rlhf.learner.support import Supports
+from async_rlhf.learner.sampling_mask import SamplingMasks
 from async_rlhf.learner.torch_backend import TorchBackend
 from tests.learner.making import TINY_SPELLER, make_group
 
@@ -40,8 +40,8 @@ def nucleus(logits: Tensor, top_p: float = 0.7) -> Tensor:
     return torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, p.cumsum(-1) - p < top_p)
 
 
-def supports_of(kept_NV: Tensor) -> Supports:
-    return Supports(kept_NV.sum(-1), kept_NV.nonzero()[:, 1])
+def supports_of(kept_NV: Tensor) -> SamplingMasks:
+    return SamplingMasks(kept_NV.sum(-1), kept_NV.nonzero()[:, 1])
 
 
 def masked_reward(logits: Tensor, kept: Tensor) -> Tensor:
@@ -62,11 +62,11 @@ def expected(config: LossConfig, current: Tensor, kept: Tensor, *, restricted: b
     """[C, V]: the expected ascent direction over completions of the behaviour policy, cut off at `kept`."""
     inside = kept[policy.PREFIXES, policy.COMPLETIONS].all(1)
     prefix_N, token_N = policy.PREFIXES[inside].flatten(), policy.COMPLETIONS[inside].flatten()
-    supports = supports_of(kept[prefix_N])
+    sampling_masks = supports_of(kept[prefix_N])
     ones_N, each = ONES[: len(token_N)], torch.arange(len(token_N) // policy.T)
-    behaviour_N = token_logprobs(BEHAVIOUR[prefix_N], token_N, ones_N, supports).double()
+    behaviour_N = token_logprobs(BEHAVIOUR[prefix_N], token_N, ones_N, sampling_masks).double()
     leaf = current.clone().requires_grad_()
-    now_N = token_logprobs(leaf[prefix_N], token_N, ones_N, supports if restricted else None).double()
+    now_N = token_logprobs(leaf[prefix_N], token_N, ones_N, sampling_masks if restricted else None).double()
     weights_Y = behaviour_N.reshape(-1, policy.T).sum(1).exp()
     reward_Y = REWARD[inside]
     inputs = LossInputs(
@@ -124,16 +124,16 @@ def test_in_chunks_and_whole_they_are_those_of_the_renormalised_distribution(see
     kept[torch.arange(7), target_N] = True
     sizes, ids = supports_of(kept)
     cut_off = torch.rand(7, generator=random) < 0.7  # the others come from the whole vocabulary
-    supports = Supports(sizes * cut_off, ids[cut_off.repeat_interleave(sizes)])
+    sampling_masks = SamplingMasks(sizes * cut_off, ids[cut_off.repeat_interleave(sizes)])
     heat_N = torch.full((7,), temperature)
     one = Categorical(logits=(hidden @ weight.T / temperature).masked_fill(~kept & cut_off[:, None], -1e30))
     wanted = [one.log_prob(target_N), one.entropy()]  # type: ignore[no-untyped-call]
     logits = hidden @ weight.T
     whole = [
-        token_logprobs(logits, target_N, heat_N, supports),
-        token_entropy(logits, heat_N, supports),
+        token_logprobs(logits, target_N, heat_N, sampling_masks),
+        token_entropy(logits, heat_N, sampling_masks),
     ]
-    chunked = chunked_logprobs(hidden, weight, None, target_N, heat_N, rows, supports)
+    chunked = chunked_logprobs(hidden, weight, None, target_N, heat_N, rows, sampling_masks)
     factors = torch.randn(2, 7, generator=random)
 
     def gradients(pair: list[Tensor]) -> tuple[Tensor, ...]:
@@ -144,15 +144,15 @@ def test_in_chunks_and_whole_they_are_those_of_the_renormalised_distribution(see
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def with_support(rollout: Rollout, *, extra: int) -> Rollout:
+def with_sampling_mask(rollout: Rollout, *, extra: int) -> Rollout:
     """As if each token had been one of `extra` more."""
     ids = [np.unique([token, *range(extra)]).astype(np.int32) for token in rollout.completion_ids]
-    return replace(rollout, support=Support(np.array([len(each) for each in ids], np.int32), np.concatenate(ids)))
+    return replace(rollout, sampling_mask=SamplingMask(np.array([len(each) for each in ids], np.int32), np.concatenate(ids)))
 
 
 def truncated_group(number: int, extras: list[int | None]) -> Group:
     group = make_group(number, [3 + index for index in range(len(extras))])
-    rollouts = [r if e is None else with_support(r, extra=e) for r, e in zip(group.rollouts, extras, strict=True)]
+    rollouts = [r if e is None else with_sampling_mask(r, extra=e) for r, e in zip(group.rollouts, extras, strict=True)]
     return replace(group, rollouts=tuple(rollouts), top_p=0.9)
 
 
@@ -162,14 +162,16 @@ def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> Non
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for tokens in (8, 64):
         for batch in make_micro_batches(rows, tokens):
-            recorded = [rollouts[member].support for member in batch.member_S.tolist()]
+            recorded = [rollouts[member].sampling_mask for member in batch.member_S.tolist()]
             if all(each is None for each in recorded):
-                assert batch.supports is None
+                assert batch.sampling_masks is None
                 continue
-            assert batch.supports is not None
+            assert batch.sampling_masks is not None
             wanted = [token for each in recorded if each is not None for token in each.ids.tolist()]
-            assert batch.supports.ids_K.tolist() == wanted
-            for one, size, target in zip(batch.supports.chunks(1), batch.supports.sizes_N, batch.target_N, strict=True):
+            assert batch.sampling_masks.ids_K.tolist() == wanted
+            for one, size, target in zip(
+                batch.sampling_masks.chunks(1), batch.sampling_masks.sizes_N, batch.target_N, strict=True
+            ):
                 assert size == 0 or int(target) in one.ids_K.tolist()
 
 
@@ -185,7 +187,7 @@ def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_a
 def test_a_loss_of_likelihoods_looks_at_the_whole_vocabulary() -> None:
     rows = make_rows([truncated_group(0, [2, 3])], [[1.0, -1.0]], 512)
     ((update,),) = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig(kind="best_of_n")).cut([rows], 1)
-    assert update.batches[0].supports is None
+    assert update.batches[0].sampling_masks is None
 
 
 @pytest.mark.parametrize("cut_off", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}])
@@ -196,8 +198,8 @@ def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float
     done = []
     while engine.num_unfinished:
         done += engine.step()
-    rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, support=c.support) for c in done]
-    assert any(r.support is not None and r.support.sizes.max() > 1 for r in rollouts)
+    rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, sampling_mask=c.sampling_mask) for c in done]
+    assert any(r.sampling_mask is not None and r.sampling_mask.sizes.max() > 1 for r in rollouts)
     group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), 4.0, **cut_off)  # type: ignore[arg-type]
     rows = make_rows([group], [[1.0, -1.0] * 4], 512)
     seen = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig()).observe(rows)
