@@ -56,7 +56,7 @@ def reference(
     """Of each completion, float32 [T] log-probabilities at `temperature`.
 
     path: the model's directory. restricted: over the tokens that each was chosen among (`sampling_mask`), where that
-    is known; else over the whole vocabulary. cache_bytes: most memory for what was read of completions that are still being written.
+    known; else over the whole vocabulary. cache_bytes: most memory for what was read of completions that are not whole yet.
     """
     given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
     sampling_masks = [None if own is None else _sampling_mask(*own) for own in given]

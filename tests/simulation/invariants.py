@@ -95,7 +95,7 @@ class Observer:
             silent = exchange._clock() - heard_at >= SILENT_S
             self.ends += silent and before != actor.life and ANOTHER in (before, actor.life)
             self._holders[name] = actor.life, actor.heard_at
-        self.quarantined, self._num_filtered = frozenset(admission._line.quarantined), admission.num_filtered
+        self.quarantined, self._num_filtered = frozenset(admission._order.quarantined), admission.num_filtered
         self.removed = frozenset(admission._batches.removed)
         if self.quarantined and self.ends < self._max_attempts:
             raise ViolationError("guilt", f"groups {sorted(self.quarantined)} are quarantined after {self.ends} ends of actors")
@@ -117,7 +117,7 @@ class Observer:
             )
             if number in self.durable | self.removed or (entry is not None and entry.attempt == attempt):
                 continue
-            low = admission._line.lowest_version(number)
+            low = admission._order.lowest_version(number)
             foreign = abs(admission.step - oldest) > self._bound.max_staleness
             if not (foreign or oldest < low or (self._bound.exact and oldest != low)):
                 raise ViolationError("lost", f"attempt {attempt} of group {number} was acknowledged and is gone")
