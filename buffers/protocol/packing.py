@@ -35,7 +35,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         num_prompt_tokens=len(group.prompt_ids),
         num_tokens=[rollout.num_tokens for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
-        num_sampling_mask=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
+        num_support=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
         finish_reasons=[rollout.finish_reason for rollout in rollouts],
         scores={
@@ -112,7 +112,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
-    if header.metrics or header.num_sampling_mask.count(None) < len(header.num_sampling_mask):
+    if header.metrics or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
@@ -164,7 +164,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     size = len(header.num_tokens)
     columns: list[tuple[str, Sequence[Any]]] = [
         ("spans", header.spans),
-        ("num_sampling_mask", header.num_sampling_mask),
+        ("num_support", header.num_support),
         ("has_reference", header.has_reference),
         ("finish_reasons", header.finish_reasons),
         ("texts", header.texts),
@@ -179,9 +179,9 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
     num_completion, kept = sum(header.num_tokens), 0
     judged = sum(num_tokens for num_tokens, has in zip(header.num_tokens, header.has_reference, strict=True) if has)
-    if header.num_sampling_mask.count(None) < size:
-        pairs = zip(header.num_tokens, header.num_sampling_mask, strict=True)
-        kept = sum(num_tokens + num_sampling_mask for num_tokens, num_sampling_mask in pairs if num_sampling_mask is not None)
+    if header.num_support.count(None) < size:
+        pairs = zip(header.num_tokens, header.num_support, strict=True)
+        kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
     wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * (num_completion + judged)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")
@@ -199,11 +199,11 @@ def _sampling_masks(header: GroupHeader, ids: Int32Array) -> list[SamplingMask |
     """The members' sampling masks out of what follows their completions."""
     sampling_masks: list[SamplingMask | None] = []
     start = 0
-    for num_tokens, num_sampling_mask in zip(header.num_tokens, header.num_sampling_mask, strict=True):
-        if num_sampling_mask is None:
+    for num_tokens, num_support in zip(header.num_tokens, header.num_support, strict=True):
+        if num_support is None:
             sampling_masks.append(None)
             continue
-        middle, end = start + num_tokens, start + num_tokens + num_sampling_mask
+        middle, end = start + num_tokens, start + num_tokens + num_support
         sampling_masks.append(SamplingMask(ids[start:middle], ids[middle:end]))
         start = end
     return sampling_masks

@@ -96,7 +96,7 @@ class GroupHeader(MessageBase):
     num_prompt_tokens: Count = Field(ge=1)
     num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
     spans: list[list[Annotated[tuple[Version, Count, Version | None], Field(strict=False)]]]
-    num_sampling_mask: list[Count | None]
+    num_support: list[Count | None]
     has_reference: list[bool]
     finish_reasons: list[FinishReason]
     scores: dict[str, list[Amount | str | None]]

@@ -82,9 +82,9 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "an empty span": (put(**first("spans", [(0, 3, None), (1, 0, None)])), "spans", "non-empty"),
     "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
     "a sampling mask of other tokens": (
-        put(**first("num_sampling_mask", -3)),
+        put(**first("num_support", -3)),
         "field",
-        "'put.group.num_sampling_mask.0' = '-3'",
+        "'put.group.num_support.0' = '-3'",
     ),
     "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
     "a number beyond 63 bits": (said({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}), "field", "'fetch.fence' = '184"),
