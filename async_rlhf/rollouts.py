@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.queue.archive import read_batches
+from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.config import Config
 from async_rlhf.run_dir import RunDir

@@ -51,7 +51,7 @@ class QueueConfig(Section):
     """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     max_bytes: int = Field(default=16 << 30, ge=1)
     """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
-    what they have finished; that can make actors wait, and never the learner (`buffers/queue/budget.py` says why)."""
+    what they have finished; that can make actors wait, and never the learner (`buffers/queue/bound.py` says why)."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False

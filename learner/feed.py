@@ -9,7 +9,7 @@ from typing import Protocol
 from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.protocol.wire import Canary
-from async_rlhf.buffers.queue.archive import ArchivedBatch, read_batches
+from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
 from async_rlhf.buffers.tensors import RawTensor
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.queue.archive import committed_step
+from async_rlhf.buffers.queue.recovery import committed_step
 from async_rlhf.learner.checkpoint import CheckpointError, Checkpoints, complete, step_of, verified
 
 

@@ -25,7 +25,6 @@ ROOMS = {
     "zmq": (
         "buffers/transport/",
         "buffers/hub/hub.py",
-        "buffers/hub/authenticator.py",
         "buffers/weights/relay.py",
         "actors/reward_server/",
         "actors/scorer/",

@@ -23,9 +23,9 @@ from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack,
 from async_rlhf.actors.rewards import RewardSpec
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, WireError
-from async_rlhf.buffers.hub.authenticator import Authenticator
 from async_rlhf.buffers.transport import keys
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.authenticator import Authenticator
+from async_rlhf.buffers.transport.frames import Waker
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500

@@ -42,7 +42,7 @@ from async_rlhf.actors.scorer.messages import (
 from async_rlhf.actors.scoring.calls import Answered, Shown
 from async_rlhf.actors.scoring.lanes import Task
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.frames import Waker
 
 _log = logging.getLogger(__name__)
 _BEAT_MS = 1000

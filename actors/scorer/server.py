@@ -44,7 +44,7 @@ from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.fields import STREAM
 from async_rlhf.actors.scoring.lanes import Task
 from async_rlhf.buffers.errors import WireError
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.frames import Waker
 
 _log = logging.getLogger(__name__)
 _LOOK_MS = 500

@@ -27,16 +27,16 @@ from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError,
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.hub.peers import Peers
-from async_rlhf.buffers.hub.refusals import Refusals
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
 from async_rlhf.buffers.transport import roles
+from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
 

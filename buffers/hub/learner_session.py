@@ -11,10 +11,10 @@ import logging
 from async_rlhf.buffers.errors import RefusedError, WireError
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.queue.admission import Admission
+from async_rlhf.buffers.transport.peers import Peers
 
 
 def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:

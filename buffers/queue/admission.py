@@ -26,16 +26,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from async_rlhf.buffers.errors import RefusedError
-from async_rlhf.buffers.queue.batches import Batches
-from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.budget import ByteBudget
+from async_rlhf.buffers.queue.bound import Bound, ByteBudget
+from async_rlhf.buffers.queue.failures import Trials
+from async_rlhf.buffers.queue.fleet import Actor as Actor
+from async_rlhf.buffers.queue.fleet import Credit as Credit
 from async_rlhf.buffers.queue.fleet import Fleet
-from async_rlhf.buffers.queue.leases import Actor as Actor
-from async_rlhf.buffers.queue.leases import Credit as Credit
-from async_rlhf.buffers.queue.ledger import Entry, Ledger, QueueSnapshot
-from async_rlhf.buffers.queue.order import ConsumptionOrder
-from async_rlhf.buffers.queue.trials import Trials
-from async_rlhf.buffers.record import staleness
+from async_rlhf.buffers.queue.ledger import Ledger, QueueSnapshot
+from async_rlhf.buffers.queue.order import Batches, ConsumptionOrder
+from async_rlhf.buffers.record import Entry, staleness
 
 
 class Admission:

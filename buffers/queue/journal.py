@@ -36,7 +36,8 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, JournalError
 from async_rlhf.buffers.files import DISK, FULL, File, Files
 from async_rlhf.buffers.queue import segment
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 _log = logging.getLogger(__name__)
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-
-@dataclass(frozen=True)
-class Entry:
-    """What admission knows of a group that was put."""
-
-    attempt: int
-    oldest_version: int
-    newest_version: int
-    num_tokens: int
-    num_bytes: int = 0
+from async_rlhf.buffers.record import Entry
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The line of group numbers: which were begun, which are open again, which a batch has, which are dead.
+"""The order in which groups are consumed, and the batches they were consumed in. Pure; `admission` owns one of each.
 
-Pure arithmetic over numbers; it knows no actor, group or batch. `admission` owns one. A number is
+A number is
 
     fresh (>= `next`), open (begun before, to be credited again), consumed (a batch has it), dead (quarantined or
     filtered: never to be consumed), or in `admission`'s hands (leased or queued)
@@ -12,10 +12,11 @@ is not ready, as the proof in `bound` needs it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 
 class ConsumptionOrder:
@@ -153,3 +154,53 @@ class ConsumptionOrder:
 def _holds(numbers: Sequence[int], number: int) -> bool:
     place = bisect.bisect_left(numbers, number)
     return place < len(numbers) and numbers[place] == number
+
+
+class Batches:
+    """Those the learner may still go back to: a batch is committed when every checkpoint that is kept was made after its step.
+
+    `of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained. `removed`:
+    groups that were taken out of one, for good."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Mapping[int, Entry]] = {}
+        self.taken: set[int] = set()
+        self.removed: set[int] = set()
+        self.committed_groups = self.committed_tokens = 0
+
+    @property
+    def numbers(self) -> set[int]:
+        """The groups of all batches that are not committed."""
+        return {number for batch in self.of.values() for number in batch}
+
+    @property
+    def num_consumed(self) -> int:
+        """Groups that are in a batch, committed or not, or were taken out of one."""
+        return self.committed_groups + sum(map(len, self.of.values())) + len(self.removed)
+
+    def step_of(self, number: int) -> int | None:
+        """The uncommitted batch that has this group."""
+        return next((step for step, batch in self.of.items() if number in batch), None)
+
+    def remove(self, step: int, number: int) -> None:
+        """Take a group out of its batch; none comes in its place, so that the other batches stay as they are."""
+        self.of[step] = {other: entry for other, entry in self.of[step].items() if other != number}
+        self.removed.add(number)
+
+    def commit(self, step: int) -> list[int]:
+        """Commit the batches before `step`; returns their groups."""
+        numbers: list[int] = []
+        for index in sorted(index for index in self.of if index < step):
+            batch = self.of.pop(index)
+            self.taken.discard(index)
+            numbers += batch
+            self.committed_tokens += sum(entry.num_tokens for entry in batch.values())
+        self.committed_groups += len(numbers)
+        return numbers
+
+    def split(self, step: int) -> tuple[list[Entry], list[Entry], list[Entry]]:
+        """Groups trained on when the learner has done `step` steps, those it holds, and those it is to be offered again."""
+        trained, held, waiting = list[Entry](), list[Entry](), list[Entry]()
+        for index, batch in self.of.items():
+            (trained if index < step else held if index in self.taken else waiting).extend(batch.values())
+        return trained, held, waiting

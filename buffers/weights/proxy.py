@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.hub.refusals import Refusals
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.transport.link import Link
 from async_rlhf.buffers.transport.roles import Holder, check
 from async_rlhf.buffers.weights.cache import WeightCache
@@ -101,10 +101,6 @@ class RelayProxy:
         now = self._fetch_link.clock()
         for identity in [identity for identity, line in self._lines.items() if now - line.heard_at > _IDLE_S]:
             self._hang_up(identity)
-
-    def wake(self) -> None:
-        """End a wait for the hub; may be called from any thread until `close`."""
-        self._fetch_link.wake()
 
     def close(self) -> None:
         for identity in list(self._lines):

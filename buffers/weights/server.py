@@ -13,9 +13,9 @@ from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
-from async_rlhf.buffers.hub.peers import Peer, Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.transport.peers import Peer, Peers
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
 from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore

@@ -1,4 +1,4 @@
-"""Who comes in at the hub's socket and who goes: answers to ZeroMQ's questions about keys, and counters of what it hides.
+"""Who is let in at a ROUTER socket: ZeroMQ's questions about keys, counters of connections, messages that never end.
 
 With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides), and every message comes with the holder of
 the key that sent it: what that one may say is for `roles`. With and without, failed handshakes and ended
@@ -8,13 +8,15 @@ connections are counted and logged once a tick.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rlhf.buffers.hub.unfinished import UnfinishedMessageGuard
 from async_rlhf.buffers.protocol.wire import Frames
 from async_rlhf.buffers.transport import frames, keys
+from async_rlhf.buffers.transport.frames import bytes_received
 from async_rlhf.buffers.transport.roles import Holder
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,64 @@ _HANDSHAKES_FAILED = (
 UNREAD_BY_ZMQ = 64 << 20
 """More than the kernel keeps for a connection: received, and not seen by ZeroMQ yet."""
 _MAX_NAMED = 8  # refused addresses named in one line of the log
+
+
+class UnfinishedMessageGuard:
+    """Cuts a peer whose message never ends: ZeroMQ keeps the parts of a message until the last has come, and limits only one
+    part (MAXMSGSIZE) and the number of whole messages that wait (HWM).
+
+    Once all whole messages have been received, what a connection got since the last of them is unfinished. A connection is
+    shut down by its descriptor; ZeroMQ then frees what it had kept. Linux and TCP only: the kernel counts no bytes for a unix
+    socket.
+
+    Owns the bytes that each open connection had received when it was looked at after its last whole message.
+
+    arriving: the connections over which bytes had come at the last look, since the one before.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self._looked_at: set[int] = set()
+        self.arriving: set[int] = set()
+
+    def opened(self, descriptor: int) -> None:
+        self._before[descriptor] = self._received[descriptor] = 0
+        self._looked_at.discard(descriptor)
+
+    def ended(self, descriptor: int) -> None:
+        self._before.pop(descriptor, None)
+        self._received.pop(descriptor, None)
+
+    def heard(self, descriptor: int) -> None:
+        """A whole message came over this connection."""
+        self._looked_at.discard(descriptor)
+
+    def cut(self, max_bytes: int) -> int:
+        """Shut every connection down over which more has come since its last whole message; returns how many.
+
+        Call it when every whole message has been handed up. What came before the first look at a connection is not counted,
+        and between two looks anything may come.
+        """
+        num_cut = 0
+        self.arriving.clear()
+        for descriptor, before in list(self._before.items()):
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    received = bytes_received(connection)
+                    if received > self._received[descriptor]:
+                        self._received[descriptor] = received
+                        self.arriving.add(descriptor)
+                    if descriptor not in self._looked_at:
+                        self._before[descriptor] = received
+                        self._looked_at.add(descriptor)
+                    elif received - before > max_bytes:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        self.ended(descriptor)
+                        num_cut += 1
+            except OSError:
+                self.ended(descriptor)  # it has just been closed
+        return num_cut
 
 
 class Authenticator:
