@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 
-from async_rlhf.run_lock import RunLock
+from async_rlhf.launch.run_lock import RunLock
 
 _VARIABLE = "ASYNC_RLHF_TETHER"
 _BEAT_S = 1.0

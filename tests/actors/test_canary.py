@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf import roles
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -17,7 +16,8 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.torch_backend import TorchBackend
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run import roles
+from async_rlhf.run.run_dir import RunDir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.api import TrainResult, train
+from async_rlhf.run.api import TrainResult, train
 from tests.conftest import QUICK, SMALL
 
 PRESETS = QUICK.parent

@@ -28,9 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.config import Config, differences, dump, validated
-from async_rlhf.run_files import Lines, read_lines, read_object, read_small
-from async_rlhf.run_lock import RunLock, is_held
-from async_rlhf.sockets import is_private, remove_left
+from async_rlhf.launch.run_lock import RunLock, is_held
+from async_rlhf.launch.sockets import is_private, remove_left
+from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
 # What may differ when a run is resumed: how far it goes, how it is watched, how many work on it.
 _MAY_CHANGE = (

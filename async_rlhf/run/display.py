@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from async_rlhf import daemon
-from async_rlhf.run_files import printable
+from async_rlhf.run import daemon
+from async_rlhf.run.run_files import printable
 
 # A log that is read later wants a line now and then, not one a step.
 _LINE_EVERY_S = 5.0

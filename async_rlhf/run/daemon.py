@@ -32,9 +32,7 @@ from typing import Any
 from async_rlhf.buffers.clients.control import Control, control
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.config import Config
-from async_rlhf.courier import Courier
 from async_rlhf.exit_codes import (
     CONFIGURATION,
     DAMAGED,
@@ -47,11 +45,13 @@ from async_rlhf.exit_codes import (
     WorkerLostError,
 )
 from async_rlhf.launch.program import Launcher, actor_node, evaluation_node, hub_node, learner_node, scorer_node
+from async_rlhf.launch.sockets import hub_address, scorer_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_files import Tail, read_lines
-from async_rlhf.scoring import stage_specs
-from async_rlhf.sockets import hub_address, scorer_address, socket_directory
+from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.courier import Courier
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail, read_lines
+from async_rlhf.run.scoring import stage_specs
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from async_rlhf.config import Config
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.ranks import RankProcesses
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from async_rlhf.learner.backend import Backend

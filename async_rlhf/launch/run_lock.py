@@ -168,7 +168,9 @@ def _left(path: Path) -> str:
             if int(entry.name) != os.getpid() and any(os.path.samefile(each, path) for each in (entry / "fd").iterdir()):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 role = (
-                    words[words.index(b"async_rlhf.roles") + 1].decode() if b"async_rlhf.roles" in words else "another program"
+                    words[words.index(b"async_rlhf.run.roles") + 1].decode()
+                    if b"async_rlhf.run.roles" in words
+                    else "another program"
                 )
                 found.append(f"{entry.name} ({role})")
     return ", ".join(found) or "none that can be seen from here"

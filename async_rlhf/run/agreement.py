@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.config import Config
-from async_rlhf.scoring import stage_specs
+from async_rlhf.run.scoring import stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",

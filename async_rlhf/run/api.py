@@ -12,16 +12,16 @@ from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.actors.stop_strings import check_stop_strings
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.child import MAX_DEATHS
 from async_rlhf.config import Config, load
-from async_rlhf.daemon import Progress, Supervisor
-from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.learner.resuming import check_step, go_back, newest
-from async_rlhf.model_files import check_model_files
-from async_rlhf.run_dir import RunDir
-from async_rlhf.scoring import reward_specs, stage_specs
+from async_rlhf.run.child import MAX_DEATHS
+from async_rlhf.run.daemon import Progress, Supervisor
+from async_rlhf.run.display import Display
+from async_rlhf.run.model_files import check_model_files
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import reward_specs, stage_specs
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from async_rlhf.config import Config
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_files import read_lines
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import read_lines
 
 # One blow in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
 _FREEZE_SHARE = 0.2

@@ -1,6 +1,6 @@
 """What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code that says why.
 
-Started by a launcher as `python -m async_rlhf.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
+Started by a launcher as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
 needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
 terminal sends to everybody: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
 at once on the second.
@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from async_rlhf.agreement import schema, shared
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.config import Config
 from async_rlhf.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
-from async_rlhf.learning import backend_of, make_trainer, run_rank
-from async_rlhf.run_dir import RunDir
-from async_rlhf.scoring import reward_specs, stage_specs
+from async_rlhf.run.agreement import schema, shared
+from async_rlhf.run.learning import backend_of, make_trainer, run_rank
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import reward_specs, stage_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

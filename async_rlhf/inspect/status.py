@@ -17,10 +17,10 @@ from async_rlhf.actors.scorer.client import ask_alive
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector
-from async_rlhf.display import held_out, line
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_files import read_last_lines
-from async_rlhf.sockets import hub_address, scorer_address
+from async_rlhf.launch.sockets import hub_address, scorer_address
+from async_rlhf.run.display import held_out, line
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import read_last_lines
 
 _PATIENCE_S = 3.0
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")

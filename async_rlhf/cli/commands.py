@@ -53,7 +53,7 @@ def train(
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with _errors():
-        from async_rlhf.api import run
+        from async_rlhf.run.api import run
 
         result = run(_load(config, overrides), resume=resume, from_step=from_step)
         ended = "all steps done" if result.finished else "drained; --resume continues"
@@ -74,7 +74,7 @@ def check(
 ) -> None:
     """Check a configuration, its data and its rewards, and say what it will do."""
     with _errors():
-        from async_rlhf.api import preflight
+        from async_rlhf.run.api import preflight
 
         loaded = _load(config, overrides)
         num_prompts = preflight(loaded)
@@ -89,13 +89,13 @@ def check(
         )
         if graph:
             from async_rlhf.actors.scoring.graph import drawing
-            from async_rlhf.scoring import graph_of
+            from async_rlhf.run.scoring import graph_of
 
             for line in drawing(graph_of(loaded)):
                 typer.echo(line)
         if deep:
-            from async_rlhf.deep_check import deep_check
             from async_rlhf.launch.gguf import model_directory
+            from async_rlhf.run.deep_check import deep_check
 
             for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
                 typer.echo(line)
@@ -105,8 +105,8 @@ def check(
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Where a run stands: live from its hub, or from what it left behind."""
     with _errors():
-        from async_rlhf.run_dir import RunDir
-        from async_rlhf.status import lines, read
+        from async_rlhf.inspect.status import lines, read
+        from async_rlhf.run.run_dir import RunDir
 
         run = RunDir.existing(run_dir)
         found = read(run)
@@ -123,8 +123,8 @@ def trace(
 ) -> None:
     """Write a run's time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
     with _errors():
-        from async_rlhf.run_dir import RunDir
-        from async_rlhf.trace import export, hidden
+        from async_rlhf.inspect.trace import export, hidden
+        from async_rlhf.run.run_dir import RunDir
 
         run = RunDir.existing(run_dir)
         out = out or run.path / "trace.json"
@@ -139,8 +139,8 @@ def stop(run_dir: RunPath) -> None:
     with _errors():
         import signal
 
-        from async_rlhf.run_dir import RunDir
-        from async_rlhf.run_lock import signal_holder
+        from async_rlhf.launch.run_lock import signal_holder
+        from async_rlhf.run.run_dir import RunDir
 
         run = RunDir.existing(run_dir)
         found = signal_holder(run.lock_file, signal.SIGTERM)
@@ -159,10 +159,10 @@ def chaos(
 ) -> None:
     """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
     with _errors():
-        from async_rlhf.api import start
-        from async_rlhf.chaos import Monkey, problems
-        from async_rlhf.child import MAX_DEATHS
-        from async_rlhf.display import Display
+        from async_rlhf.inspect.chaos import Monkey, problems
+        from async_rlhf.run.api import start
+        from async_rlhf.run.child import MAX_DEATHS
+        from async_rlhf.run.display import Display
 
         loaded = _load(config, overrides)
         with Display() as display:
@@ -206,9 +206,9 @@ def rollouts_show(
     with _errors():
         import itertools
 
-        from async_rlhf.display import group_lines
-        from async_rlhf.rollouts import records
-        from async_rlhf.run_dir import RunDir
+        from async_rlhf.inspect.rollouts import records
+        from async_rlhf.run.display import group_lines
+        from async_rlhf.run.run_dir import RunDir
 
         for record in itertools.islice(records(RunDir.existing(run_dir), step=step, group=group), limit):
             _say(json.dumps(record) if as_json else group_lines(record))
@@ -218,8 +218,8 @@ def rollouts_show(
 def rollouts_export(run_dir: RunPath, out: Annotated[Path, typer.Argument(help="JSONL file to write.")]) -> None:
     """Write every group in the journal as JSONL (all of them when queue.keep_rollouts was true)."""
     with _errors():
-        from async_rlhf.rollouts import export
-        from async_rlhf.run_dir import RunDir
+        from async_rlhf.inspect.rollouts import export
+        from async_rlhf.run.run_dir import RunDir
 
         typer.echo(f"{export(RunDir.existing(run_dir), out)} groups written to {out}")
 
@@ -232,8 +232,8 @@ def rollouts_quarantine(
 ) -> None:
     """Take a group back, of a live run or one that stands still: it is not trained on, the other steps keep their batches."""
     with _errors():
-        from async_rlhf.rollouts import quarantine
-        from async_rlhf.run_dir import RunDir
+        from async_rlhf.inspect.rollouts import quarantine
+        from async_rlhf.run.run_dir import RunDir
 
         run = RunDir.existing(run_dir)
         quarantine(run, run.config(), group, reason[:300])
@@ -249,8 +249,8 @@ def rollouts_replay(
     """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
     with _errors():
         from async_rlhf.config import override, parse_override
-        from async_rlhf.rollouts import replay
-        from async_rlhf.run_dir import RunDir
+        from async_rlhf.inspect.rollouts import replay
+        from async_rlhf.run.run_dir import RunDir
 
         source = RunDir.existing(run_dir)
         changed = dict(parse_override(text) for text in overrides or [])
@@ -276,7 +276,7 @@ def rewards_try(
     with _errors():
         from async_rlhf.config import parse_settings
         from async_rlhf.exit_codes import REWARDS_FAILED
-        from async_rlhf.reward_trial import lines, try_rewards
+        from async_rlhf.inspect.reward_trial import lines, try_rewards
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
         trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
@@ -295,7 +295,7 @@ def relay(
 ) -> None:
     """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
     with _errors():
-        from async_rlhf.relaying import run_relay
+        from async_rlhf.run.relaying import run_relay
 
         run_relay(hub, address, keys, own_keys, overrides or [], typer.echo)
 
@@ -352,7 +352,7 @@ def keys_new(
 
 def _say(text: str, *, err: bool = False) -> None:
     """Print what comes from files or peers: it may not speak to the terminal."""
-    from async_rlhf.run_files import printable
+    from async_rlhf.run.run_files import printable
 
     typer.echo(printable(text), err=err)
 

@@ -142,7 +142,7 @@ def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 def _of_run(path: Path) -> list[Mapping[str, Any]]:
     """The groups a run sampled into its `rollouts.jsonl`."""
-    from async_rlhf.run_dir import RunDir
+    from async_rlhf.run.run_dir import RunDir
 
     RunDir.existing(path)
     return [

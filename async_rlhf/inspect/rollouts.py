@@ -11,8 +11,8 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.config import Config
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_lock import RunLock
+from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.run_dir import RunDir
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
@@ -53,8 +53,8 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     from async_rlhf.buffers.clients.control import control
     from async_rlhf.buffers.queue.recovery import take_back
     from async_rlhf.buffers.transport.link import connector
+    from async_rlhf.launch.sockets import hub_address
     from async_rlhf.learner.resuming import newest
-    from async_rlhf.sockets import hub_address
 
     if (sockets := run.sockets()) is not None:
         with control(hub_address(sockets), connect=connector(config.security.directory)) as hub:
@@ -84,7 +84,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     Raises ConfigError when the journal does not reach back to the first step.
     """
     from async_rlhf.learner.feed import ArchiveFeed
-    from async_rlhf.learning import backend_of, make_trainer
+    from async_rlhf.run.learning import backend_of, make_trainer
 
     first = next(read_batches(source.path / "queue"), None)
     if first is None or first.step != 0:
