@@ -339,7 +339,7 @@ def keys_new(
         ),
     ] = None,
 ) -> None:
-    """Make the hub's or a relay's keys, and a key for each machine (of actors, if nothing is said). Nothing is written over."""
+    """Make the hub's or a relay's keys, and a key for each machine (of actors by default). Files are never overwritten."""
     with _errors():
         from async_rlhf.buffers.transport.keys import create
         from async_rlhf.buffers.transport.link import new_pair

@@ -75,7 +75,7 @@ class Monkey:
         while len(self.blows) < self.num_blows and not self._closing.is_set():
             wanted = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN)
             waited = 0.0
-            # Without a step for long the next blow comes all the same: whoever hangs is to be struck, not waited for.
+            # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
             while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
                 waited += _LOOK_S
             # not always right after a step: any moment must do

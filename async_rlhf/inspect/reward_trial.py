@@ -1,4 +1,4 @@
-"""Try rewards on completions that exist already, before anybody starts a run: values, failures, timings.
+"""Try rewards on completions that exist already, before a run: values, failures, timings.
 
 The rewards run exactly as in a run: same processes, same time-outs, same limits. Completions come from a JSONL file (each
 object a `completion`, or `completions` of one group, and the columns of its prompt) or from a run directory's samples.
@@ -63,9 +63,9 @@ class Trial:
 
     def plain(self) -> dict[str, Any]:
         """For JSON; without the single scores."""
-        told = asdict(self)
-        del told["scores"]
-        return {**told, "num_failed": self.num_failed}
+        found = asdict(self)
+        del found["scores"]
+        return {**found, "num_failed": self.num_failed}
 
 
 def try_rewards(
@@ -107,25 +107,25 @@ def try_rewards(
 
 def lines(trial: Trial) -> list[str]:
     """A trial as a person reads it."""
-    told = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
+    lines = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
     for reward in trial.rewards:
-        told.append("")
-        told.append(
+        lines.append("")
+        lines.append(
             f"{reward.name}: {reward.num_scored} scored, {reward.num_not_applicable} not applicable, "
             f"{sum(reward.failures.values())} failed"
         )
         if reward.mean is not None and reward.std is not None:
-            told.append(
+            lines.append(
                 f"  mean {reward.mean:.4g}, std {reward.std:.4g}, lowest {reward.lowest:.4g}, highest {reward.highest:.4g}"
             )
         most = max((count for _, _, count in reward.histogram), default=0)
-        told += [
+        lines += [
             f"  {low:>9.3g} .. {high:<9.3g} {count:>6}  {'#' * -(-40 * count // most)}" for low, high, count in reward.histogram
         ]
-        told += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
-        told.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
-        told += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
-    return told
+        lines += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+        lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
+        lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
+    return lines
 
 
 def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

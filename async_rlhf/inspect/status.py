@@ -94,26 +94,26 @@ def read(run: RunDir) -> dict[str, Any]:
 def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     """What `read` found, as a person reads it."""
     ledger = found["hub"].get("ledger", {})
-    told = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
+    lines = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
-        told.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
+        lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
     for name, actor in found["hub"].get("actors", {}).items():
-        told.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
+        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
     if found["scorer"]:
-        told.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
+        lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
     if found["hub"].get("waiting_for"):
-        told.append(f"waiting: {found['hub']['waiting_for']}")
+        lines.append(f"waiting: {found['hub']['waiting_for']}")
     if refused := found["hub"].get("refused"):
         counts = sorted(refused.items(), key=lambda item: -item[1])
-        told.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
+        lines.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
     if ledger.get("quarantined"):
-        told.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
+        lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
     if found["last"]:
-        told.append(f"last step: {_told(found['last'], line)}")
-    told += [f"cannot be read: {problem}" for problem in found["problems"]]
-    return told + [_told(record, held_out) for record in found["evaluations"]]
+        lines.append(f"last step: {_sentence(found['last'], line)}")
+    lines += [f"cannot be read: {problem}" for problem in found["problems"]]
+    return lines + [_sentence(record, held_out) for record in found["evaluations"]]
 
 
 def _ask(address: str, connect: Connect) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def _ask(address: str, connect: Connect) -> dict[str, Any]:
         return hub.status()
 
 
-def _told(record: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> str:
+def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:
     try:
-        return tell(record)
+        return words(record)
     except (KeyError, TypeError, ValueError) as error:
         return f"a record that cannot be shown ({type(error).__name__}: {error})"
 

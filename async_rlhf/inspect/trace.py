@@ -43,7 +43,7 @@ class TracedRollout:
 
 @dataclass(frozen=True)
 class Hiding:
-    """Seconds of a stage over all rollouts, those of them in which nobody decoded and nobody trained, the others' share."""
+    """Seconds of a stage over all rollouts, those of them without any decoding or training, and the share of the rest."""
 
     seconds: float
     exposed_s: float
@@ -91,10 +91,16 @@ def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:
         pass  # a run without a journal any more still has its samples
     for sample in read_lines(run.path / "rollouts.jsonl"):
         if sample["step"] not in in_journal:
-            for member, told in enumerate(sample["rollouts"]):
-                stages = unpack(told["timings"])
+            for member, record in enumerate(sample["rollouts"]):
+                stages = unpack(record["timings"])
                 yield TracedRollout(
-                    sample["group"], member, sample["actor"], sample["step"], stages, told["spans"][0][0], len(told["tokens"])
+                    sample["group"],
+                    member,
+                    sample["actor"],
+                    sample["step"],
+                    stages,
+                    record["spans"][0][0],
+                    len(record["tokens"]),
                 )
 
 
@@ -136,7 +142,7 @@ def _steps(run: RunDir) -> Iterator[tuple[float, float, float, int]]:
 
 
 def _at_work(run: RunDir) -> Activity:
-    """When anybody in the run decoded or trained: from an actor's first rollout on, but for its idle stretches."""
+    """When any process of the run decoded or trained: from an actor's first rollout on, but for its idle stretches."""
     stretches = [(trained, ended) for _, trained, ended, _ in _steps(run)]
     for path in sorted((run.path / "spans").glob("*.jsonl")):
         idle = [(span["began"], span["ended"]) for span in read_spans(path) if span["name"] == "idle"]

@@ -6,7 +6,7 @@ woken by    the clock, ten times a second
 on close    the lock is free when the last process that inherited it has ended, however it ended
 
 The lock is the kernel's (flock): no clock, no process number and no file decides who is alive. The file holds the host and the
-process that took the lock, for messages; before that process is signalled, the kernel is asked whether it holds the lock.
+process that took the lock, for messages; before that process is signalled, the kernel confirms that it holds the lock.
 """
 
 from __future__ import annotations

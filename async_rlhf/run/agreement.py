@@ -23,7 +23,7 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-# Of a model's config.json: what says where it came from.
+# Of a model's config.json: where it came from.
 _ORIGIN = ("_name_or_path", "transformers_version")
 
 
@@ -79,7 +79,7 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def _reward_content(reference: str) -> str:
-    """The file of a reward `[FORM:]path.py:name`; one of a package is what its name says."""
+    """The file of a reward `[FORM:]path.py:name`; one of a package is found by its name."""
     file = Path(reference.rpartition(":")[0].rpartition(":")[2])
     return _content(file) if file.suffix == ".py" and file.is_file() else ""
 

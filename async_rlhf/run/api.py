@@ -14,7 +14,6 @@ from async_rlhf.actors.stop_strings import check_stop_strings
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
-from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.learner.resuming import check_step, go_back, newest
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.daemon import Progress, Supervisor
@@ -75,12 +74,12 @@ def start(
     if from_step is not None and not resume:
         raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
     directory = _reopened(config, from_step) if resume else RunDir.create(config)
-    return Supervisor(config, directory, LocalLauncher(directory.lock), progress, max_deaths=max_deaths), directory
+    return Supervisor(config, directory, directory.launcher, progress, max_deaths=max_deaths), directory
 
 
 def _reopened(config: Config, from_step: int | None) -> RunDir:
     """The directory of a run to continue, its checkpoint looked at: the newest by the sizes of its files, for its learner
-    digests them; the one that was asked for by its digests, for what came after it is then set aside."""
+    digests them; a requested one by its digests, for what came after it is then set aside."""
     directory = RunDir.reopen(config)
     try:
         if from_step is None:

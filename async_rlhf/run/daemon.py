@@ -1,19 +1,19 @@
 """The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
 
 owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a courier to the hub
-waits for   the learner to end; looks round every 0.1 s, and says so when nothing moves for too long
+waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
-on close    no process is left: they are told, then killed; and their input closes when this process ends in any way
+on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
 
 who dies      what happens
 actor         reported to the hub until it confirms; its groups go to others; started again with back-off
 hub           started again with back-off: it reads its journal, the others say hello again
 scorer        started again with back-off; actors ask it again what it had not answered
 learner       started again from its newest checkpoint; actors go on until credits run out
-supervisor    everybody ends; `--resume` continues
+supervisor    every process ends; `--resume` continues
 
-An end that was not asked for is a death, whatever its code; so is silence longer than `watchdog_s`, after which the frozen
-process is killed. When a role is given up is for `child` to say.
+An end that the supervisor did not request is a death, whatever its code; so is silence longer than `watchdog_s`, after which
+the frozen process is killed. When a role is given up is for `child` to say.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CLOSE_S = 15.0
 
 
 class Progress:
-    """What the supervisor tells whoever watches. Every method may be ignored."""
+    """What the supervisor reports. Every method may be ignored."""
 
     def event(self, text: str) -> None: ...
 
@@ -69,12 +69,12 @@ class Progress:
 
 @dataclass
 class _Signals:
-    """Counts what the operator asked for."""
+    """Counts SIGINT and SIGTERM."""
 
-    asked: int = 0
+    count: int = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        self.count += 1
 
 
 class Supervisor:
@@ -181,11 +181,11 @@ class Supervisor:
                 self._look_after(child)
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")
-            if self._signals.asked and not self._draining:
+            if self._signals.count and not self._draining:
                 self._draining = True
                 self._progress.event("draining: no new work, finishing what has begun (again to force)")
                 self._courier.drain()
-            if self._signals.asked > 1:
+            if self._signals.count > 1:
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
             if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())
@@ -196,16 +196,16 @@ class Supervisor:
         if child.process is not None:
             if (code := child.process.poll()) is not None:
                 self._ended(child, code)
-            elif said := child.process.heard():
+            elif beats := child.process.heard():
                 child.heard(now)
-                if PROGRESS in said:
+                if PROGRESS in beats:
                     child.progressed()
             elif child.silent_s(now) > self._config.watchdog_s:
                 self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
                 child.process.kill()
         elif child.wanted and now >= child.start_at and not self._courier.owes(name):
             if child.ended_well and not self._courier.hub_goes_on:
-                child.wanted = False  # the hub has told it to stop
+                child.wanted = False  # the hub has stopped it
             elif child.ended_well:
                 self._died(child, "with code 0, and the run goes on")
             else:
@@ -263,7 +263,7 @@ class Supervisor:
             self._progress.step(record, self._config.max_steps)
 
     def _stall_report(self) -> str:
-        """Who waits for whom."""
+        """What each process waits for."""
         try:
             with self._ask_for(5.0) as hub:
                 status = hub.status()
@@ -299,22 +299,22 @@ class Supervisor:
         process, deadline = child.process, self._now() + self._config.stall_timeout_s
         assert process is not None
         try:
-            while (code := process.poll()) is None and self._now() < deadline and self._signals.asked < 2:
+            while (code := process.poll()) is None and self._now() < deadline and self._signals.count < 2:
                 time.sleep(_LOOK_S)
             self._report_evaluation(child, -1 if code is None else code)
         finally:
             process.kill()
 
     def _close(self) -> None:
-        """End everybody: the start evaluation may finish, the hub halts, actors have been told; the rest is killed."""
+        """The start evaluation may finish, the hub halts, actors end by its command; the rest is killed."""
         with suppress(DamagedError):
             self._report_steps()
         self._courier.close()
         hub = self._children.get("hub")
         if hub is not None and hub.process is not None and hub.process.poll() is None:
-            with suppress(AsyncRLHFError), self._ask_for(5.0) as asked:  # a silent hub is killed below
-                asked.halt()
-        deadline = self._now() + (_CLOSE_S if self._signals.asked < 2 else 0.0)
+            with suppress(AsyncRLHFError), self._ask_for(5.0) as hub_control:  # a silent hub is killed below
+                hub_control.halt()
+        deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
             ends_itself = child.node.role != "scorer"  # which only ever answers
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:

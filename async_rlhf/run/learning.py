@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_rlhf.config import Config
-from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.ranks import RankProcesses
 from async_rlhf.run.run_dir import RunDir
 
@@ -59,22 +58,22 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
         return
     from async_rlhf.learner.lead import Leader
 
-    processes = RankProcesses(LocalLauncher(run.lock), run.path, config.learner.ranks, run.log)
-    told = False
+    processes = RankProcesses(run.launcher, run.path, config.learner.ranks, run.log)
+    orderly = False
     try:
         ranks = _join(config, 0, processes.directory)
         ranks.ended = processes.ended
         leader = Leader(_rank_backend(config, ranks), ranks)
         yield leader
         leader.close()
-        told = True
+        orderly = True
         ranks.close()
     finally:
-        processes.close(told=told)
+        processes.close(orderly=orderly)
 
 
 def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
-    """A rank above 0 of the learner: does what rank 0 says."""
+    """A rank above 0 of the learner: executes the commands of rank 0."""
     from async_rlhf.learner.lead import follow
 
     ranks = _join(config, int(rank), Path(meeting))

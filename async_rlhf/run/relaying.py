@@ -1,4 +1,4 @@
-"""The verb `relay`: checks what it was given, then stands between a hub and its actors until it is told to end."""
+"""The verb `relay`: checks what it was given, then runs between a hub and its actors until a signal ends it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run_relay(
     hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
 ) -> None:
     """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
-    for asked, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
-        if directory is None and not is_local(asked):
-            raise ConfigError(f"{asked!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+    for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
+        if directory is None and not is_local(given):
+            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
     config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
     access = None if own_keys is None else load_hub(own_keys)
     relay = Relay(hub, address, config, connector(keys), access)

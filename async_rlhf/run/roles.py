@@ -1,8 +1,8 @@
-"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code that says why.
+"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
 
 Started by a launcher as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
 needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
-terminal sends to everybody: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
+terminal sends to all processes: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
 at once on the second.
 """
 
@@ -232,7 +232,7 @@ def _end_in_order(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a role; the exit code says why it ended (see `exit_codes`)."""
+    """Run a role; the exit code is the reason (see `exit_codes`)."""
     role, directory, *rest = arguments
     sys.path.append(str(Path.cwd()))  # as the command does
     tether = Tether.from_environment()
@@ -240,10 +240,10 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
     tether.follow()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    told = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
+    callbacks = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
     try:
         run = RunDir.existing(directory, tether.lock)
-        _ROLES[role](run, run.config(), *rest, **told)
+        _ROLES[role](run, run.config(), *rest, **callbacks)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")

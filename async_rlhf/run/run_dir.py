@@ -28,6 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.config import Config, differences, dump, validated
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import is_private, remove_left
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
@@ -66,6 +68,11 @@ class RunDir:
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
         self._config, self._run = path / "config.toml", path / "run.json"
+
+    @property
+    def launcher(self) -> Launcher:
+        """Starts the processes of this run."""
+        return LocalLauncher(self.lock)
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
@@ -150,7 +157,7 @@ class RunDir:
     def sockets(self) -> Path | None:
         """The directory of the live run's sockets; None when there is no live run, or it does not listen yet.
 
-        Raises DamagedError for one that no run of this user has made: nothing may be asked there.
+        Raises DamagedError for one that no run of this user has made: it could answer anything.
         """
         if not self.is_alive() or (directory := self._announced()) is None:
             return None

@@ -1,4 +1,4 @@
-"""The hub's shell: one ROUTER socket around `exchange`, which says what to answer.
+"""The hub's shell: one ROUTER socket around `exchange`, which decides the answers.
 
     owns        the socket, and through the exchange the journal and the weight store; one thread
     waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk)
@@ -139,7 +139,7 @@ class Hub:
         return False
 
     def _write_ledger(self) -> None:
-        """A full disk costs the file, not the hub: who asks over the socket is told all the same."""
+        """A full disk costs the file, not the hub: a request for the status is answered all the same."""
         try:
             status.write(self._ledger, self.status())
         except OSError as error:

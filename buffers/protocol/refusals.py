@@ -1,4 +1,4 @@
-"""What the hub refused, counted by reason. The log gets a line a tick however much comes: whoever sends rubbish at full speed
+"""What the hub refused, counted by reason. The log gets one line a tick: a peer that sends rubbish at full speed
 must not fill the disk.
 """
 

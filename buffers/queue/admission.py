@@ -11,7 +11,7 @@ Life of a group number:
                |          |                            again, in the same batches
                +----------+--- the actor was lost (failed) or the bound could not be kept (stale): credited again,
                |               until it has ended `max_attempts` actors: quarantined, never consumed
-               +-------------- it says nothing and another is to take its place: filtered, never consumed
+               +-------------- it carries no gradient and another is to take its place: filtered, never consumed
 
 Rules
     1. Everything that decides about a group lives in this file; nothing here does anything about it.
@@ -186,7 +186,7 @@ class Admission:
     def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
-        committed: as `commit` takes it, for a hub that was not told.
+        committed: as `commit` takes it, for a hub that missed it.
         owner: names the learner's process. Another one than held the batch of the present step ended with it.
         Returns what `commit` returns. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
         """

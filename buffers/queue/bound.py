@@ -34,10 +34,10 @@ AReaL admits while `accepted + running < (S + version + 1) B`; TitanRL holds `(S
 frees. With W = 1 and p = 1 the rule above says n < (S + version + 1) B: AReaL's capacity, counted by number instead of
 by sum, so that it also bounds each group and not only their total. The window costs TitanRL's `ceil((W - 1) / B)` steps.
 
-Refill: a group that says nothing may be filtered when it is put; its number dies, and the numbers behind it replace it. So a
+Refill: a zero-advantage group may be filtered when it is put; its number dies, and the numbers behind it replace it. So a
 batch has B groups that say something, and nothing above changes: q counts the filtered ones too. Of a batch only the
 first R B numbers may be filtered, R being `refills`; what comes behind them enters as it is, so a batch takes at most
-(R + 1) B groups to make in strict order, and a run in which nothing says anything goes on (its learner ends it). With S = 0
+(R + 1) B groups to make in strict order, and a run with nothing but such groups goes on (its learner ends it). With S = 0
 the batch is a function of the version: all of it is made by version `step`, in the order of numbers, and whether a number is
 filtered does not depend on when the others were put.
 

@@ -69,9 +69,9 @@ class Failures:
         """Never to be made or consumed again."""
         if reason:
             self._note(number, reason)
-        told = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
+        record = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
         self.forget([number])
-        self.quarantined[number] = told
+        self.quarantined[number] = record
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These were committed, or will not be made again."""

@@ -136,7 +136,7 @@ class Fleet:
         self.newest = self.credited = self.failed = 0
 
     def join(self, name: str, actor: Actor, holding: Iterable[tuple[int, int]] = ()) -> None:
-        """An actor (re)joins and says which (number, attempt) it works on.
+        """An actor (re)joins with the (number, attempt) of each group it works on.
 
         Leases it no longer holds are lost; work that no other actor has is leased to it (after the hub was restarted), unless
         no version exists that could have begun it.
@@ -160,7 +160,7 @@ class Fleet:
                 self.lease(actor, number, attempt)
 
     def leave(self, name: str, reason: str = "left", *, seen: bool = True) -> None:
-        """An actor is gone, why says `reason`: its groups are lost and will be credited again.
+        """An actor is gone: its groups are lost and will be credited again.
 
         seen: whether its end was seen. Else it may be alive and slow, which counts against none of its groups, until its end
         is seen after all.
@@ -174,7 +174,7 @@ class Fleet:
             self._lose(number, f"{name} {reason}", counts=seen)
 
     def drop(self, name: str, reason: str) -> None:
-        """Give the groups of a living actor to others. Should it end later, that says nothing of them."""
+        """Give the groups of a living actor to others. Its end, should it come later, does not count against them."""
         for number in list(self.actors[name].leases):
             self._lose(number, f"{name} {reason}", counts=False)
         self._silences.note(name, self.actors.pop(name))
@@ -224,7 +224,7 @@ class Fleet:
         return any(actor.leases.pop(number, None) for actor in self.actors.values())
 
     def _lose(self, number: int, reason: str, *, counts: bool) -> None:
-        """The lease of `number` ended without a group. counts: whether that says something of the group."""
+        """The lease of `number` ended without a group. counts: towards its quarantine."""
         self.end_lease(number)
         self._lost(number, self.failures.lost(number, reason, counts=counts))
 

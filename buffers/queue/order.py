@@ -37,7 +37,7 @@ class ConsumptionOrder:
         return self._bound.lowest_version(number, self.dead_below(number))
 
     def next_number(self) -> int | None:
-        """The lowest number that nobody works on, or None when all that are needed have been begun."""
+        """The lowest number that no actor works on, or None when all that are needed have been begun."""
         if self.open:
             return self.open[0]
         exists = self.next < self._bound.num_numbers
@@ -51,7 +51,7 @@ class ConsumptionOrder:
         return number < self.head or number in self.consumed or self.is_dead(number)
 
     def begin(self, number: int) -> None:
-        """Somebody works on this open number now."""
+        """An actor works on this open number now."""
         if number >= self.next:
             self.open.extend(range(self.next, number))
             self.next = number + 1
@@ -59,7 +59,7 @@ class ConsumptionOrder:
             self.open.remove(number)
 
     def reopen(self, number: int) -> None:
-        """Nobody works on this number any more."""
+        """No actor works on this number any more."""
         bisect.insort(self.open, number)
 
     def quarantine(self, number: int) -> None:
@@ -76,7 +76,7 @@ class ConsumptionOrder:
         return number - (self._number_at(before - 1) + 1 if before else 0) < self._bound.refills * size
 
     def filter(self, number: int) -> None:
-        """This number says nothing and will never be consumed: everything behind it moves up."""
+        """This number has no advantage and will never be consumed: everything behind it moves up."""
         bisect.insort(self.filtered, number)
         self._advance()
 
@@ -121,7 +121,7 @@ class ConsumptionOrder:
         return lowest
 
     def forget_below(self, floor: int) -> None:
-        """Of the filtered numbers below the floor only how many there are is still asked."""
+        """Of the filtered numbers below the floor only the count is kept."""
         place = bisect.bisect_left(self.filtered, floor)
         self.filtered_before += place
         del self.filtered[:place]

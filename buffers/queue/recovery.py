@@ -83,7 +83,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
 
 
 def committed_step(queue_dir: Path) -> int:
-    """Learner steps whose groups the queue has given up; 0 where there is no journal. Reads the newest segment that says it."""
+    """Learner steps whose groups the queue has given up; 0 where there is no journal. Reads the newest segment that has it."""
     for path in sorted(queue_dir.glob("[0-9]*.log"), reverse=True):
         data, at, state = path.read_bytes(), 0, None
         while (found := parse(data, at)) is not None:

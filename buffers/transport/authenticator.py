@@ -90,11 +90,11 @@ class Authenticator:
     """Lets peers in, and counts who failed to come in or went: the ZAP socket and the monitor of the hub's socket.
 
     Must be made before the socket is bound. With `access` the socket becomes a CURVE server that asks here about every key;
-    nobody is let in while nobody answers.
+    while this does not answer, no peer is let in.
 
     connections         open now, those in their handshake among them
     connections_ended   by either side: peers that left, died or were cut, and strangers who speak no ZeroMQ
-    handshakes_failed   refused, broken off, or without keys where they are asked for
+    handshakes_failed   refused, broken off, or without keys where they are needed
     refused_handshakes  those of them with a key that is not allowed
     endless_messages    connections that were cut because a message did not end
     """
@@ -140,7 +140,7 @@ class Authenticator:
         return [self._identities[each] for each in self._unfinished.arriving if each in self._identities]
 
     def attend(self) -> None:
-        """Answer everybody who asks to be let in, and take in what the monitor saw. Never blocks."""
+        """Answer handshakes, and read the monitor. Never blocks."""
         while self._zap.poll(0):
             answer, refused = keys.admit(self._zap.recv_multipart(), self._allowed)
             self._zap.send_multipart(answer)
@@ -153,7 +153,7 @@ class Authenticator:
             self._count(event["event"], event["value"])
 
     def report(self) -> None:
-        """One line for everything since the last: somebody who knocks all the time must not fill the disk at his pace."""
+        """One line for everything since the last: a peer that knocks all the time must not fill the disk."""
         new = {name: count - self._reported[name] for name, count in self.counters.items()}
         self._reported = dict(self.counters)
         if new["refused_handshakes"]:
@@ -179,7 +179,7 @@ class Authenticator:
             self.counters["connections"] += 1
         elif event & _HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
-            self.counters["connections_ended"] -= 1  # its end is told next, and was counted here
+            self.counters["connections_ended"] -= 1  # the event of its end comes next
         else:
             self._unfinished.ended(value)
             self._identities.pop(value, None)

@@ -60,7 +60,7 @@ def _data(parts: list[zmq.Frame]) -> Frames:
 
 
 def send(socket: zmq.Socket[bytes], frames: Frames) -> bool:
-    """False when so much waits already that the message does not fit; a ROUTER drops what is for nobody."""
+    """False when so much waits already that the message does not fit; a ROUTER drops what is for an unknown identity."""
     try:
         for frame in frames[:-1]:
             socket.send(frame, _NOW_AND_MORE, copy=len(frame) < _LARGE)

@@ -43,7 +43,7 @@ class Link(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
-        """The next message; None after `timeout_s`, or earlier when somebody called `wake` or the connection was made."""
+        """The next message; None after `timeout_s`, or earlier after `wake` or when the connection was made."""
         ...
 
     def was_remade(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who is connected to the hub: names, identities on the socket, what each was told last and what it reports.
+"""Who is connected to the hub: names, identities on the socket, what was announced to each last and what it reports.
 
 Decides nothing (`admission` knows who is alive) and sends nothing. Holds nothing of an actor that has left but its share
 of the counters, so it does not grow with the number of actors that ever joined. Called by `exchange`.
@@ -17,9 +17,9 @@ class Peer:
 
     identity: bytes
     announced: tuple[int, int] | None = None
-    """The weights (fence, version) it was told to adopt last."""
+    """The weights (fence, version) announced to it last."""
     behind_since: float | None = None
-    """Since when (seconds of the hub's clock) it serves other weights than it was told to, and has adopted nothing."""
+    """Since when (seconds of the hub's clock) it serves other weights than announced, and has adopted nothing."""
     telemetry: Telemetry = field(default_factory=Telemetry)
 
 
@@ -32,7 +32,7 @@ class Peers:
         self._left: dict[str, float] = {}
 
     def join(self, name: str, identity: bytes) -> None:
-        """An actor (re)joins; whoever had its name is no longer known."""
+        """An actor (re)joins; an earlier holder of its name is no longer known."""
         before = self._peers.get(name)
         telemetry = before.telemetry if before is not None and before.identity == identity else Telemetry()
         if before is not None:
@@ -49,7 +49,7 @@ class Peers:
             self._keep_counters(peer)
 
     def name(self, identity: bytes) -> str | None:
-        """Name of the actor behind an identity, or None when nobody said hello there."""
+        """Name of the actor behind an identity, or None before its Hello."""
         return self._names.get(identity)
 
     def __getitem__(self, name: str) -> Peer:
