@@ -22,8 +22,7 @@ import numpy as np
 from async_rlhf.actors.decoding import Decoding, Tell, tell_nobody
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
-from async_rlhf.actors.scoring.fields import fields_of
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.actors.selection import Selection
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition

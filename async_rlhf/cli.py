@@ -315,7 +315,7 @@ def serve_reward(
         import signal
 
         from async_rlhf.actors.config import RewardsConfig, ScoringConfig
-        from async_rlhf.actors.reward_server.server import RewardServer
+        from async_rlhf.actors.scoring.reward_server import RewardServer
         from async_rlhf.config import parse_settings
 
         given = parse_settings(("rewards", "scoring"), overrides or [])

@@ -6,9 +6,9 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
-from async_rlhf.actors.reading.check import check_reads_along
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
+from async_rlhf.actors.scoring.incremental_check import check_reads_along
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
@@ -42,7 +42,7 @@ def _reference(config: Config) -> RewardSpec:
     }
     settings = config.scoring.stages[REFERENCE].given
     (spec,) = resolve(
-        [f"{REFERENCE}=async_rlhf.actors.reference.scoring:{REFERENCE}"],
+        [f"{REFERENCE}=async_rlhf.actors.scoring.reference:{REFERENCE}"],
         Path.cwd(),
         options={REFERENCE: options},
         settings={REFERENCE: settings},

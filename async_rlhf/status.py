@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from async_rlhf.actors.scorer.client import ask_alive
+from async_rlhf.actors.scoring.remote_executor import ask_alive
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector

@@ -26,15 +26,15 @@ from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
 BUILTINS = {
-    "exact": f"{_HERE}.exact:exact",
+    "exact": f"{_HERE}.text:exact",
     "judge": f"{_HERE}.judge:judge",
-    "length": f"{_HERE}.length:length",
+    "length": f"{_HERE}.text:length",
     "math_verify": f"{_HERE}.mathematics:math_verify",
-    "overlong": f"{_HERE}.length:overlong",
+    "overlong": f"{_HERE}.text:overlong",
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
-    "regex": f"{_HERE}.regex:regex",
-    "remote": "async_rlhf.actors.reward_server.client:remote",
-    "reward_model": "async_rlhf.actors.reward_model.scoring:reward_model",
+    "regex": f"{_HERE}.text:regex",
+    "remote": "async_rlhf.actors.scoring.remote:remote",
+    "reward_model": "async_rlhf.actors.scoring.reward_model:reward_model",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"

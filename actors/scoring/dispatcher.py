@@ -20,11 +20,10 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardSpec
-from async_rlhf.actors.scoring.ahead import Ahead, Peek
-from async_rlhf.actors.scoring.async_calls import AsyncCalls
-from async_rlhf.actors.scoring.calls import Answered, Answers, Call, Shown
-from async_rlhf.actors.scoring.lanes import Lane, Task
-from async_rlhf.actors.scoring.sync_calls import SyncCalls
+from async_rlhf.actors.scoring.event_loop_executor import AsyncCalls
+from async_rlhf.actors.scoring.executor import Answered, Answers, Call, Shown
+from async_rlhf.actors.scoring.process_executor import SyncCalls
+from async_rlhf.actors.scoring.reward_queue import Ahead, Lane, Peek, Task
 from async_rlhf.buffers.errors import RewardError
 
 logger = logging.getLogger(__name__)

@@ -18,14 +18,15 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.engine import Completion, Partial
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scorer.client import ScorerClient
-from async_rlhf.actors.scoring.calls import Answers
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
-from async_rlhf.actors.scoring.fields import OURS, STREAM
-from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.actors.scoring.executor import Answers
+from async_rlhf.actors.scoring.remote_executor import ScorerClient
+from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, Score
+from async_rlhf.buffers.record import Float32Array, SamplingMask, Score
 
 logger = logging.getLogger(__name__)
 
@@ -306,3 +307,35 @@ def _usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _tokens(fields: Mapping[str, Any]) -> int:
     """What judging it will probably cost: its own length in the policy's tokens."""
     return len(fields.get("prompt_ids", ())) + len(fields.get("completion_ids", ()))
+
+
+STREAM = "stream_id"
+"""The field by which a stage that reads along knows a completion again."""
+OURS = frozenset({"sampling_mask"})
+"""What only a stage of ours is told: a reward that takes every column is not."""
+
+
+def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str) -> dict[str, Any]:
+    """The row's columns, and over them the fields every reward may ask for (`async_rlhf.actors.rewards.FIELDS`); plain data.
+
+    Of a completion that is still being written nobody knows how it ends.
+    """
+    known = {
+        **row.columns,
+        "prompt": row.prompt,
+        "completion": text,
+        "prompt_ids": list(prompt_ids),
+        "completion_ids": completion.token_ids.tolist(),
+    }
+    if isinstance(completion, Partial):
+        return known
+    return {**known, "finish_reason": completion.finish_reason, "sampling_mask": _plain(completion.sampling_mask)}
+
+
+def _plain(sampling_mask: SamplingMask | None) -> tuple[bytes, bytes] | None:
+    """Sizes and ids, little-endian int32, as a stage in another process takes them."""
+    return (
+        None
+        if sampling_mask is None
+        else (sampling_mask.sizes.astype("<i4").tobytes(), sampling_mask.ids.astype("<i4").tobytes())
+    )

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reference.model import ReferenceModel
-from async_rlhf.actors.reference.streams import ReferenceStreams
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.fields import _plain
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.incremental import ReferenceStreams
+from async_rlhf.actors.scoring.models import ReferenceModel
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
 from async_rlhf.learner.batch import make_rows
@@ -60,7 +59,7 @@ def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
 def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[RewardSpec, ...]:
     given = {"path": str(directory), "temperature": TEMPERATURE, **options}
     running = {"stream_tokens": stream_tokens, "batch_size": 4, "batch_wait_s": 0.0}
-    targets = ["exact", "reference=async_rlhf.actors.reference.scoring:reference"]
+    targets = ["exact", "reference=async_rlhf.actors.scoring.reference:reference"]
     return resolve(targets, directory, None, {"reference": given}, {"reference": running})
 
 

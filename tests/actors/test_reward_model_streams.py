@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from async_rlhf.actors.reward_model.model import RewardModel
-from async_rlhf.actors.reward_model.streams import Streams
 from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.incremental import Streams
+from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"

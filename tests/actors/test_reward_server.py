@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reward_server.messages import Ask, Told, pack, unpack
-from async_rlhf.actors.reward_server.server import RewardServer
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.reward_server import RewardServer
+from async_rlhf.actors.scoring.served_messages import Ask, Told, pack, unpack
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.transport import keys

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.reward_server import messages as served
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
-from async_rlhf.actors.scorer import messages as scorer
-from async_rlhf.actors.scoring.calls import Answers, Call
-from async_rlhf.actors.scoring.sync_calls import run_call
+from async_rlhf.actors.scoring import messages as scorer
+from async_rlhf.actors.scoring import served_messages as served
+from async_rlhf.actors.scoring.executor import Answers, Call
+from async_rlhf.actors.scoring.process_executor import run_call
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)

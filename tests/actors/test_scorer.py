@@ -14,10 +14,10 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
-from async_rlhf.actors.scorer.client import ask_alive
-from async_rlhf.actors.scorer.messages import Beat, Message, Show, Told, answers, pack, said, unpack
-from async_rlhf.actors.scorer.server import Scorer
+from async_rlhf.actors.scoring.messages import Beat, Message, Show, Told, answers, pack, said, unpack
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.remote_executor import ask_alive
+from async_rlhf.actors.scoring.server import Scorer
 from async_rlhf.buffers.errors import DeadlineError, WireError
 
 JUDGES = """

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.ahead import CALL_S, Ahead
 from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.reward_queue import CALL_S, Ahead
 from async_rlhf.buffers.errors import ConfigError
 
 READER = """

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scoring.lanes import Lane, Task
-from async_rlhf.actors.scoring.limits import WindowLimit
+from async_rlhf.actors.scoring.reward_queue import Lane, Task, WindowLimit
 
 RIGHT = (Answer(1.0),)
 BUSY = (Answer(None, "busy", retry_after_s=0.0),)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.reading.passes import Beginning, extend
+from async_rlhf.actors.scoring.prefix_cache import Beginning, extend
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import FAMILIES

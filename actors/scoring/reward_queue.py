@@ -15,10 +15,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scoring.limits import WindowLimit
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
@@ -159,3 +159,89 @@ class Lane:
 
 def _cost(batch: Iterable[Task]) -> float:
     return float(sum(task.tokens for task in batch))
+
+
+WINDOW_S = 60.0
+
+
+class WindowLimit:
+    """At most `limit` units in any `window_s` seconds. Owns the times and amounts of the last window."""
+
+    def __init__(self, limit: float, window_s: float = WINDOW_S) -> None:
+        self.limit, self.window_s = limit, window_s
+        self._taken: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
+
+    def free_at(self, now: float, amount: float = 1.0) -> float:
+        """The earliest time, not before `now`, at which `amount` may be taken; infinity when it exceeds the limit alone."""
+        self._forget(now)
+        if amount > self.limit:
+            return float("inf")
+        excess, when = self._sum + amount - self.limit, now
+        for taken_at, taken in self._taken:
+            if excess <= 0:
+                break
+            excess -= taken
+            when = taken_at + self.window_s
+        return when
+
+    def take(self, now: float, amount: float = 1.0) -> None:
+        """Take it, allowed or not: what turned out dearer than expected is paid for afterwards."""
+        self._taken.append((now, amount))
+        self._sum += amount
+
+    def _forget(self, now: float) -> None:
+        while self._taken and self._taken[0][0] + self.window_s <= now:
+            self._sum -= self._taken.popleft()[1]
+        if not self._taken:
+            self._sum = 0.0
+
+
+CALL_S = 0.05
+
+
+class Peek(NamedTuple):
+    """One call: by stream, what there is of completions; and the streams that nobody waits for any more."""
+
+    members: Mapping[int, Mapping[str, Any]]
+    forgotten: tuple[int, ...]
+
+
+class Ahead:
+    """See the module docstring. Called by one thread."""
+
+    def __init__(self, most: int) -> None:
+        """most: completions in one call."""
+        self._most, self._size = most, 1
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._forgotten: list[int] = []
+        self._is_running = False
+
+    def offer(self, stream: int, member: Mapping[str, Any]) -> None:
+        """There is more of a completion; what was not shown of it before is shown with this."""
+        self._waiting[stream] = member
+
+    def ended(self, stream: int) -> None:
+        """It is whole, and scored next: no need to show it."""
+        self._waiting.pop(stream, None)
+
+    def forget(self, streams: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
+        for stream in streams:
+            self._waiting.pop(stream, None)
+            self._forgotten.append(stream)
+
+    def due(self) -> Peek | None:
+        """What to show now, while no score is asked for; None when there is nothing, or a call runs."""
+        if self._is_running or not (self._waiting or self._forgotten):
+            return None
+        streams = list(islice(self._waiting, self._size))
+        peek = Peek({stream: self._waiting.pop(stream) for stream in streams}, tuple(self._forgotten))
+        self._forgotten.clear()
+        self._is_running = True
+        return peek
+
+    def shown(self, seconds: float) -> None:
+        """The call has ended."""
+        self._is_running = False
+        self._size = min(self._most, 2 * self._size) if seconds < CALL_S else max(1, self._size // 2)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.own_code import check_own_code
-from async_rlhf.actors.reading.check import check_reads_along
 from async_rlhf.actors.rewards.settings import Stream, reward
+from async_rlhf.actors.scoring.incremental_check import check_reads_along
 from async_rlhf.buffers.attention import angle_limit
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.reward_model.model import RewardModel
-    from async_rlhf.actors.reward_model.streams import Streams
+    from async_rlhf.actors.scoring.incremental import Streams
+    from async_rlhf.actors.scoring.models import RewardModel
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -118,7 +118,7 @@ def reward_model(
 
 @functools.cache
 def _model(path: str, label: int, device: str, dtype: str, threads: int) -> RewardModel:
-    from async_rlhf.actors.reward_model.model import RewardModel
+    from async_rlhf.actors.scoring.models import RewardModel
 
     return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
 
@@ -137,6 +137,6 @@ def _streams(
 
 @functools.cache
 def _made_streams(path: str, label: int, device: str, dtype: str, threads: int, cache_bytes: int) -> Streams:
-    from async_rlhf.actors.reward_model.streams import Streams
+    from async_rlhf.actors.scoring.incremental import Streams
 
     return Streams(_model(path, label, device, dtype, threads), cache_bytes)

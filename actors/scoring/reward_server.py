@@ -19,9 +19,9 @@ from typing import NamedTuple
 import zmq
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
 from async_rlhf.actors.rewards import RewardSpec
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.served_messages import MAX_BYTES, Ask, Told, pack, unpack
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.hub.authenticator import Authenticator
 from async_rlhf.buffers.transport import keys

@@ -15,8 +15,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from async_rlhf.actors.reward_server.messages import MAX_BYTES, Ask, Told, pack, unpack
 from async_rlhf.actors.rewards.settings import TransientError, reward
+from async_rlhf.actors.scoring.served_messages import MAX_BYTES, Ask, Told, pack, unpack
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.transport.keys import load_peer
 

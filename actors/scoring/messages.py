@@ -27,7 +27,7 @@ _HALVES = "surrogatepass"
 
 
 class Ask(MessageBase):
-    """One task of a stage, as `async_rlhf.actors.scoring.lanes.Task`."""
+    """One task of a stage, as `async_rlhf.actors.scoring.reward_queue.Task`."""
 
     type: Literal["ask"] = "ask"
     id: int

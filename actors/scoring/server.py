@@ -24,7 +24,9 @@ import zmq
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scorer.messages import (
+from async_rlhf.actors.scoring.dispatcher import Dispatcher
+from async_rlhf.actors.scoring.executor import Answers
+from async_rlhf.actors.scoring.messages import (
     MAX_BYTES,
     Alive,
     Ask,
@@ -39,10 +41,8 @@ from async_rlhf.actors.scorer.messages import (
     said,
     unpack,
 )
-from async_rlhf.actors.scoring.calls import Answers
-from async_rlhf.actors.scoring.dispatcher import Dispatcher
-from async_rlhf.actors.scoring.fields import STREAM
-from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.actors.scoring.pool import STREAM
+from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.transport.waker import Waker
 

@@ -17,8 +17,8 @@ from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.rewards.settings import Stream, reward
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.reference.model import ReferenceModel
-    from async_rlhf.actors.reference.streams import ReferenceStreams
+    from async_rlhf.actors.scoring.incremental import ReferenceStreams
+    from async_rlhf.actors.scoring.models import ReferenceModel
     from async_rlhf.buffers.record import SamplingMask
 
 _CACHE_BYTES = 1 << 30
@@ -76,7 +76,7 @@ def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:
 
 @functools.cache
 def _model(path: str, device: str, dtype: str, threads: int) -> ReferenceModel:
-    from async_rlhf.actors.reference.model import ReferenceModel
+    from async_rlhf.actors.scoring.models import ReferenceModel
 
     return ReferenceModel(Path(path), device=device, dtype=dtype, threads=threads)
 
@@ -95,6 +95,6 @@ def _streams(
 
 @functools.cache
 def _made_streams(path: str, temperature: float, device: str, dtype: str, threads: int, cache_bytes: int) -> ReferenceStreams:
-    from async_rlhf.actors.reference.streams import ReferenceStreams
+    from async_rlhf.actors.scoring.incremental import ReferenceStreams
 
     return ReferenceStreams(_model(path, device, dtype, threads), cache_bytes, temperature)

@@ -24,7 +24,8 @@ from typing import Any
 import zmq
 
 from async_rlhf.actors.rewards import Answer
-from async_rlhf.actors.scorer.messages import (
+from async_rlhf.actors.scoring.executor import Answered, Shown
+from async_rlhf.actors.scoring.messages import (
     MAX_BYTES,
     Alive,
     Ask,
@@ -39,8 +40,7 @@ from async_rlhf.actors.scorer.messages import (
     pack,
     unpack,
 )
-from async_rlhf.actors.scoring.calls import Answered, Shown
-from async_rlhf.actors.scoring.lanes import Task
+from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
 from async_rlhf.buffers.transport.waker import Waker
 

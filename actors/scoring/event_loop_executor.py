@@ -19,10 +19,9 @@ from collections import deque
 from multiprocessing.connection import Pipe, wait
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
-from async_rlhf.actors.scoring.async_worker import SHOW_STACK, serve
-from async_rlhf.actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
+from async_rlhf.actors.scoring.event_loop_worker import SHOW_STACK, TurnBoard, serve
+from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
 from async_rlhf.actors.scoring.processes import WorkerContext, ended
-from async_rlhf.actors.scoring.turns import TurnBoard
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pebble import ProcessExpired, ProcessPool
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
-from async_rlhf.actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
+from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
 from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, WorkerContext, ended, obey_parent
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import mmap
 import os
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from multiprocessing import util
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scoring.calls import Answers, Call, ready, timed_out
+from async_rlhf.actors.scoring.executor import Answers, Call, ready, timed_out
 from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, obey_parent
-from async_rlhf.actors.scoring.turns import TurnBoard, Watched
 
 # Asks the child to write where it stands to its stderr; works while a reward holds the interpreter lock.
 SHOW_STACK = signal.SIGUSR1
@@ -79,3 +83,74 @@ async def _call(call: Call, board: TurnBoard) -> Answers:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         return (timed_out(call.timeout_s),) if scope.expired() else reward.failed(error, began)
+
+
+_NOBODY, _BYTES = -1.0, 16
+
+
+class Turn(NamedTuple):
+    """A call that runs, and since when in monotonic seconds."""
+
+    call_id: int
+    since: float
+
+
+class TurnBoard:
+    """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
+
+    The memory is a file without a name: multiprocessing's own would leave a directory behind when everything is killed.
+    """
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(_BYTES)
+            self._share(os.dup(file.fileno()))
+        self.end()
+
+    def __getstate__(self) -> Any:
+        return DupFd(self._descriptor)
+
+    def __setstate__(self, descriptor: Any) -> None:
+        self._share(descriptor.detach())
+
+    def _share(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        util.Finalize(self, os.close, (descriptor,))
+        self._board = memoryview(mmap.mmap(descriptor, _BYTES)).cast("d")
+
+    def begin(self, call_id: int) -> None:
+        self._board[1] = time.monotonic()
+        self._board[0] = call_id
+
+    def end(self) -> None:
+        self._board[0] = _NOBODY
+
+    def look(self) -> Turn | None:
+        """Who runs now. Torn reads are possible and harmless: a turn counts only once it has lasted."""
+        call_id = self._board[0]
+        return None if call_id == _NOBODY else Turn(int(call_id), self._board[1])
+
+
+class Watched:
+    """Awaits a coroutine and says on the board when it runs; tasks that it starts itself are not seen."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], board: TurnBoard, call_id: int) -> None:
+        self._coroutine, self._board, self._call_id = coroutine, board, call_id
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        sent: Any = None
+        thrown: BaseException | None = None
+        while True:
+            self._board.begin(self._call_id)
+            try:
+                waits_for = steps.send(sent) if thrown is None else steps.throw(thrown)
+            except StopIteration as done:
+                return done.value
+            finally:
+                self._board.end()
+            sent = thrown = None
+            try:
+                sent = yield waits_for
+            except BaseException as error:  # noqa: BLE001  handed on to the coroutine, cancellation included
+                thrown = error
