@@ -34,7 +34,7 @@ BUILTINS = {
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
     "regex": f"{_HERE}.text:regex",
     "remote": "async_rlhf.actors.scoring.remote:remote",
-    "reward_model": "async_rlhf.actors.scoring.reward_model:reward_model",
+    "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -185,10 +185,10 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Settings, is_asy
 
 
 def _check_stream(name: str, settings: Settings, is_async: bool, options: Mapping[str, Any] | None) -> None:
-    """Raises ConfigError for a reward that cannot read along; options: None where they were checked before."""
+    """Raises ConfigError for a reward that has no incremental scoring; options: None where they were checked before."""
     asked = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":
-        raise ConfigError(f"{asked} but cannot read along: only a plain 'def' with @reward(stream=...) can; set it to 0")
+        raise ConfigError(f"{asked} but has no incremental scoring: only a plain 'def' with @reward(stream=...) can; set it to 0")
     if settings.workers != 1:
         raise ConfigError(f"{asked} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
     if options is not None and settings.stream.check is not None:

@@ -1,7 +1,10 @@
-"""The child process that runs asynchronous rewards on one event loop. Started and killed by `async_calls`.
+"""The child process that runs asynchronous rewards on one event loop. Started and killed by `event_loop_executor`.
 
 Protocol, over one Connection: the child sends `None` once its rewards are loaded, receives `Call`s and sends
-`(call id, Answers)` for each, in any order. It limits the time of each call; how many run at once is the parent's rule.
+`(call id, Answers)` for each, in any order. It applies the time-out of each call; the parent bounds how many run at once.
+
+A reward that computes without awaiting blocks every other call on its loop, and no code on that loop can report it. So the
+child writes into shared memory which call runs and since when (`LoopWatchdog`); the parent reads it, and kills the child.
 """
 
 from __future__ import annotations
@@ -24,25 +27,25 @@ from async_rlhf.actors.rewards import Answer, RewardSpec
 from async_rlhf.actors.scoring.executor import Answers, Call, ready, timed_out
 from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, obey_parent
 
-# Asks the child to write where it stands to its stderr; works while a reward holds the interpreter lock.
+# Makes the child write its stack to stderr, also while a reward holds the interpreter lock.
 SHOW_STACK = signal.SIGUSR1
 
 
-def serve(connection: Connection, specs: tuple[RewardSpec, ...], memory_mb: int | None, board: TurnBoard) -> None:
+def serve(connection: Connection, specs: tuple[RewardSpec, ...], memory_mb: int | None, watchdog: LoopWatchdog) -> None:
     """Runs until the parent kills the process or is gone."""
     obey_parent(memory_mb)
     faulthandler.register(SHOW_STACK, all_threads=False)
     for spec in specs:
         ready(spec)
-    asyncio.run(_serve(connection, board))
+    asyncio.run(_serve(connection, watchdog))
 
 
-async def _serve(connection: Connection, board: TurnBoard) -> None:
+async def _serve(connection: Connection, watchdog: LoopWatchdog) -> None:
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
     def start(call: Call) -> None:
-        task = loop.create_task(_answer(connection, call, board))
+        task = loop.create_task(_answer(connection, call, watchdog))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -54,7 +57,7 @@ async def _serve(connection: Connection, board: TurnBoard) -> None:
 
 
 def _read(connection: Connection, start: Callable[[Call], object]) -> None:
-    """Waits for calls as long as the process lives; the parent's end of the connection closes when the parent is done."""
+    """Until the parent closes its end of the connection, which ends the process."""
     while True:
         try:
             start(connection.recv())
@@ -62,13 +65,13 @@ def _read(connection: Connection, start: Callable[[Call], object]) -> None:
             os._exit(0)
 
 
-async def _answer(connection: Connection, call: Call, board: TurnBoard) -> None:
-    answers = await _call(call, board)
+async def _answer(connection: Connection, call: Call, watchdog: LoopWatchdog) -> None:
+    answers = await _call(call, watchdog)
     # The parent always reads, so this does not block the loop.
     connection.send((call.id, answers))
 
 
-async def _call(call: Call, board: TurnBoard) -> Answers:
+async def _call(call: Call, watchdog: LoopWatchdog) -> Answers:
     reward = ready(call.spec)
     if isinstance(reward, Answer):
         return (reward,)
@@ -76,16 +79,16 @@ async def _call(call: Call, board: TurnBoard) -> Answers:
     scope = asyncio.timeout(call.timeout_s)
     try:
         async with scope:
-            result = await Watched(reward.function(**reward.arguments(call)), board, call.id)
+            result = await Watched(reward.function(**reward.arguments(call)), watchdog, call.id)
         return reward.read(call, result, began)
     except MemoryError:
-        board.begin(call.id)  # the parent reads there whose fault it was
+        watchdog.begin(call.id)  # the parent reads which call it was
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         return (timed_out(call.timeout_s),) if scope.expired() else reward.failed(error, began)
 
 
-_NOBODY, _BYTES = -1.0, 16
+_IDLE, _BYTES = -1.0, 16
 
 
 class Turn(NamedTuple):
@@ -95,7 +98,7 @@ class Turn(NamedTuple):
     since: float
 
 
-class TurnBoard:
+class LoopWatchdog:
     """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
 
     The memory is a file without a name: multiprocessing's own would leave a directory behind when everything is killed.
@@ -123,32 +126,32 @@ class TurnBoard:
         self._board[0] = call_id
 
     def end(self) -> None:
-        self._board[0] = _NOBODY
+        self._board[0] = _IDLE
 
     def look(self) -> Turn | None:
-        """Who runs now. Torn reads are possible and harmless: a turn counts only once it has lasted."""
+        """The running call. A torn read is harmless: a turn counts only once it has lasted."""
         call_id = self._board[0]
-        return None if call_id == _NOBODY else Turn(int(call_id), self._board[1])
+        return None if call_id == _IDLE else Turn(int(call_id), self._board[1])
 
 
 class Watched:
-    """Awaits a coroutine and says on the board when it runs; tasks that it starts itself are not seen."""
+    """Awaits a coroutine and records when it runs; tasks that it starts itself are not seen."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], board: TurnBoard, call_id: int) -> None:
-        self._coroutine, self._board, self._call_id = coroutine, board, call_id
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], watchdog: LoopWatchdog, call_id: int) -> None:
+        self._coroutine, self._watchdog, self._call_id = coroutine, watchdog, call_id
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._coroutine.__await__()
         sent: Any = None
         thrown: BaseException | None = None
         while True:
-            self._board.begin(self._call_id)
+            self._watchdog.begin(self._call_id)
             try:
                 waits_for = steps.send(sent) if thrown is None else steps.throw(thrown)
             except StopIteration as done:
                 return done.value
             finally:
-                self._board.end()
+                self._watchdog.end()
             sent = thrown = None
             try:
                 sent = yield waits_for

@@ -1,17 +1,16 @@
-"""What an actor and the scorer of its machine say to each other: one MessagePack frame each way, checked against these types.
+"""The protocol of the scoring server: one MessagePack frame each way, validated against these types.
 
-Before the actor's frame stands one with the number of the task it asks, so that what cannot be read is answered too.
+    client -> server   ScoreRequest, PrefetchRequest, ForgetStreams, DiscardRequests, Heartbeat
+    server -> client   ScoreResponse, PrefetchResponse, ServerState
 
-    actor -> scorer   Ask, Show, Forget, Discard, Beat        scorer -> actor   Told, Read, Alive
-
-What a column holds travels as MessagePack knows it (a tuple is a list there); a column of another kind is refused where it is
-sent, never replaced by its text. Texts may hold halves of surrogate pairs, as JSON lines of a data set may.
+A client's message is two frames: the number of its request, empty for other messages, then the packed message. So a request
+that cannot be read is answered too. Text may hold halves of surrogate pairs, as JSON lines of a data set may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -22,46 +21,67 @@ from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol.message import MessageBase
 
 PROTOCOL = 1
-MAX_BYTES = 64 << 20
-_HALVES = "surrogatepass"
+NUM_IDS = 1 << 40
+_SURROGATES = "surrogatepass"
+
+Id = Annotated[int, Field(ge=0, lt=NUM_IDS)]
 
 
-class Ask(MessageBase):
-    """One task of a stage, as `async_rlhf.actors.scoring.reward_queue.Task`."""
+class Channel(NamedTuple):
+    """What may pass. converts: columns unknown to MessagePack travel as their text, else they are refused by the sender.
 
-    type: Literal["ask"] = "ask"
-    id: int
+    has_plain_keys: dictionaries have texts as keys only: colliding numbers would cost a server time.
+    """
+
+    max_bytes: int
+    converts: bool
+    has_plain_keys: bool
+
+
+STAGE_CHANNEL = Channel(64 << 20, converts=False, has_plain_keys=False)
+"""Between an actor and the scorer of its machine, both of one run."""
+REWARD_CHANNEL = Channel(4 << 20, converts=True, has_plain_keys=True)
+"""Between any client and a reward server."""
+
+
+class ScoreRequest(MessageBase):
+    """One task of a stage, as `reward_queue.Task`; stage "" is a server's only one. timeout_s: the client waits no longer."""
+
+    type: Literal["score"] = "score"
+    id: Id
+    stage: str = ""
+    members: list[dict[str, Any]] = Field(min_length=1)
+    tokens: int = Field(default=0, ge=0)
+    stream: Id | None = None
+    timeout_s: float | None = Field(default=None, gt=0)
+
+
+class PrefetchRequest(MessageBase):
+    """An unfinished completion that a stage may read ahead of its end."""
+
+    type: Literal["prefetch"] = "prefetch"
     stage: str
-    members: list[dict[str, Any]]
-    tokens: int
-    stream: int | None
+    stream: Id
+    member: dict[str, Any]
 
 
-class Show(MessageBase):
-    """There is more of a completion; members: by stage, what it can use of it."""
-
-    type: Literal["show"] = "show"
-    stream: int
-    members: dict[str, dict[str, Any]]
-
-
-class Forget(MessageBase):
+class ForgetStreams(MessageBase):
     type: Literal["forget"] = "forget"
-    streams: list[int]
+    streams: list[Id]
 
 
-class Discard(MessageBase):
+class DiscardRequests(MessageBase):
     type: Literal["discard"] = "discard"
-    ids: list[int]
+    ids: list[Id]
 
 
-class Beat(MessageBase):
-    """Somebody listens. Answered with Alive."""
+class Heartbeat(MessageBase):
+    """Answered with ServerState."""
 
-    type: Literal["beat"] = "beat"
+    type: Literal["heartbeat"] = "heartbeat"
 
 
-class Said(MessageBase):
+class AnswerFields(MessageBase):
     """An `Answer`; logprobs: little-endian float32."""
 
     value: float | None
@@ -74,55 +94,70 @@ class Said(MessageBase):
     logprobs: bytes | None
 
 
-class Told(MessageBase):
-    """A task is answered: for each of its members, or once for all."""
+class ScoreResponse(MessageBase):
+    """One answer for each member of the request, or one for all."""
 
-    type: Literal["told"] = "told"
-    id: int
-    answers: list[Said]
+    type: Literal["scored"] = "scored"
+    id: Id
+    answers: list[AnswerFields] = Field(min_length=1)
 
 
-class Read(MessageBase):
-    """A stage was shown these streams."""
+class PrefetchResponse(MessageBase):
+    """A stage has read these streams, or failed to."""
 
-    type: Literal["read"] = "read"
+    type: Literal["prefetched"] = "prefetched"
     stage: str
-    streams: list[int]
-    answer: Said
+    streams: list[Id]
+    answer: AnswerFields
 
 
-class Alive(MessageBase):
-    """life: a name for this life of the scorer with this actor; what was asked in the one before is lost. answered: tasks in
-    the scorer's life; waiting: those that are not."""
+class ServerState(MessageBase):
+    """life: changes when the server no longer knows the client's earlier requests. answered, waiting: requests in its life."""
 
-    type: Literal["alive"] = "alive"
+    type: Literal["state"] = "state"
     life: str
     answered: int
     waiting: int
 
 
-Message = Ask | Show | Forget | Discard | Beat | Told | Read | Alive
+Message = (
+    ScoreRequest
+    | PrefetchRequest
+    | ForgetStreams
+    | DiscardRequests
+    | Heartbeat
+    | ScoreResponse
+    | PrefetchResponse
+    | ServerState
+)
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 
-def pack(message: Message) -> bytes:
-    """Raises WireError for what is too large, and for a column that MessagePack does not know."""
-    # A dump would make texts of what MessagePack does not know.
-    fields = dict(message) if isinstance(message, Ask | Show) else message.model_dump()
+def frames_of(message: Message, channel: Channel = STAGE_CHANNEL) -> list[bytes]:
+    """A client's message as it is sent. Raises WireError."""
+    return [b"%d" % message.id if isinstance(message, ScoreRequest) else b"", pack(message, channel)]
+
+
+def pack(message: Message, channel: Channel = STAGE_CHANNEL) -> bytes:
+    """Raises WireError for a message that is too large, and for a column that cannot travel."""
+    # `model_dump` would convert columns that MessagePack does not know.
+    fields = dict(message) if isinstance(message, ScoreRequest | PrefetchRequest) else message.model_dump()
     try:
-        packed: bytes = msgpack.packb([PROTOCOL, fields], unicode_errors=_HALVES)
+        default = str if channel.converts else None
+        packed: bytes = msgpack.packb([PROTOCOL, fields], default=default, unicode_errors=_SURROGATES)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"what a reward asks for cannot travel to the scorer process ({error})") from error
-    if len(packed) > MAX_BYTES:
-        raise WireError(f"what a reward asks for has {len(packed)} bytes; at most {MAX_BYTES} travel to the scorer process")
+        raise WireError(f"the columns of a reward cannot travel to the scorer process ({error})") from error
+    if len(packed) > channel.max_bytes:
+        raise WireError(f"a reward's request has {len(packed)} bytes; at most {channel.max_bytes} are sent")
     return packed
 
 
-def unpack(data: bytes) -> Message:
+def unpack(data: bytes, channel: Channel = STAGE_CHANNEL) -> Message:
     """Raises WireError for anything that is not one of these."""
     try:
-        # Rows of tasks have numbers as keys too; both ends are processes of one run.
-        protocol, fields = msgpack.unpackb(data, max_ext_len=0, strict_map_key=False, unicode_errors=_HALVES)
+        protocol, fields = msgpack.unpackb(
+            data, max_ext_len=0, strict_map_key=channel.has_plain_keys, unicode_errors=_SURROGATES
+        )
         if protocol != PROTOCOL:
             raise ValueError(f"protocol {str(protocol)[:40]}")
         return _MESSAGES.validate_python(fields)
@@ -130,15 +165,13 @@ def unpack(data: bytes) -> Message:
         raise WireError(f"what is no message of protocol {PROTOCOL}: {str(error)[:200]}") from error
 
 
-def said(answer: Answer) -> Said:
-    """As it travels."""
-    tokens = None if answer.logprobs is None else answer.logprobs.astype("<f4").tobytes()
-    return Said(**{**answer._asdict(), "metrics": dict(answer.metrics), "logprobs": tokens})
+def to_fields(answer: Answer) -> AnswerFields:
+    logprobs = None if answer.logprobs is None else answer.logprobs.astype("<f4").tobytes()
+    return AnswerFields(**{**answer._asdict(), "metrics": dict(answer.metrics), "logprobs": logprobs})
 
 
-def answers(told: Sequence[Said]) -> tuple[Answer, ...]:
-    """As the pool takes them."""
-    return tuple(Answer(**{**each.model_dump(), "logprobs": _array(each.logprobs)}) for each in told)
+def to_answers(found: Sequence[AnswerFields]) -> tuple[Answer, ...]:
+    return tuple(Answer(**{**each.model_dump(), "logprobs": _array(each.logprobs)}) for each in found)
 
 
 def _array(data: bytes | None) -> Any:

@@ -1,11 +1,14 @@
-"""What is kept of completions that are read while they are being written, so that at their end only what came last is left.
+"""The prefix cache of incremental scoring: keys and values of unfinished completions, so that little is left at their end.
 
-A decoder's keys and values of a token depend on the tokens before it and on nothing after it. They are kept by the token
-ids they were computed from; what a text has in common with what was read of it stays, the rest is computed again.
+A decoder's keys and values of a token depend on the tokens before it and on nothing after it. They are cached by the token
+ids they were computed from; the common prefix of a text and its cached ids stays, the rest is computed again.
 
-Owns the keys and values, at most `cache_bytes` of them. Where they would be more, the completions with the fewest tokens
-lose theirs, are not read any further and are scored as if nobody had read along. Waits for nothing. Woken by its methods.
-What is kept of a completion goes when it is taken or forgotten.
+Owns at most `cache_bytes` of keys and values. Beyond that the completions with the fewest tokens are given up: they lose
+theirs, are read no further and are scored whole. An entry goes when it is taken or forgotten. `extend` is one pass of the
+decoder over chunks of texts; `probe` finds out whether a model fits: any Hugging Face model whose layers keep keys and values
+and whose tokens see only earlier ones.
+
+Axes: `K` chunks, `P` longest chunk, `T` longest text, `H` key heads, `D` head width, `C` model width.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 _PROBE = 12
 
 
-class Reader(Protocol):
-    """A model that reads. body: it without its head."""
+class Decoder(Protocol):
+    """A causal model. body: it without its head."""
 
     device: torch.device
     dtype: torch.dtype
@@ -45,33 +48,33 @@ class Reader(Protocol):
 
 
 @dataclass(eq=False)
-class Beginning:
-    """What is kept of one text. ids: its tokens so far; keys, values: of each layer [H, T, D]."""
+class CachedPrefix:
+    """Of one text. ids: its tokens so far; keys, values: of each layer [H, T, D]."""
 
     ids: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
     def shares(self, ids: Sequence[int]) -> int:
-        """How many tokens a text of these ids begins with that are kept."""
-        kept = self.ids
-        if list(ids[: len(kept)]) == kept:
-            return len(kept)
-        return next((i for i, (own, other) in enumerate(zip(kept, ids, strict=False)) if own != other), len(ids))
+        """The length of the common prefix."""
+        cached = self.ids
+        if list(ids[: len(cached)]) == cached:
+            return len(cached)
+        return next((i for i, (own, other) in enumerate(zip(cached, ids, strict=False)) if own != other), len(ids))
 
-    def take_over(self, other: Beginning, length: int) -> None:
+    def take_over(self, other: CachedPrefix, length: int) -> None:
         """Become a copy of the first `length` tokens of another."""
         self.ids = other.ids[:length]
         self.keys, self.values = ([part[:, :length].clone() for part in side] for side in (other.keys, other.values))
 
 
 @torch.inference_mode()
-def extend(model: Reader, texts: Sequence[tuple[Beginning, list[int]]]) -> list[torch.Tensor]:
-    """Make each beginning one of all these ids; returns of each [P, C], what the model made of the tokens it read now.
+def extend(model: Decoder, texts: Sequence[tuple[CachedPrefix, list[int]]]) -> list[torch.Tensor]:
+    """Extend each prefix to all these ids; returns of each [P, C], the hidden states of the tokens computed now.
 
-    What a beginning has in common with its ids is not computed again, but for the last token.
+    A common prefix is not computed again, except for the last token.
     """
-    starts = [beginning.shares(ids[:-1]) for beginning, ids in texts]
+    starts = [prefix.shares(ids[:-1]) for prefix, ids in texts]
     chunks = [Chunk(tuple(ids[at:]), at, (row,)) for row, ((_, ids), at) in enumerate(zip(texts, starts, strict=True))]
     padded = PaddedChunks.of(chunks, model.device)
     assert padded is not None, "a pass over nothing"
@@ -79,36 +82,38 @@ def extend(model: Reader, texts: Sequence[tuple[Beginning, list[int]]]) -> list[
         input_ids=padded.ids,
         position_ids=padded.positions,
         attention_mask=attention_of(model.body.config).masks(lambda reach: padded.mask(model.dtype, reach)),
-        past_key_values=_Pass([beginning for beginning, _ in texts], chunks, padded.length),
+        past_key_values=_Pass([prefix for prefix, _ in texts], chunks, padded.length),
         use_cache=True,
     ).last_hidden_state
-    for beginning, ids in texts:
-        beginning.ids = list(ids)
+    for prefix, ids in texts:
+        prefix.ids = list(ids)
     return [row[: len(chunk.ids)] for row, chunk in zip(hidden, chunks, strict=True)]
 
 
 @torch.inference_mode()
-def probe(model: Reader) -> int:
+def probe(model: Decoder) -> int:
     """Bytes of keys and values of one token. Raises RewardError unless a probe comes to the same in two parts as in one."""
-    ids, beginning = model.some_tokens(_PROBE), Beginning()
+    ids, prefix = model.some_tokens(_PROBE), CachedPrefix()
     try:
-        parts = [extend(model, [(beginning, part)])[0] for part in (ids[: _PROBE // 2], ids)]
+        parts = [extend(model, [(prefix, part)])[0] for part in (ids[: _PROBE // 2], ids)]
         read = torch.cat(parts).float()
         whole = model.body(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0].float()
-        size = sum(part.numel() * part.element_size() for side in (beginning.keys, beginning.values) for part in side)
+        size = sum(part.numel() * part.element_size() for side in (prefix.keys, prefix.values) for part in side)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise RewardError(f"the model cannot read along ({type(error).__name__}: {error}); set stream_tokens = 0") from error
+        raise RewardError(
+            f"the model has no incremental scoring ({type(error).__name__}: {error}); set stream_tokens = 0"
+        ) from error
     difference = float((read - whole).abs().max())
     if not difference <= _TOLERANCE[model.dtype] * (1 + float(whole.abs().max())) or not size:
         raise RewardError(
-            f"the model cannot read along: what it makes of a probe differs by {difference:.3g} when it reads it in two parts, "
-            "as of a model that looks ahead or keeps more than keys and values; set stream_tokens = 0"
+            f"the model has no incremental scoring: the hidden states of a probe differ by {difference:.3g} when it is read in "
+            "two parts, as of a model that looks ahead or keeps more than keys and values; set stream_tokens = 0"
         )
     return size // len(ids)
 
 
-Text = tuple[Beginning, list[int]]
-"""What is kept of a completion, and the ids of all there is of it."""
+Text = tuple[CachedPrefix, list[int]]
+"""The cached prefix of a completion, and all its ids so far."""
 
 
 class Wanted(NamedTuple):
@@ -122,85 +127,85 @@ class Wanted(NamedTuple):
     shareable: int
 
 
-class Kept:
-    """See the module docstring. Raises RewardError for a model that cannot read along (`passes.probe`)."""
+class PrefixCache:
+    """See the module docstring. Raises RewardError for a model without incremental scoring (`probe`)."""
 
-    def __init__(self, model: Reader, cache_bytes: int) -> None:
+    def __init__(self, model: Decoder, cache_bytes: int) -> None:
         self._model, self._cache_bytes = model, cache_bytes
         self._token_bytes = probe(model)
-        # None: was given up, and stays so until it is taken or forgotten.
-        self._of: dict[int, Beginning | None] = {}
+        # None: given up, until it is taken or forgotten.
+        self._of: dict[int, CachedPrefix | None] = {}
         self._prompts: dict[int, Hashable] = {}
 
     @property
     def streams(self) -> frozenset[int]:
-        """Those of which something is known."""
+        """Those with an entry."""
         return frozenset(self._of) | frozenset(self._prompts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values that are kept."""
-        return self._token_bytes * sum(len(kept.ids) for kept in self._of.values() if kept is not None)
+        """Bytes of keys and values."""
+        return self._token_bytes * sum(len(cached.ids) for cached in self._of.values() if cached is not None)
 
     def read(self, wanted: Mapping[int, Wanted]) -> dict[int, torch.Tensor]:
-        """Read what there is of these, as far as it was not read before and there is room for it.
+        """Read the new ids of these texts, as far as there is room.
 
-        Returns, by stream, what the model made of what it read now: [P, C] for the last P of its ids.
+        Returns, by stream, the hidden states of the newly read ids: [P, C] for the last P.
         """
         for stream, each in wanted.items():
             self._prompts[stream] = each.prompt
-            self._of.setdefault(stream, Beginning())
+            self._of.setdefault(stream, CachedPrefix())
         self._make_room(wanted)
-        texts = {name: (kept, each.ids) for name, each in wanted.items() if (kept := self._of[name]) is not None}
-        texts = {name: (kept, ids) for name, (kept, ids) in texts.items() if kept.shares(ids) < len(ids)}
+        texts = {name: (cached, each.ids) for name, each in wanted.items() if (cached := self._of[name]) is not None}
+        texts = {name: (cached, ids) for name, (cached, ids) in texts.items() if cached.shares(ids) < len(ids)}
         readers = self._readers(texts)
-        first = {name for name, (kept, _) in texts.items() if kept.ids or readers[self._prompts[name]] is kept}
+        first = {name for name, (cached, _) in texts.items() if cached.ids or readers[self._prompts[name]] is cached}
         found = self._extend({name: texts[name] for name in texts if name in first})
         later = {name: text for name, text in texts.items() if name not in first}
-        for name, (kept, ids) in later.items():
+        for name, (cached, ids) in later.items():
             reader = readers[self._prompts[name]]
-            kept.take_over(reader, min(wanted[name].shareable, reader.shares(ids)))
+            cached.take_over(reader, min(wanted[name].shareable, reader.shares(ids)))
         return found | self._extend(later)
 
     def give_up(self, stream: int) -> None:
-        """It cannot be read along."""
+        """Drop its entry; it is scored whole."""
         self._of[stream] = None
 
-    def take(self, stream: int | None) -> tuple[Beginning | None, bool]:
-        """What is kept of a completion that is whole now, None where nothing is, and whether it was given up."""
+    def take(self, stream: int | None) -> tuple[CachedPrefix | None, bool]:
+        """Removes the entry of a completion that is whole now, None without one, and whether it was given up."""
         known = stream in self._of
-        kept = None if stream is None else self._of.get(stream)
+        cached = None if stream is None else self._of.get(stream)
         self.forget([] if stream is None else [stream])
-        return kept if kept is not None and kept.ids else None, known and kept is None
+        return cached if cached is not None and cached.ids else None, known and cached is None
 
     def forget(self, streams: Iterable[int]) -> None:
-        """Nobody waits for these any more. Unknown ones are ignored."""
+        """Drop these; unknown ones are ignored."""
         for stream in streams:
             self._of.pop(stream, None)
             self._prompts.pop(stream, None)
 
     def _extend(self, texts: Mapping[int, Text]) -> dict[int, torch.Tensor]:
-        names = {id(kept): name for name, (kept, _) in texts.items()}
+        names = {id(cached): name for name, (cached, _) in texts.items()}
         found: dict[int, torch.Tensor] = {}
         for batch in alike(texts.values()):
             read = extend(self._model, batch)
-            found |= {names[id(kept)]: hidden for (kept, _), hidden in zip(batch, read, strict=True)}
+            found |= {names[id(cached)]: hidden for (cached, _), hidden in zip(batch, read, strict=True)}
         return found
 
     def _make_room(self, wanted: Mapping[int, Wanted]) -> None:
-        """Give up the shortest until all that is kept and wanted fits: the least work is lost, and none of them returns."""
-        kept = {name: len(own.ids) for name, own in self._of.items() if own is not None}
-        sizes = {name: len(wanted[name].ids) if name in wanted else length for name, length in kept.items()}
+        """Give up the shortest until everything fits: the least work is lost."""
+        cached = {name: len(own.ids) for name, own in self._of.items() if own is not None}
+        sizes = {name: len(wanted[name].ids) if name in wanted else length for name, length in cached.items()}
         total = sum(sizes.values())
-        for name in sorted(kept, key=lambda name: (kept[name], sizes[name])):
+        for name in sorted(cached, key=lambda name: (cached[name], sizes[name])):
             if total * self._token_bytes <= self._cache_bytes:
                 return
             total -= sizes[name]
             self._of[name] = None
 
-    def _readers(self, texts: Mapping[int, Text]) -> dict[Hashable, Beginning]:
-        """Of each prompt, one that has read it or will be the first to: the others begin with what it has."""
-        readers: dict[Hashable, Beginning] = {}
+    def _readers(self, texts: Mapping[int, Text]) -> dict[Hashable, CachedPrefix]:
+        """Of each prompt, the text that has read it or is the first to: the others copy its prefix."""
+        readers: dict[Hashable, CachedPrefix] = {}
         for name, own in self._of.items():
             if own is not None and own.ids:
                 readers.setdefault(self._prompts[name], own)
@@ -210,34 +215,34 @@ class Kept:
 
 
 def alike(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Those that have about as many tokens to be read together: at most half of a pass is padding."""
+    """Batches of texts with about as many tokens to read: at most half of a pass is padding."""
 
     def size(text: Text) -> int:
-        kept, ids = text
-        return (len(ids) - kept.shares(ids[:-1])).bit_length()
+        cached, ids = text
+        return (len(ids) - cached.shares(ids[:-1])).bit_length()
 
     for _, batch in groupby(sorted(texts, key=size), key=size):
         yield list(batch)
 
 
 class _Pass(Cache):  # type: ignore[misc]  # transformers ships without types
-    """What the attention layers of one pass see: each chunk behind what is kept before it, which grows by it."""
+    """What the attention layers of one pass see: each chunk behind its cached prefix, which grows by it."""
 
-    def __init__(self, kept: Sequence[Beginning], chunks: Sequence[Chunk], length: int) -> None:
+    def __init__(self, cached: Sequence[CachedPrefix], chunks: Sequence[Chunk], length: int) -> None:
         super().__init__(layers=[])
-        self._kept, self._chunks, self._length = kept, chunks, length
+        self._cached, self._chunks, self._length = cached, chunks, length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """New keys and values [K, H, P, D]; returns all, [K, H, T, D]."""
-        keys = self._joined([beginning.keys for beginning in self._kept], key_states, layer_idx)
-        return keys, self._joined([beginning.values for beginning in self._kept], value_states, layer_idx)
+        keys = self._joined([prefix.keys for prefix in self._cached], key_states, layer_idx)
+        return keys, self._joined([prefix.values for prefix in self._cached], value_states, layer_idx)
 
-    def _joined(self, kept: Sequence[list[torch.Tensor]], new: torch.Tensor, layer: int) -> torch.Tensor:
+    def _joined(self, cached: Sequence[list[torch.Tensor]], new: torch.Tensor, layer: int) -> torch.Tensor:
         # Zeros, because a hidden column takes part in attention with weight 0 and must be finite.
         joined = new.new_zeros((len(new), new.shape[1], self._length, new.shape[3]))
-        for row, (layers, chunk) in enumerate(zip(kept, self._chunks, strict=True)):
+        for row, (layers, chunk) in enumerate(zip(cached, self._chunks, strict=True)):
             end = chunk.start + len(chunk.ids)
             if chunk.start:
                 joined[row, :, : chunk.start] = layers[layer][:, : chunk.start]

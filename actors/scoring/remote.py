@@ -1,7 +1,7 @@
-"""The reward `remote`: asks a reward server, from the event loop that asynchronous rewards share.
+"""The reward `remote`: the score of a reward server, from the event loop of asynchronous rewards.
 
-One socket for each server a process asks. ZeroMQ connects again by itself; what was lost meanwhile runs into its time-out
-and is asked again, as often as `retries` allows. Two actors may ask the same: a reward's answer changes nothing there.
+One socket for each server a process uses. ZeroMQ reconnects by itself; a request lost meanwhile times out and is retried as
+`retries` allows. Scoring changes nothing on the server, so a repeated request does no harm.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from async_rlhf.actors.rewards.settings import TransientError, reward
-from async_rlhf.actors.scoring.served_messages import MAX_BYTES, Ask, Told, pack, unpack
+from async_rlhf.actors.rewards import Answer, TransientError, reward
+from async_rlhf.actors.scoring.messages import REWARD_CHANNEL, ScoreRequest, ScoreResponse, frames_of, to_answers, unpack
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.transport.keys import load_peer
 
@@ -27,13 +27,13 @@ _SEND_HWM = 10_000
 async def remote(address: str, keys: str = "", timeout_s: float = 30.0, **fields: Any) -> Score:
     """The score of the reward that the server at `address` serves.
 
-    keys: a key directory (`async-rlhf keys new`), needed for a server on another machine. timeout_s: after it the server
-    need not answer any more.
+    keys: a key directory (`async-rlhf keys new`), needed for a server on another machine. timeout_s: the server drops the
+    request after it.
     """
-    told = await _server(address, keys).ask(fields, timeout_s)
-    if told.retry_after_s is not None:
-        raise TransientError(f"{address}: {told.failure}", after_s=told.retry_after_s)
-    return Score(told.value, told.failure, told.metrics)
+    answer = await _server(address, keys).score(fields, timeout_s)
+    if answer.retry_after_s is not None:
+        raise TransientError(f"{address}: {answer.failure}", after_s=answer.retry_after_s)
+    return answer.score()
 
 
 @functools.cache
@@ -48,7 +48,7 @@ class _Server:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, REWARD_CHANNEL.max_bytes)
         if keys:
             own = load_peer(Path(keys))
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, own.hub_public)
@@ -56,25 +56,27 @@ class _Server:
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
         self._socket.connect(address)
         self._ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[Told]] = {}
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def ask(self, fields: dict[str, Any], timeout_s: float) -> Told:
+    async def score(self, fields: dict[str, Any], timeout_s: float) -> Answer:
         """Waits for the answer; the caller's time-out ends it."""
+        loop = asyncio.get_running_loop()
         if self._reader is None or self._reader.done():
-            self._reader = asyncio.get_running_loop().create_task(self._read())
-        number = next(self._ids)
-        answer: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+            self._reader = loop.create_task(self._read())
+        request = ScoreRequest(id=next(self._ids), members=[fields], timeout_s=timeout_s)
+        answer = self._pending[request.id] = loop.create_future()
         try:
-            await self._socket.send(pack(Ask(id=number, fields=fields, timeout_s=timeout_s)))
-            return await answer
+            await self._socket.send_multipart(frames_of(request, REWARD_CHANNEL))
+            found: Answer = await answer
+            return found
         finally:
-            del self._asked[number]
+            del self._pending[request.id]
 
     async def _read(self) -> None:
         while True:
-            told = unpack(Told, await self._socket.recv())
-            asked = self._asked.get(told.id)
-            if asked is not None and not asked.done():  # else the one who asked has given up
-                asked.set_result(told)
+            message = unpack(await self._socket.recv(), REWARD_CHANNEL)
+            if isinstance(message, ScoreResponse):
+                pending = self._pending.get(message.id)
+                if pending is not None and not pending.done():
+                    pending.set_result(to_answers(message.answers)[0])

@@ -1,11 +1,11 @@
-"""The lane of one reward: who is called next, when, with whom together, and whether to try again. Pure: no clock, no thread.
+"""The queue of one reward: which completions are scored next, when, in which batch, and whether a call is retried. Pure.
 
     task -> waiting -> (batched) -> concurrency -> requests and tokens per minute -> a call
                 ^                                                                      |
-                +----------- after a pause, when the cause may pass and tries are left +--> an answer
+                +----------- after a pause, for a transient error with retries left ---+--> an answer
 
-Time is an argument. Trying again is decided here and not around the function, so that a call that waits for its next try
-holds no worker, obeys the limits, and its time-out counts each try alone.
+No clock and no thread: time is an argument. A retry waits in this queue, so it holds no worker, obeys the limits, and each
+try has its own time-out. `Prefetch` holds completions that are still being generated, for rewards with incremental scoring.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
 
+WINDOW_S = 60.0
+PREFETCH_CALL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
 
 @dataclass
 class Task:
-    """What a reward is asked about one completion, or about one whole group.
+    """One completion, or one whole group, to be scored by one reward.
 
-    members: one completion, or all of a group. tokens: what it will probably cost. tries: calls already made. stream: by which
-    name it was shown before it ended.
+    tokens: expected cost. tries: calls already made. stream: id of its prefetches, if there were any.
     """
 
     id: int
@@ -40,13 +40,13 @@ class Task:
     waits_since: float = 0.0
 
 
-class Lane:
-    """See the module docstring. `offer`, `due` and `ended` are called by one thread."""
+class RewardQueue:
+    """See the module docstring. Single-threaded."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self._spec = spec
         self._waiting: deque[Task] = deque()
-        self._again: list[Task] = []
+        self._paused: list[Task] = []
         self._num_running = 0
         self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
         self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
@@ -57,20 +57,19 @@ class Lane:
         return not (self._waiting or self._num_running)
 
     def offer(self, task: Task, now: float) -> None:
-        """Take a task in."""
         task.waits_since = now
         self._waiting.append(task)
 
     def discard(self, task_ids: set[int]) -> None:
-        """Forget tasks that nobody waits for any more; those that run are not touched."""
+        """Remove tasks that do not run yet."""
         self._waiting = deque(task for task in self._waiting if task.id not in task_ids)
-        self._again = [task for task in self._again if task.id not in task_ids]
+        self._paused = [task for task in self._paused if task.id not in task_ids]
 
     def due(self, now: float) -> list[tuple[Task, ...]]:
-        """What is to be called now, each entry in one call. A task that could never be called is left for `impossible`."""
+        """The batches to call now. A task above a whole minute's limit is left for `impossible`."""
         self._return_paused(now)
         calls = []
-        while self._free() and self._ripe_at(now) <= now:
+        while self._has_capacity() and self._ripe_at(now) <= now:
             batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
             cost = _cost(batch)
             if self._allowed_at(now, cost) > now:
@@ -84,15 +83,15 @@ class Lane:
         return calls
 
     def next_due(self, now: float) -> float:
-        """The earliest time at which `due` may have something without anything else happening; infinity for never."""
-        paused = min((task.not_before for task in self._again), default=math.inf)
-        if not self._waiting or not self._free():
+        """The earliest time at which `due` may return something without another event; infinity for never."""
+        paused = min((task.not_before for task in self._paused), default=math.inf)
+        if not self._waiting or not self._has_capacity():
             return paused
         batch = itertools.islice(self._waiting, self._spec.batch_size)
         return min(paused, max(self._ripe_at(now), self._allowed_at(now, _cost(batch))))
 
     def impossible(self) -> list[tuple[Task, Answer]]:
-        """Takes out the tasks that cost more than a whole minute's tokens, with the reason."""
+        """Removes the tasks that cost more than a whole minute's tokens; returns them with the reason."""
         if self._tokens is None:
             return []
         limit = self._tokens.limit
@@ -102,7 +101,7 @@ class Lane:
         return [(t, Answer(None, f"needs {t.tokens} tokens, tokens_per_minute allows {limit:.0f}")) for t in found]
 
     def ended(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> list[tuple[Task, Sequence[Answer]]]:
-        """The tasks of a call that are answered for good; the others are tried again later.
+        """The tasks of a finished call with their final answers; the others wait for a retry.
 
         answers: as many as members in all, or one for all of them.
         """
@@ -117,23 +116,23 @@ class Lane:
             if pauses and task.tries <= self._spec.retries:
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (task.tries - 1))
                 task.not_before = now + max(pause, *pauses)
-                self._again.append(task)
+                self._paused.append(task)
             else:
                 final.append((task, own))
         return final
 
     def _return_paused(self, now: float) -> None:
-        """Those whose pause is over go first: they have waited longest."""
-        over = [task for task in self._again if task.not_before <= now]
+        """Tasks whose pause is over go first: they have waited longest."""
+        over = [task for task in self._paused if task.not_before <= now]
         if over:
-            self._again = [task for task in self._again if task.not_before > now]
+            self._paused = [task for task in self._paused if task.not_before > now]
             self._waiting.extendleft(sorted(over, key=lambda task: -task.id))
 
-    def _free(self) -> bool:
+    def _has_capacity(self) -> bool:
         return self._spec.max_concurrency is None or self._num_running < self._spec.max_concurrency
 
     def _ripe_at(self, now: float) -> float:
-        """When those that wait make a call: at once when they fill one, else when the first has waited long enough."""
+        """When the waiting tasks make a call: at once for a full batch, else `batch_wait_s` after the first came."""
         if not self._waiting:
             return math.inf
         full = len(self._waiting) >= self._spec.batch_size
@@ -150,22 +149,19 @@ class Lane:
             self._tokens.take(now, cost)
 
     def _correct(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> None:
-        """A call that says what it really cost pays the difference when it was more."""
+        """Charges what a call reports (metric `tokens`) beyond its expected cost."""
         spent = sum(answer.metrics.get("tokens", 0.0) for answer in answers)
         expected = _cost(batch)
         if self._tokens is not None and spent > expected:
             self._tokens.take(now, spent - expected)
 
 
-def _cost(batch: Iterable[Task]) -> float:
-    return float(sum(task.tokens for task in batch))
-
-
-WINDOW_S = 60.0
-
-
 class WindowLimit:
-    """At most `limit` units in any `window_s` seconds. Owns the times and amounts of the last window."""
+    """At most `limit` units in any `window_s` seconds, exact in every window.
+
+    A leaky bucket, as in most rate limiters, lets through almost twice its limit in some windows; a provider that counts any
+    60 seconds then answers 429. One remembered entry a call is exact.
+    """
 
     def __init__(self, limit: float, window_s: float = WINDOW_S) -> None:
         self.limit, self.window_s = limit, window_s
@@ -174,7 +170,7 @@ class WindowLimit:
 
     def free_at(self, now: float, amount: float = 1.0) -> float:
         """The earliest time, not before `now`, at which `amount` may be taken; infinity when it exceeds the limit alone."""
-        self._forget(now)
+        self._expire(now)
         if amount > self.limit:
             return float("inf")
         excess, when = self._sum + amount - self.limit, now
@@ -186,62 +182,65 @@ class WindowLimit:
         return when
 
     def take(self, now: float, amount: float = 1.0) -> None:
-        """Take it, allowed or not: what turned out dearer than expected is paid for afterwards."""
+        """Unconditional: a call that cost more than expected is charged afterwards."""
         self._taken.append((now, amount))
         self._sum += amount
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         while self._taken and self._taken[0][0] + self.window_s <= now:
             self._sum -= self._taken.popleft()[1]
         if not self._taken:
             self._sum = 0.0
 
 
-CALL_S = 0.05
-
-
-class Peek(NamedTuple):
-    """One call: by stream, what there is of completions; and the streams that nobody waits for any more."""
+class PrefetchBatch(NamedTuple):
+    """One prefetch call. members: by stream, the completion so far. forgotten: streams that are no longer needed."""
 
     members: Mapping[int, Mapping[str, Any]]
     forgotten: tuple[int, ...]
 
 
-class Ahead:
-    """See the module docstring. Called by one thread."""
+class Prefetch:
+    """The unfinished completions one reward may read next: the newest text of each, one call at a time. Single-threaded.
 
-    def __init__(self, most: int) -> None:
-        """most: completions in one call."""
-        self._most, self._size = most, 1
+    A prefetch runs only while no score is due, so a score waits for one such call at most. Its size doubles after a call
+    shorter than `PREFETCH_CALL_S` and halves after a longer one. A reward slower than decoding skips intermediate texts.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size, self._size = max_size, 1
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._forgotten: list[int] = []
         self._is_running = False
 
     def offer(self, stream: int, member: Mapping[str, Any]) -> None:
-        """There is more of a completion; what was not shown of it before is shown with this."""
+        """A longer text replaces a waiting shorter one."""
         self._waiting[stream] = member
 
     def ended(self, stream: int) -> None:
-        """It is whole, and scored next: no need to show it."""
+        """The completion is whole and is scored next."""
         self._waiting.pop(stream, None)
 
     def forget(self, streams: Iterable[int]) -> None:
-        """Nobody waits for these any more."""
         for stream in streams:
             self._waiting.pop(stream, None)
             self._forgotten.append(stream)
 
-    def due(self) -> Peek | None:
-        """What to show now, while no score is asked for; None when there is nothing, or a call runs."""
+    def due(self) -> PrefetchBatch | None:
+        """The next call, None when nothing waits or a call runs. To be asked while no score is due."""
         if self._is_running or not (self._waiting or self._forgotten):
             return None
-        streams = list(islice(self._waiting, self._size))
-        peek = Peek({stream: self._waiting.pop(stream) for stream in streams}, tuple(self._forgotten))
+        streams = list(itertools.islice(self._waiting, self._size))
+        batch = PrefetchBatch({stream: self._waiting.pop(stream) for stream in streams}, tuple(self._forgotten))
         self._forgotten.clear()
         self._is_running = True
-        return peek
+        return batch
 
     def shown(self, seconds: float) -> None:
-        """The call has ended."""
+        """The call has ended after `seconds`."""
         self._is_running = False
-        self._size = min(self._most, 2 * self._size) if seconds < CALL_S else max(1, self._size // 2)
+        self._size = min(self._max_size, 2 * self._size) if seconds < PREFETCH_CALL_S else max(1, self._size // 2)
+
+
+def _cost(batch: Iterable[Task]) -> float:
+    return float(sum(task.tokens for task in batch))
