@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.scoring.fields import fields_of
-from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.pool import ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score

@@ -22,8 +22,7 @@ import numpy as np
 from async_rlhf.actors.decoding import Decoding, Tell, tell_nobody
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
-from async_rlhf.actors.scoring.fields import fields_of
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.actors.selection import Selection
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
@@ -183,10 +182,10 @@ class Worker:
         """Once the engine has adopted what was loaded, nothing is sampled from it before the canary has sung."""
         if self._coming is not None and self._engine.version == self._coming.version:
             weights, self._coming = self._coming, None
-            self._sing(weights)
+            self._verify_canary(weights)
             self._fence = weights.fence
 
-    def _sing(self, weights: WeightSet) -> None:
+    def _verify_canary(self, weights: WeightSet) -> None:
         """The canary: engine and learner must say the same of the same probe under the same weights.
 
         Digests prove that the bytes arrived; this proves that the engine computes with them.
@@ -330,7 +329,7 @@ class Worker:
             oldest_group_age=self._bias.oldest_s,
             scoring=float(self._scoring.num_pending),
             scores_failed_total=float(sum(counter.failed for counter in counters)),
-            scores_asked_again_total=float(self._scoring.asked_again),
+            scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
         )

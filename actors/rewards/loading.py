@@ -26,15 +26,15 @@ from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
 BUILTINS = {
-    "exact": f"{_HERE}.exact:exact",
+    "exact": f"{_HERE}.text:exact",
     "judge": f"{_HERE}.judge:judge",
-    "length": f"{_HERE}.length:length",
+    "length": f"{_HERE}.text:length",
     "math_verify": f"{_HERE}.mathematics:math_verify",
-    "overlong": f"{_HERE}.length:overlong",
+    "overlong": f"{_HERE}.text:overlong",
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
-    "regex": f"{_HERE}.regex:regex",
-    "remote": "async_rlhf.actors.reward_server.client:remote",
-    "reward_model": "async_rlhf.actors.reward_model.scoring:reward_model",
+    "regex": f"{_HERE}.text:regex",
+    "remote": "async_rlhf.actors.scoring.remote:remote",
+    "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
 
 _PRIVATE = "_async_rlhf_reward_file_"
@@ -185,10 +185,12 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Settings, is_asy
 
 
 def _check_stream(name: str, settings: Settings, is_async: bool, options: Mapping[str, Any] | None) -> None:
-    """Raises ConfigError for a reward that cannot read along; options: None where they were checked before."""
+    """Raises ConfigError for a reward that has no incremental scoring; options: None where they were checked before."""
     asked = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":
-        raise ConfigError(f"{asked} but cannot read along: only a plain 'def' with @reward(stream=...) can; set it to 0")
+        raise ConfigError(
+            f"{asked} but has no incremental scoring: only a plain 'def' with @reward(stream=...) can; set it to 0"
+        )
     if settings.workers != 1:
         raise ConfigError(f"{asked} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
     if options is not None and settings.stream.check is not None:

@@ -1,77 +1,101 @@
-"""Hands every task to its reward when its lane allows, and brings the answers back. One thread.
+"""Takes tasks from the queues of all rewards to their executors and brings the answers back. One thread.
 
-owns        a lane for each reward, the processes that run them
-waits for   tasks, answers, the next time a lane may go on; looks after the processes twice a second while calls run
-woken by    `submit`, and by the threads of the processes' pools
-on close    the processes are killed; tasks without an answer get none
+owns        a queue for each reward, the executors
+waits for   tasks, answers, the next time a queue may go on; checks the executors twice a second while calls run
+woken by    `submit` and the other methods, and by the executors' threads
+on close    the executors are closed; tasks without an answer get none
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardSpec
-from async_rlhf.actors.scoring.ahead import Ahead, Peek
-from async_rlhf.actors.scoring.async_calls import AsyncCalls
-from async_rlhf.actors.scoring.calls import Answered, Answers, Call, Shown
-from async_rlhf.actors.scoring.lanes import Lane, Task
-from async_rlhf.actors.scoring.sync_calls import SyncCalls
+from async_rlhf.actors.scoring.event_loop_executor import EventLoopExecutor
+from async_rlhf.actors.scoring.executor import Answered, Answers, Call, Executor, Shown
+from async_rlhf.actors.scoring.process_executor import ProcessExecutor
+from async_rlhf.actors.scoring.remote_executor import RemoteExecutor
+from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
 from async_rlhf.buffers.errors import RewardError
 
-logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
+_REMOTE = "remote"
+# Batches, limits and retries of a remote stage are its server's.
+_UNLIMITED: Mapping[str, Any] = {
+    "batch_size": 1,
+    "batch_wait_s": 0.0,
+    "max_concurrency": None,
+    "requests_per_minute": None,
+    "tokens_per_minute": None,
+    "retries": 0,
+}
 
 
 class Dispatcher:
-    """See the module docstring. Both are called by its thread.
+    """See the module docstring.
 
-    answered: once for each task, with its members' answers. shown: once for each call that let a reward read along, with the
-    reward's name, the streams it was shown, and when that ran or why it failed.
+    answered: called once for each task, with its members' answers. shown: called for each prefetch with the reward's name, the
+    streams it has read, and when that ran or why it failed. Both from its threads.
+    scorer: address of the scoring server of this machine, which runs the stages placed there; "" runs every stage here.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], config: ScoringConfig, answered: Answered, shown: Shown) -> None:
-        self._config, self._answered, self._shown = config, answered, shown
+    def __init__(
+        self, specs: Sequence[RewardSpec], config: ScoringConfig, answered: Answered, shown: Shown, scorer: str = ""
+    ) -> None:
+        self._config, self._scorer, self._answered, self._shown = config, scorer, answered, shown
         self._specs = {spec.name: spec for spec in specs}
-        self._lanes = {spec.name: Lane(spec) for spec in specs}
-        self._ahead = {spec.name: Ahead(spec.batch_size) for spec in specs if spec.stream_tokens}
-        self._peeks: dict[int, tuple[str, Peek]] = {}
+        self._places = {spec.name: self._place(spec) for spec in specs}
+        self._queues: dict[str, RewardQueue] = {}
+        self._prefetches: dict[str, Prefetch] = {}
+        for spec in specs:
+            is_remote = self._places[spec.name] == _REMOTE
+            self._queues[spec.name] = RewardQueue(replace(spec, **_UNLIMITED) if is_remote else spec)
+            if spec.stream_tokens and not is_remote:
+                self._prefetches[spec.name] = Prefetch(spec.batch_size)
+        self._running: dict[int, tuple[str, tuple[Task, ...]]] = {}
+        self._prefetching: dict[int, tuple[str, PrefetchBatch]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._call_ids = itertools.count()
-        self._running: dict[int, tuple[str, tuple[Task, ...]]] = {}
-        self._runners: dict[str, SyncCalls | AsyncCalls] = {}
-        for room, sharing in _rooms(specs).items():
-            self._runners[room] = self._runner(sharing)
+        self._executors: dict[str, Executor] = {}
+        for place in dict.fromkeys(self._places.values()):
+            self._executors[place] = self._executor(place, tuple(s for s in specs if self._places[s.name] == place))
         self._closing = False
         self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
         self._thread.start()
 
+    @property
+    def num_resent(self) -> int:
+        """Requests that were sent to the scoring server again."""
+        remote = self._executors.get(_REMOTE)
+        return remote.num_resent if isinstance(remote, RemoteExecutor) else 0
+
     def submit(self, name: str, task: Task) -> None:
         self._inbox.put(partial(self._offer, name, task))
 
     def show(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """There is more of a completion that is still being written; members: what each reward can use of it, by name."""
-        self._inbox.put(partial(self._offer_ahead, stream, members))
+        """An unfinished completion has grown. members: by reward, what it can use of it."""
+        self._inbox.put(partial(self._offer_prefetch, stream, members))
 
     def forget(self, streams: Sequence[int]) -> None:
-        """These are written no further, or their scores are not wanted any more."""
-        self._inbox.put(partial(self._forget_ahead, streams))
+        """These completions will not be scored, or their scores are no longer needed."""
+        self._inbox.put(partial(self._forget, tuple(streams)))
 
     def discard(self, task_ids: Iterable[int]) -> None:
-        """Tasks that were not begun are not begun any more."""
-        self._inbox.put(partial(self._forget, set(task_ids)))
+        """The answers of these tasks are no longer needed: what has not begun does not begin."""
+        self._inbox.put(partial(self._discard, set(task_ids)))
 
     def check(self) -> None:
-        """Raises RewardError when the processes of a reward end again and again before they can answer anything."""
+        """Raises RewardError when an executor cannot recover."""
         if self._broken is not None or not self._thread.is_alive():
             raise RewardError(self._broken or "the thread that hands out scoring has ended; see the log for its error")
 
@@ -81,116 +105,128 @@ class Dispatcher:
         self._closing = True
         self._inbox.put(lambda: None)
         self._thread.join(deadline_s)
-        with contextlib.ExitStack() as closing:  # One that fails to close does not keep the other open.
-            for runner in self._runners.values():
-                closing.callback(_close, runner, end_s)
-        self._runners.clear()
+        with contextlib.ExitStack() as closing:  # One that fails to close does not keep the others open.
+            for executor in self._executors.values():
+                closing.callback(_close, executor, end_s)
+        self._executors.clear()
+
+    # -- its thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looked = 0.0
         while not self._closing:
-            self._hear(self._patience_s(looked))
+            self._receive(self._patience_s(looked))
             now = time.monotonic()
             if now - looked >= _LOOK_S:
                 looked = now
                 try:
-                    for runner in self._runners.values():
-                        runner.check()
+                    for executor in self._executors.values():
+                        executor.check()
                 except RewardError as error:
                     self._broken = str(error)
-                    self._answered(-1, ())  # wakes whoever waits, and says nothing else
+                    self._answered(-1, ())  # Wakes the owner, whose `check` raises.
                     return
-            for name, lane in self._lanes.items():
-                for task, answer in lane.impossible():
+            for name, waiting in self._queues.items():
+                for task, answer in waiting.impossible():
                     self._answered(task.id, (answer,))
-                for batch in lane.due(now):
+                for batch in waiting.due(now):
                     self._call(name, batch)
-            for name, ahead in self._ahead.items():
-                if self._lanes[name].is_idle and (peek := ahead.due()) is not None:
-                    self._peek(name, peek)
+            for name, prefetch in self._prefetches.items():
+                if self._queues[name].is_idle and (batch_ahead := prefetch.due()) is not None:
+                    self._call_prefetch(name, batch_ahead)
 
     def _patience_s(self, looked: float) -> float | None:
         now = time.monotonic()
-        due = min(lane.next_due(now) for lane in self._lanes.values())
-        if self._running or self._peeks:
+        due = min(waiting.next_due(now) for waiting in self._queues.values())
+        if self._running or self._prefetching:
             due = min(due, looked + _LOOK_S)
         return None if due == float("inf") else max(0.0, due - now)
 
-    def _hear(self, patience_s: float | None) -> None:
-        """Wait for one event, then take in what else is there."""
+    def _receive(self, patience_s: float | None) -> None:
+        """Wait for one event, then take every other that is there."""
         with contextlib.suppress(queue.Empty):
             self._inbox.get(timeout=patience_s)()
             for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
 
     def _offer(self, name: str, task: Task) -> None:
-        self._lanes[name].offer(task, time.monotonic())
-        if task.stream is not None and name in self._ahead:
-            self._ahead[name].ended(task.stream)
+        self._queues[name].offer(task, time.monotonic())
+        if task.stream is not None and name in self._prefetches:
+            self._prefetches[name].ended(task.stream)
 
-    def _offer_ahead(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
+    def _offer_prefetch(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
         for name, member in members.items():
-            self._ahead[name].offer(stream, member)
+            if name in self._prefetches:
+                self._prefetches[name].offer(stream, member)
+            else:
+                self._submit(name, (member,), prefetch=True, stream=stream)
 
-    def _forget_ahead(self, streams: Sequence[int]) -> None:
-        for ahead in self._ahead.values():
-            ahead.forget(streams)
+    def _forget(self, streams: tuple[int, ...]) -> None:
+        for prefetch in self._prefetches.values():
+            prefetch.forget(streams)
+        remote = [name for name, place in self._places.items() if place == _REMOTE and self._specs[name].stream_tokens]
+        if remote:  # Streams are one set for all stages of the server.
+            self._submit(remote[0], (), prefetch=True, forgotten=streams)
 
-    def _forget(self, task_ids: set[int]) -> None:
-        for lane in self._lanes.values():
-            lane.discard(task_ids)
-
-    def _ended(self, call_id: int, answers: Answers) -> None:
-        if (peeked := self._peeks.pop(call_id, None)) is not None:
-            (answer, *_), (name, peek) = answers, peeked
-            self._ahead[name].shown(answer.seconds)
-            self._shown(name, tuple(peek.members), answer)
-            return
-        if call_id not in self._running:
-            return  # A second answer: the call was given up just as it ended.
-        name, batch = self._running.pop(call_id)
-        for task, own in self._lanes[name].ended(batch, answers, time.monotonic()):
-            self._answered(task.id, tuple(own))
+    def _discard(self, task_ids: set[int]) -> None:
+        for waiting in self._queues.values():
+            waiting.discard(task_ids)
+        unneeded: dict[str, set[int]] = {}
+        for call_id, (name, batch) in self._running.items():
+            if all(task.id in task_ids for task in batch):
+                unneeded.setdefault(self._places[name], set()).add(call_id)
+        for place, call_ids in unneeded.items():
+            self._executors[place].discard(call_ids)
 
     def _call(self, name: str, batch: tuple[Task, ...]) -> None:
-        spec, call_id = self._specs[name], next(self._call_ids)
-        self._running[call_id] = (name, batch)
         members = tuple(member for task in batch for member in task.members)
-        self._runners[_room(spec)].submit(Call(call_id, spec, members, self._timeout_s(spec)))
+        tokens = sum(task.tokens for task in batch)
+        call_id = self._submit(name, members, stream=batch[0].stream if len(batch) == 1 else None, tokens=tokens)
+        self._running[call_id] = (name, batch)
 
-    def _peek(self, name: str, peek: Peek) -> None:
-        spec, call_id = self._specs[name], next(self._call_ids)
-        self._peeks[call_id] = (name, peek)
-        members = tuple(peek.members.values())
-        call = Call(call_id, spec, members, self._timeout_s(spec), prefetch=True, forgotten=peek.forgotten)
-        self._runners[_room(spec)].submit(call)
+    def _call_prefetch(self, name: str, batch: PrefetchBatch) -> None:
+        call_id = self._submit(name, tuple(batch.members.values()), prefetch=True, forgotten=batch.forgotten)
+        self._prefetching[call_id] = (name, batch)
 
-    def _runner(self, specs: tuple[RewardSpec, ...]) -> SyncCalls | AsyncCalls:
-        memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
-        if specs[0].kind == "async":
-            return AsyncCalls(specs, self._config.max_concurrency, memory_mb, self._heard)
-        longest_s = max(map(self._timeout_s, specs))
-        return SyncCalls(specs, longest_s, specs[0].workers or self._config.workers, memory_mb, self._heard)
+    def _submit(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> int:
+        call_id, spec = next(self._call_ids), self._specs[name]
+        self._executors[self._places[name]].submit(Call(call_id, spec, members, self._timeout_s(spec), **details))
+        return call_id
 
     def _heard(self, call_id: int, answers: Answers) -> None:
-        """Called from the runners' threads."""
+        """Called from the executors' threads."""
         self._inbox.put(partial(self._ended, call_id, answers))
+
+    def _ended(self, call_id: int, answers: Answers) -> None:
+        if (prefetched := self._prefetching.pop(call_id, None)) is not None:
+            (answer, *_), (name, prefetch) = answers, prefetched
+            self._prefetches[name].shown(answer.seconds)
+            self._shown(name, tuple(prefetch.members), answer)
+        elif call_id in self._running:  # Else a second answer: the executor gave the call up just as it ended.
+            name, batch = self._running.pop(call_id)
+            for task, own in self._queues[name].ended(batch, answers, time.monotonic()):
+                self._answered(task.id, tuple(own))
+
+    # -- where a reward runs -----------------------------------------------------------------------------------------
+
+    def _place(self, spec: RewardSpec) -> str:
+        """On the scoring server, the event loop, the shared workers, or workers of its own."""
+        if self._scorer and self._config.in_process(spec.name):
+            return _REMOTE
+        return "event loop" if spec.kind == "async" else f"workers {spec.name if spec.workers else ''}"
+
+    def _executor(self, place: str, specs: tuple[RewardSpec, ...]) -> Executor:
+        if place == _REMOTE:
+            return RemoteExecutor(self._scorer, self._heard, self._shown)
+        memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
+        if specs[0].kind == "async":
+            return EventLoopExecutor(specs, self._config.max_concurrency, memory_mb, self._heard)
+        longest_s = max(map(self._timeout_s, specs))
+        return ProcessExecutor(specs, longest_s, specs[0].workers or self._config.workers, memory_mb, self._heard)
 
     def _timeout_s(self, spec: RewardSpec) -> float:
         return spec.timeout_s or self._config.timeout_s
 
 
-def _room(spec: RewardSpec) -> str:
-    """Where a reward runs: on the event loop, in the shared workers, or in workers of its own."""
-    return "async" if spec.kind == "async" else f"sync {spec.name if spec.workers else ''}"
-
-
-def _rooms(specs: Sequence[RewardSpec]) -> dict[str, tuple[RewardSpec, ...]]:
-    rooms: dict[str, tuple[RewardSpec, ...]] = {}
-    for spec in specs:
-        rooms[_room(spec)] = (*rooms.get(_room(spec), ()), spec)
-    return rooms
-
-
-def _close(runner: SyncCalls | AsyncCalls, end_s: float) -> None:
-    runner.close(max(0.0, end_s - time.monotonic()))
+def _close(executor: Executor, end_s: float) -> None:
+    executor.close(max(0.0, end_s - time.monotonic()))

@@ -315,13 +315,13 @@ def serve_reward(
         import signal
 
         from async_rlhf.actors.config import RewardsConfig, ScoringConfig
-        from async_rlhf.actors.reward_server.server import RewardServer
+        from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
         from async_rlhf.config import parse_settings
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
         scoring = ScoringConfig.model_validate(given["scoring"])
         (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
-        server = RewardServer(spec, scoring, address, keys)
+        server = ScoringServer([spec], scoring, address, REWARD_SERVER, keys)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
         typer.echo(f"{spec.name} is served at {server.address}")

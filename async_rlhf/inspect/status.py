@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from async_rlhf.actors.scorer.client import ask_alive
+from async_rlhf.actors.scoring.remote_executor import server_state
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector
@@ -181,6 +181,6 @@ def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _scorer(address: str) -> dict[str, Any]:
     """What the scorer process has answered in its present life, and how much waits."""
     try:
-        return ask_alive(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
+        return server_state(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
     except AsyncRLHFError as error:
         return {"state": str(error)}

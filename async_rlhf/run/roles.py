@@ -78,10 +78,10 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
 
 def run_scorer(run: RunDir, config: Config, address: str) -> None:
     """The stages that are run once for all actors of the machine."""
-    from async_rlhf.actors.scorer.server import Scorer
+    from async_rlhf.actors.scoring.server import ScoringServer
 
     specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
-    Scorer(specs, config.scoring, address).run()
+    ScoringServer(specs, config.scoring, address).run()
 
 
 def run_actor(

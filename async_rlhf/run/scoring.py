@@ -6,9 +6,9 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
-from async_rlhf.actors.reading.check import check_reads_along
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
+from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
@@ -42,7 +42,7 @@ def _reference(config: Config) -> RewardSpec:
     }
     settings = config.scoring.stages[REFERENCE].given
     (spec,) = resolve(
-        [f"{REFERENCE}=async_rlhf.actors.reference.scoring:{REFERENCE}"],
+        [f"{REFERENCE}=async_rlhf.actors.scoring.model_stages:{REFERENCE}"],
         Path.cwd(),
         options={REFERENCE: options},
         settings={REFERENCE: settings},
@@ -71,10 +71,10 @@ def _check(config: Config) -> None:
             "the stage out"
         )
     if stage.stream_tokens:
-        _check_along(config, where, stage.stream_tokens)
+        _check_incremental(config, where, stage.stream_tokens)
 
 
-def _check_along(config: Config, where: str, stream_tokens: int) -> None:
+def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
     generation = config.generation
     truncated = is_truncated(generation.top_k, generation.top_p, generation.min_p)
     if truncated and KINDS[config.loss.kind].takes_ratios:
@@ -83,4 +83,4 @@ def _check_along(config: Config, where: str, stream_tokens: int) -> None:
             "each token was chosen among; set stream_tokens = 0, or sample from all tokens"
         )
     if Path(config.model).is_dir():
-        check_reads_along(config.model, where)
+        check_incremental(config.model, where)

@@ -13,8 +13,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from async_rlhf.actors.reference.model import ReferenceModel
-from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import RewardError
 from tests import families

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reference.model import ReferenceModel
-from async_rlhf.actors.reference.streams import ReferenceStreams
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.fields import _plain
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, Sample
+from async_rlhf.actors.scoring.models import ReferenceModel
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
 from async_rlhf.learner.batch import make_rows
@@ -60,7 +59,7 @@ def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
 def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[RewardSpec, ...]:
     given = {"path": str(directory), "temperature": TEMPERATURE, **options}
     running = {"stream_tokens": stream_tokens, "batch_size": 4, "batch_wait_s": 0.0}
-    targets = ["exact", "reference=async_rlhf.actors.reference.scoring:reference"]
+    targets = ["exact", "reference=async_rlhf.actors.scoring.model_stages:reference"]
     return resolve(targets, directory, None, {"reference": given}, {"reference": running})
 
 
@@ -114,25 +113,25 @@ def test_read_along_it_says_the_same_and_has_little_left_at_the_end(directory: P
 def test_however_completions_are_cut_they_come_to_the_same(model: ReferenceModel, data: st.DataObject) -> None:
     prompts = data.draw(st.lists(st.sampled_from([[3], [3, 4, 5], [3, 4, 6, 7]]), min_size=1, max_size=5))
     texts = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)) for _ in prompts]
-    streams = ReferenceStreams(model, data.draw(st.sampled_from([1, 4_000, 12_000, PLENTY])), TEMPERATURE)
+    judge = IncrementalJudge(ReferenceHead(model, TEMPERATURE), data.draw(st.sampled_from([1, 4_000, 12_000, PLENTY])))
     lengths = [0] * len(texts)
     for _ in range(data.draw(st.integers(0, 6))):
         shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
         for i in shown:
             lengths[i] = data.draw(st.integers(max(1, lengths[i]), len(texts[i])))
-        streams.prefetch(shown, [prompts[i] for i in shown], [texts[i][: lengths[i]] for i in shown])
-    found = streams.score(range(len(texts)), prompts, texts, [None] * len(texts))
+        judge.prefetch(shown, [Sample(prompts[i], texts[i][: lengths[i]]) for i in shown])
+    found = judge.score(range(len(texts)), list(map(Sample, prompts, texts)))
     whole = model.read(prompts, texts)
     for told, hidden, text in zip(found, whole, texts, strict=True):
         assert told.values == pytest.approx(model.logprobs(hidden, text, TEMPERATURE, None), abs=1e-4)
-    assert not streams.kept.streams and not streams._known
+    assert not judge.streams
 
 
 def test_what_nobody_waits_for_is_let_go(model: ReferenceModel) -> None:
-    streams = ReferenceStreams(model, PLENTY, 1.0)
-    streams.prefetch([0, 1], [[1, 2], [1, 2]], [[3, 4], [5, 6]])
-    streams.forget([0, 1, 99])
-    assert streams.kept.num_bytes == 0 and not streams._known
+    judge = IncrementalJudge(ReferenceHead(model, 1.0), PLENTY)
+    judge.prefetch([0, 1], [Sample([1, 2], [3, 4]), Sample([1, 2], [5, 6])])
+    judge.forget([0, 1, 99])
+    assert judge.cache.num_bytes == 0 and not judge.streams
 
 
 def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> None:

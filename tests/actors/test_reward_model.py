@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reward_model.model import RewardModel
 from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.scored import wait_scored

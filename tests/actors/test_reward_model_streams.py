@@ -22,14 +22,31 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from async_rlhf.actors.reward_model.model import RewardModel
-from async_rlhf.actors.reward_model.streams import Streams
 from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead, Sample
+from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.score import Score
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 PLENTY = 1 << 30
 LONG = 512
+
+
+class Streams:
+    """Incremental scoring by a reward model; arguments in lists."""
+
+    def __init__(self, model: RewardModel, cache_bytes: int, max_length: int = LONG) -> None:
+        self.judge = IncrementalJudge(RewardHead(model, max_length), cache_bytes)
+        self.cache, self.forget = self.judge.cache, self.judge.forget
+
+    def prefetch(self, streams: Sequence[int], prompts: Sequence[Any], texts: Sequence[str]) -> None:
+        self.judge.prefetch(streams, list(map(Sample, prompts, texts)))
+
+    def score(self, streams: Sequence[int | None], prompts: Sequence[Any], texts: Sequence[str]) -> list[Score]:
+        return self.judge.score(streams, list(map(Sample, prompts, texts)))
+
+
 CHAT = [{"role": "user", "content": "abc"}]
 
 
@@ -72,11 +89,11 @@ def test_however_completions_are_cut_their_scores_are_those_of_the_whole(merging
     for _ in range(data.draw(st.integers(0, 6))):
         shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
         parts = [texts[i][: data.draw(st.integers(1, len(texts[i])))] for i in shown]
-        streams.prefetch(shown, [prompts[i] for i in shown], parts, LONG)
-        assert streams.kept.num_bytes <= streams.kept._cache_bytes
-    scores = streams.score(range(len(texts)), prompts, texts, LONG)
+        streams.prefetch(shown, [prompts[i] for i in shown], parts)
+        assert streams.cache.num_bytes <= streams.cache._cache_bytes
+    scores = streams.score(range(len(texts)), prompts, texts)
     assert [score.value for score in scores] == pytest.approx(merging.score(prompts, texts, LONG), abs=1e-4)
-    assert streams.kept.num_bytes == 0 and not streams.kept.streams
+    assert streams.cache.num_bytes == 0 and not streams.judge.streams
 
 
 @contextmanager
@@ -95,9 +112,9 @@ def computed(model: RewardModel) -> Iterator[list[int]]:
 def test_at_the_end_only_what_came_last_is_computed(speller: RewardModel) -> None:
     streams, text = Streams(speller, PLENTY), "spell backwards and forwards "
     for end in range(10, 100, 10):
-        streams.prefetch([7], ["word: "], [(text * 4)[:end]], LONG)
+        streams.prefetch([7], ["word: "], [(text * 4)[:end]])
     with computed(speller) as passes:
-        (score,) = streams.score([7], ["word: "], [(text * 4)[:96]], LONG)
+        (score,) = streams.score([7], ["word: "], [(text * 4)[:96]])
     assert passes == [6] and score.metrics["prefetched"] > 0.9
     assert score.value == pytest.approx(speller.score(["word: "], [(text * 4)[:96]], LONG)[0], abs=1e-4)
 
@@ -105,25 +122,25 @@ def test_at_the_end_only_what_came_last_is_computed(speller: RewardModel) -> Non
 def test_the_members_of_a_group_share_what_was_read_of_their_prompt(speller: RewardModel) -> None:
     streams, prompt = Streams(speller, PLENTY), "a long prompt " * 8
     with computed(speller) as passes:
-        streams.prefetch([0, 1, 2, 3], [prompt] * 4, ["ab", "cd", "ef", "ac"], LONG)
+        streams.prefetch([0, 1, 2, 3], [prompt] * 4, ["ab", "cd", "ef", "ac"])
         assert sum(passes) == len(prompt) + 2 + 2 + 2 + 1, "one reads the prompt, the others what is their own"
         passes.clear()
-        streams.prefetch([4, 5], [prompt, "another "], ["xy", "xy"], LONG)
+        streams.prefetch([4, 5], [prompt, "another "], ["xy", "xy"])
     assert sorted(passes) == [2, 10]
 
 
 def test_where_memory_runs_out_the_shortest_are_given_up_for_good_and_say_so(speller: RewardModel) -> None:
     streams = Streams(speller, PLENTY)
-    streams.prefetch([0], [""], ["abcdefgh"], LONG)
-    a_token = streams.kept.num_bytes // 8
+    streams.prefetch([0], [""], ["abcdefgh"])
+    a_token = streams.cache.num_bytes // 8
     streams = Streams(speller, 20 * a_token)
     texts = ["a" * 12, "b" * 6, "c" * 9]
-    streams.prefetch([0, 1], ["", ""], texts[:2], LONG)
-    streams.prefetch([2], [""], texts[2:], LONG)
-    assert streams.kept.num_bytes == 18 * a_token, "who comes last finds no room"
-    streams.prefetch([0, 2], ["", ""], [texts[0] + "aaa", texts[2]], LONG)
-    assert streams.kept.num_bytes == 15 * a_token, "the shorter one makes room, and the one given up did not come back"
-    scores = streams.score([0, 1, 2, None], [""] * 4, [texts[0] + "aaa", *texts[1:], "d"], LONG)
+    streams.prefetch([0, 1], ["", ""], texts[:2])
+    streams.prefetch([2], [""], texts[2:])
+    assert streams.cache.num_bytes == 18 * a_token, "who comes last finds no room"
+    streams.prefetch([0, 2], ["", ""], [texts[0] + "aaa", texts[2]])
+    assert streams.cache.num_bytes == 15 * a_token, "the shorter one makes room, and the one given up did not come back"
+    scores = streams.score([0, 1, 2, None], [""] * 4, [texts[0] + "aaa", *texts[1:], "d"])
     assert [score.metrics["given_up"] for score in scores] == [0.0, 1.0, 1.0, 0.0]
     assert [score.metrics["prefetched"] > 0 for score in scores] == [True, False, False, False]
     wanted = speller.score([""] * 4, [texts[0] + "aaa", *texts[1:], "d"], LONG)
@@ -132,20 +149,20 @@ def test_where_memory_runs_out_the_shortest_are_given_up_for_good_and_say_so(spe
 
 def test_what_nobody_waits_for_is_let_go(speller: RewardModel) -> None:
     streams = Streams(speller, PLENTY)
-    streams.prefetch([0, 1], ["ab", "ab"], ["abc", "abd"], LONG)
-    before = streams.kept.num_bytes
+    streams.prefetch([0, 1], ["ab", "ab"], ["abc", "abd"])
+    before = streams.cache.num_bytes
     streams.forget([1, 99])
-    assert 0 < streams.kept.num_bytes < before
+    assert 0 < streams.cache.num_bytes < before
     streams.forget([0])
-    assert streams.kept.num_bytes == 0
+    assert streams.cache.num_bytes == 0
 
 
 def test_a_text_that_outgrows_the_limit_is_scored_by_its_end_as_if_nobody_had_read_along(speller: RewardModel) -> None:
-    streams = Streams(speller, PLENTY)
-    streams.prefetch([0, 1], ["", ""], ["abcdefgh", "abcd"], 10)
-    streams.prefetch([0], [""], ["abcdefghijkl"], 10)
+    streams = Streams(speller, PLENTY, 10)
+    streams.prefetch([0, 1], ["", ""], ["abcdefgh", "abcd"])
+    streams.prefetch([0], [""], ["abcdefghijkl"])
     texts = ["abcdefghijklm", "abcd" * 4]
-    scores = streams.score([0, 1], ["", ""], texts, 10)
+    scores = streams.score([0, 1], ["", ""], texts)
     assert [score.value for score in scores] == pytest.approx(speller.score(["", ""], texts, 10), abs=1e-4)
     assert [score.metrics["given_up"] for score in scores] == [1.0, 0.0]
 
@@ -158,5 +175,5 @@ def test_a_model_that_looks_ahead_is_refused_by_its_type_and_by_a_probe(tmp_path
     asked = {"reward_model": {"stream_tokens": 8}}
     with pytest.raises(ConfigError, match=r"is of type 'bert', which is not known to read from left to right.*llama"):
         resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(tmp_path)}}, asked)
-    with pytest.raises(RewardError, match=r"cannot read along.*set stream_tokens = 0"):
+    with pytest.raises(RewardError, match=r"has no incremental scoring.*set stream_tokens = 0"):
         Streams(RewardModel(tmp_path), PLENTY)

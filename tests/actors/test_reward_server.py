@@ -11,10 +11,18 @@ import pytest
 import zmq
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.reward_server.messages import Ask, Told, pack, unpack
-from async_rlhf.actors.reward_server.server import RewardServer
 from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.messages import (
+    REWARD_CHANNEL,
+    Heartbeat,
+    ScoreRequest,
+    ScoreResponse,
+    frames_of,
+    pack,
+    unpack,
+)
 from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.transport import keys
@@ -34,13 +42,13 @@ def double(completion, factor=2.0):
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., RewardServer]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., ScoringServer]]:
     (tmp_path / "judges.py").write_text(JUDGES)
-    running: list[tuple[RewardServer, threading.Thread]] = []
+    running: list[tuple[ScoringServer, threading.Thread]] = []
 
-    def start(address: str = "tcp://127.0.0.1:*", key_dir: Path | None = None) -> RewardServer:
+    def start(address: str = "tcp://127.0.0.1:*", key_dir: Path | None = None) -> ScoringServer:
         (spec,) = resolve(["judges.py:double"], tmp_path)
-        server = RewardServer(spec, ScoringConfig(), address, key_dir)
+        server = ScoringServer([spec], ScoringConfig(), address, REWARD_SERVER, key_dir)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
@@ -68,7 +76,7 @@ def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s:
         pool.close()
 
 
-def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., RewardServer]) -> None:
+def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., ScoringServer]) -> None:
     server = serve()
     scores = ask(server.address, "4", "wrong", "none", *map(str, range(200)))
     assert scores[0] == Score(8.0, metrics={"length": 1.0})
@@ -78,7 +86,7 @@ def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., Reward
 
 
 def test_absurd_scores_and_texts_of_a_served_reward_are_failures_and_the_server_goes_on(
-    serve: Callable[..., RewardServer],
+    serve: Callable[..., ScoringServer],
 ) -> None:
     absurd, half, after = ask(serve().address, "absurd", "half \ud800", "4")
     assert absurd.failure == "returned 1e+308; a score must be finite and within +-1e+18"
@@ -86,18 +94,18 @@ def test_absurd_scores_and_texts_of_a_served_reward_are_failures_and_the_server_
     assert after.value == 8.0
 
 
-def test_without_keys_a_reward_is_served_on_this_machine_only(serve: Callable[..., RewardServer]) -> None:
+def test_without_keys_a_reward_is_served_on_this_machine_only(serve: Callable[..., ScoringServer]) -> None:
     with pytest.raises(ConfigError, match=r"served on this machine only.*--keys"):
         serve("tcp://0.0.0.0:*")
 
 
-def test_an_address_that_is_taken_is_refused(serve: Callable[..., RewardServer]) -> None:
+def test_an_address_that_is_taken_is_refused(serve: Callable[..., ScoringServer]) -> None:
     server = serve()
     with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
         serve(server.address)
 
 
-def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., RewardServer], tmp_path: Path) -> None:
+def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., ScoringServer], tmp_path: Path) -> None:
     keys.create(tmp_path / "keys", ["friend"], new_pair)
     keys.create(tmp_path / "other", ["stranger"], new_pair)
     server = serve(key_dir=tmp_path / "keys")
@@ -108,21 +116,30 @@ def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., Rewa
         assert "timed out after 0.5 s" in (score.failure or "")
 
 
-def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., RewardServer]) -> None:
+def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., ScoringServer]) -> None:
     server = serve()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
         socket.connect(server.address)
-        for rubbish in (b"", b"\xc1", b"\x80", pack(Ask(id=1, fields={}, timeout_s=1.0))[:-1]):
+        request = ScoreRequest(id=7, members=[{"completion": "1"}], timeout_s=20.0)
+        for rubbish in (b"", b"\xc1", b"\x80", pack(request, REWARD_CHANNEL)[:-1]):
             socket.send(rubbish)
-        socket.send(pack(Ask(id=7, fields={"completion": "1"}, timeout_s=20.0)))
-        assert unpack(Told, socket.recv()).value == 2.0
-    assert server.counters["refused"] == 4
+            socket.send_multipart([b"", rubbish])
+        socket.send_multipart([b"5", pack(request.model_copy(update={"stage": "other"}))])
+        socket.send_multipart(frames_of(request.model_copy(update={"members": [{"completion": "1", "prompt_ids": 3}]})))
+        socket.send_multipart(frames_of(request.model_copy(update={"id": 8})))
+        found = [unpack(socket.recv(), REWARD_CHANNEL) for _ in range(3)]
+        responses = {each.id: each.answers[0] for each in found if isinstance(each, ScoreResponse)}
+        assert "there is no stage 'other'" in str(responses[5].failure)
+        assert responses[7].value == responses[8].value == 2.0
+    assert server.counters["refused"] == 9
 
 
 def test_messages_of_another_protocol_or_size_are_refused() -> None:
-    with pytest.raises(WireError, match="what is no Told of protocol 1"):
-        unpack(Told, pack(Ask(id=1, fields={}, timeout_s=1.0)))
+    with pytest.raises(WireError, match="what is no message of protocol 1"):
+        unpack(b"\x92\x02" + pack(Heartbeat())[2:], REWARD_CHANNEL)
     with pytest.raises(WireError, match="at most"):
-        pack(Ask(id=1, fields={"completion": "x" * (5 << 20)}, timeout_s=1.0))
+        pack(ScoreRequest(id=1, members=[{"completion": "x" * (5 << 20)}]), REWARD_CHANNEL)
+    with pytest.raises(WireError, match="what is no message of protocol 1"):
+        unpack(pack(ScoreRequest(id=1, members=[{"column": {3: 4}}])), REWARD_CHANNEL)

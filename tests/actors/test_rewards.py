@@ -12,11 +12,9 @@ import pytest
 import reasoning_gym as gym
 
 from async_rlhf.actors.rewards import Answer, Signature, failed
-from async_rlhf.actors.rewards.builtins.exact import exact
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
-from async_rlhf.actors.rewards.builtins.length import length, overlong
 from async_rlhf.actors.rewards.builtins.mathematics import math_verify
-from async_rlhf.actors.rewards.builtins.regex import regex
+from async_rlhf.actors.rewards.builtins.text import exact, length, overlong, regex
 
 COMPLETION = {
     "completion": "4",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.rewards import RewardSpec, load, resolve, reward, spec_of
-from async_rlhf.actors.rewards.builtins.exact import exact
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
+from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, RewardError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def at_top_level(completion: str) -> float:
 
 
 def test_a_function_of_a_module_is_named_by_its_module() -> None:
-    assert spec_of(exact) == "async_rlhf.actors.rewards.builtins.exact:exact"
+    assert spec_of(exact) == "async_rlhf.actors.rewards.builtins.text:exact"
     assert spec_of(at_top_level) == f"{__name__}:at_top_level"
 
 

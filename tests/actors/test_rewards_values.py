@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.reward_server import messages as served
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
-from async_rlhf.actors.scorer import messages as scorer
-from async_rlhf.actors.scoring.calls import Answers, Call
-from async_rlhf.actors.scoring.sync_calls import run_call
+from async_rlhf.actors.scoring import messages
+from async_rlhf.actors.scoring.executor import Answers, Call
+from async_rlhf.actors.scoring.process_executor import run_call
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -97,10 +96,11 @@ def check(answer: Answer) -> None:
     score = pickle.loads(pickle.dumps(answer)).score()
     assert score.value is None or (type(score.value) is float and abs(score.value) <= MAX_SCORE)
     assert score.failure is None or 0 < len(score.failure) <= 500
-    told = scorer.Told(id=0, answers=[scorer.said(answer)])
-    assert [each.score() for each in scorer.answers(scorer.unpack(scorer.pack(told)).answers)] == [score]  # type: ignore[union-attr]
-    reply = served.Told(id=0, value=score.value, failure=score.failure, metrics=dict(score.metrics))
-    assert served.unpack(served.Told, served.pack(reply)) == reply
+    response = messages.ScoreResponse(id=0, answers=[messages.to_fields(answer)])
+    for channel in (messages.STAGE_CHANNEL, messages.REWARD_CHANNEL):
+        received = messages.unpack(messages.pack(response, channel), channel)
+        assert isinstance(received, messages.ScoreResponse)
+        assert [each.score() for each in messages.to_answers(received.answers)] == [score]
 
 
 @given(st.one_of(NESTED, SCORES))

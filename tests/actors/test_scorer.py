@@ -14,10 +14,19 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
-from async_rlhf.actors.scorer.client import ask_alive
-from async_rlhf.actors.scorer.messages import Beat, Message, Show, Told, answers, pack, said, unpack
-from async_rlhf.actors.scorer.server import Scorer
+from async_rlhf.actors.scoring.messages import (
+    Heartbeat,
+    Message,
+    PrefetchRequest,
+    ScoreResponse,
+    pack,
+    to_answers,
+    to_fields,
+    unpack,
+)
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.remote_executor import server_state
+from async_rlhf.actors.scoring.server import SCORER, ScoringServer
 from async_rlhf.buffers.errors import DeadlineError, WireError
 
 JUDGES = """
@@ -75,9 +84,9 @@ class Machine:
         chosen = {name: options[name] for name in names if name in options}
         return resolve([f"judges.py:{name}" for name in names], self._directory, options=chosen)
 
-    def start(self, *names: str, **of_scorer: Any) -> None:
+    def start(self, *names: str, **service: Any) -> None:
         specs = [spec for spec in self.specs(*names) if CONFIG.in_process(spec.name)]
-        self.scorer = Scorer(specs, CONFIG, self.address, **of_scorer)
+        self.scorer = ScoringServer(specs, CONFIG, self.address, SCORER._replace(**service))
         self._thread = threading.Thread(target=self.scorer.run)
         self._thread.start()
 
@@ -162,23 +171,23 @@ def test_actors_share_a_stage_its_batches_and_what_it_has_read(machine: Machine)
             assert scored.stages["together"].ended >= scored.stages["together"].began > 0, key
     assert found[0]["a"].ahead_s["together"] >= 0
     assert len({each["a"].scores["near"].value for each in found}) == 2, "what is placed in the actor stays there"
-    told = ask_alive(machine.address, 60.0)
-    assert told.waiting == 0 and told.answered == 2 * (2 + 1 + 2)
+    state = server_state(machine.address, 60.0)
+    assert state.waiting == 0 and state.answered == 2 * (2 + 1 + 2)
 
 
-def test_a_scorer_that_dies_is_asked_again_by_its_next_life_and_nothing_is_lost(machine: Machine) -> None:
+def test_a_scorer_that_dies_is_num_resent_by_its_next_life_and_nothing_is_lost(machine: Machine) -> None:
     machine.start("waits")
     pool = machine.pool("waits")
     for key in "abc":
         pool.submit(key, fields(key))
-    machine.until(lambda: ask_alive(machine.address, 60.0).waiting == 3, "the scorer to be asked")
+    machine.until(lambda: server_state(machine.address, 60.0).waiting == 3, "the scorer to be asked")
     machine.stop()
     pool.submit("d", fields("d"))
     machine.start("waits")
     machine.gate.touch()
     found = machine.answers(pool)
     assert sorted(found) == list("abcd") and all(scored.scores["waits"].state == "value" for scored in found.values())
-    assert 3 <= pool.asked_again <= 4 and pool.counters["waits"].failed == 0
+    assert 3 <= pool.num_resent <= 4 and pool.counters["waits"].failed == 0
 
 
 def test_an_actor_that_asks_before_there_is_a_scorer_waits_for_it(machine: Machine) -> None:
@@ -186,7 +195,7 @@ def test_an_actor_that_asks_before_there_is_a_scorer_waits_for_it(machine: Machi
     pool = machine.pool("waits")
     pool.submit("a", fields("a"))
     machine.start("waits")
-    assert machine.answers(pool)["a"].scores["waits"].state == "value" and pool.asked_again == 0
+    assert machine.answers(pool)["a"].scores["waits"].state == "value" and pool.num_resent == 0
 
 
 def test_what_an_actor_asked_that_is_gone_is_dropped(machine: Machine) -> None:
@@ -194,10 +203,10 @@ def test_what_an_actor_asked_that_is_gone_is_dropped(machine: Machine) -> None:
     gone, left = machine.pool("waits", "together"), machine.pool("waits", "together")
     machine.show(gone, "a", "x")
     gone.submit("b", fields("b"))
-    machine.until(lambda: ask_alive(machine.address, 60.0).waiting >= 1, "the scorer to be asked")
+    machine.until(lambda: server_state(machine.address, 60.0).waiting >= 1, "the scorer to be asked")
     machine.leave(gone)
     machine.until(lambda: machine.log.exists(), "its streams to be forgotten")
-    machine.until(lambda: ask_alive(machine.address, 60.0).waiting == 0, "its tasks to be dropped")
+    machine.until(lambda: server_state(machine.address, 60.0).waiting == 0, "its tasks to be dropped")
     machine.gate.touch()
     for key in "cdef":
         left.submit(key, fields(key))
@@ -219,7 +228,7 @@ def test_an_actor_that_was_taken_for_gone_and_is_not_asks_again(machine: Machine
     machine.start("waits", silent_s=0.5)  # shorter than the time between two beats
     pool = machine.pool("waits")
     pool.submit("a", fields("a"))
-    machine.until(lambda: pool.asked_again, "the task to be dropped and asked again")
+    machine.until(lambda: pool.num_resent, "the task to be dropped and asked again")
     machine.gate.touch()
     assert machine.answers(pool)["a"].scores["waits"].state == "value"
 
@@ -238,10 +247,12 @@ def test_a_column_travels_as_it_is_or_the_score_fails(machine: Machine) -> None:
 
 def test_nobody_waits_forever_for_a_scorer_that_is_not_there(socket_dir: Path) -> None:
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.2 s"):
-        ask_alive(f"ipc://{socket_dir}/nobody", 0.2)
+        server_state(f"ipc://{socket_dir}/nobody", 0.2)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x93\x01\x02", pack(Beat())[:-3], b"\x92\x01\x81\xa4type\xa3who", b"\x92\x07\x80"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x93\x01\x02", pack(Heartbeat())[:-3], b"\x92\x01\x81\xa4type\xa3who", b"\x92\x07\x80"]
+)
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
     with pytest.raises(WireError, match="what is no message of protocol 1"):
         unpack(data)
@@ -249,8 +260,11 @@ def test_what_is_no_message_is_one_error(data: bytes) -> None:
 
 def test_messages_arrive_as_they_were_sent() -> None:
     answer = Answer(None, None, "", {"prefetched": 0.5}, 1.0, 2.0, None, np.array([-1.5, 0.0], np.float32))
-    messages: list[Message] = [Told(id=3, answers=[said(answer)]), Show(stream=1, members={"r": {"completion": "x", "n": 1}})]
+    messages: list[Message] = [
+        ScoreResponse(id=3, answers=[to_fields(answer)]),
+        PrefetchRequest(stage="r", stream=1, member={"completion": "x", "n": 1}),
+    ]
     assert [unpack(pack(message)) for message in messages] == messages
-    (back,) = answers([said(answer)])
+    (back,) = to_answers([to_fields(answer)])
     assert back._replace(logprobs=None) == answer._replace(logprobs=None)
     assert back.logprobs is not None and back.logprobs.tolist() == [-1.5, 0.0]

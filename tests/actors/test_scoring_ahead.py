@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.ahead import CALL_S, Ahead
 from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.reward_queue import PREFETCH_CALL_S, Prefetch
 from async_rlhf.buffers.errors import ConfigError
 
 READER = """
@@ -44,7 +44,7 @@ def plain(completion): return 1.0
 
 @given(data=st.data())
 def test_the_newest_is_shown_once_and_never_what_is_whole_or_forgotten(data: st.DataObject) -> None:
-    ahead, newest, over, running = Ahead(most=4), dict[int, int](), set[int](), False
+    ahead, newest, over, running = Prefetch(max_size=4), dict[int, int](), set[int](), False
     told: set[int] = set()
     for number in range(data.draw(st.integers(0, 40))):
         stream = data.draw(st.integers(0, 5))
@@ -71,8 +71,8 @@ def test_the_newest_is_shown_once_and_never_what_is_whole_or_forgotten(data: st.
 
 
 def test_so_much_is_shown_at_once_as_ends_soon() -> None:
-    ahead, sizes = Ahead(most=8), []
-    for seconds in [0.0, 0.0, 0.0, 0.0, 2 * CALL_S, 2 * CALL_S, 0.0]:
+    ahead, sizes = Prefetch(max_size=8), []
+    for seconds in [0.0, 0.0, 0.0, 0.0, 2 * PREFETCH_CALL_S, 2 * PREFETCH_CALL_S, 0.0]:
         for stream in range(20):
             ahead.offer(stream, {})
         peek = ahead.due()
@@ -146,7 +146,7 @@ def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(tmp_path:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("plain", {"stream_tokens": 4}, "stream_tokens = 4 but cannot read along"),
+        ("plain", {"stream_tokens": 4}, "stream_tokens = 4 but has no incremental scoring"),
         ("reader", {"workers": 2}, "stream_tokens = 4 and workers = 2: what was read lies in one process; set workers = 1"),
     ],
 )

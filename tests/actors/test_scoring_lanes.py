@@ -1,4 +1,4 @@
-"""One reward's lane in virtual time: limits that hold in every window, batches, and trying again."""
+"""One reward's queue in virtual time: limits that hold in every window, batches, and trying again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scoring.lanes import Lane, Task
-from async_rlhf.actors.scoring.limits import WindowLimit
+from async_rlhf.actors.scoring.reward_queue import RewardQueue, Task, WindowLimit
 
 RIGHT = (Answer(1.0),)
 BUSY = (Answer(None, "busy", retry_after_s=0.0),)
 
 
-def lane(**settings: object) -> Lane:
-    return Lane(RewardSpec("judge", "judge", "async", **settings))  # type: ignore[arg-type]
+def queue_of(**settings: object) -> RewardQueue:
+    return RewardQueue(RewardSpec("judge", "judge", "async", **settings))  # type: ignore[arg-type]
 
 
 def task(number: int, tokens: int = 0) -> Task:
@@ -27,7 +26,7 @@ def task(number: int, tokens: int = 0) -> Task:
 def test_no_window_ever_holds_more_requests_or_tokens_than_allowed(
     requests: int, offers: list[tuple[float, int]], tokens: int
 ) -> None:
-    limited = lane(requests_per_minute=requests, tokens_per_minute=tokens)
+    limited = queue_of(requests_per_minute=requests, tokens_per_minute=tokens)
     now, calls = 0.0, list[tuple[float, int]]()
     for number, (pause, cost) in enumerate(offers):
         limited.offer(task(number, cost), now)
@@ -51,7 +50,7 @@ def test_a_limit_lets_through_again_exactly_when_the_window_has_passed() -> None
 
 
 def test_what_costs_more_than_a_minute_holds_fails_with_the_numbers_and_holds_up_nobody() -> None:
-    limited = lane(tokens_per_minute=100)
+    limited = queue_of(tokens_per_minute=100)
     limited.offer(task(0, 101), 0.0)
     limited.offer(task(1, 100), 0.0)
     ((refused, answer),) = limited.impossible()
@@ -60,7 +59,7 @@ def test_what_costs_more_than_a_minute_holds_fails_with_the_numbers_and_holds_up
 
 
 def test_a_call_that_reports_more_tokens_than_expected_pays_for_them() -> None:
-    limited = lane(tokens_per_minute=100)
+    limited = queue_of(tokens_per_minute=100)
     limited.offer(task(0, 10), 0.0)
     (batch,) = limited.due(0.0)
     limited.ended(batch, (Answer(1.0, metrics={"tokens": 95.0}),), 1.0)
@@ -69,7 +68,7 @@ def test_a_call_that_reports_more_tokens_than_expected_pays_for_them() -> None:
 
 
 def test_no_more_run_at_once_than_allowed() -> None:
-    narrow = lane(max_concurrency=2)
+    narrow = queue_of(max_concurrency=2)
     for number in range(5):
         narrow.offer(task(number), 0.0)
     first = narrow.due(0.0)
@@ -79,7 +78,7 @@ def test_no_more_run_at_once_than_allowed() -> None:
 
 
 def test_a_batch_is_called_when_it_is_full_or_its_first_has_waited_long_enough() -> None:
-    batched = lane(batch_size=3, batch_wait_s=0.5)
+    batched = queue_of(batch_size=3, batch_wait_s=0.5)
     for number in range(4):
         batched.offer(task(number), 0.1 * number)
     assert [[t.id for t in batch] for batch in batched.due(0.3)] == [[0, 1, 2]]
@@ -88,7 +87,7 @@ def test_a_batch_is_called_when_it_is_full_or_its_first_has_waited_long_enough()
 
 
 def test_each_of_a_batch_gets_its_own_answer() -> None:
-    batched = lane(batch_size=2)
+    batched = queue_of(batch_size=2)
     tasks = [task(0), task(1)]
     for each in tasks:
         batched.offer(each, 0.0)
@@ -98,7 +97,7 @@ def test_each_of_a_batch_gets_its_own_answer() -> None:
 
 
 def test_what_may_pass_is_tried_again_after_growing_pauses_and_then_answered() -> None:
-    patient = lane(retries=2)
+    patient = queue_of(retries=2)
     patient.offer(task(0), 0.0)
     now, pauses = 0.0, []
     (batch,) = patient.due(now)
@@ -111,7 +110,7 @@ def test_what_may_pass_is_tried_again_after_growing_pauses_and_then_answered() -
 
 
 def test_a_judge_that_names_a_pause_gets_it_and_a_defect_is_not_tried_again() -> None:
-    patient = lane(retries=5)
+    patient = queue_of(retries=5)
     patient.offer(task(0), 0.0)
     (batch,) = patient.due(0.0)
     assert patient.ended(batch, (Answer(None, "429", retry_after_s=20.0),), 1.0) == [] and patient.next_due(1.0) == 21.0
@@ -121,7 +120,7 @@ def test_a_judge_that_names_a_pause_gets_it_and_a_defect_is_not_tried_again() ->
 
 
 def test_a_forgotten_task_is_not_called() -> None:
-    patient = lane(retries=1)
+    patient = queue_of(retries=1)
     patient.offer(task(0), 0.0)
     patient.offer(task(1), 0.0)
     first, _ = patient.due(0.0)

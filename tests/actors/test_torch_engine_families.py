@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.reading.passes import Beginning, extend
+from async_rlhf.actors.scoring.prefix_cache import CachedPrefix, extend
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import FAMILIES
@@ -84,7 +84,7 @@ class Reading:
 @pytest.mark.parametrize("kind", sorted(FAMILIES - {"llama4_text"}))
 def test_a_text_read_in_pieces_is_what_it_is_as_a_whole(kind: str) -> None:
     reader = Reading(kind)
-    texts = [(Beginning(), list(range(3, 33))), (Beginning(), list(range(20, 40)))]
+    texts = [(CachedPrefix(), list(range(3, 33))), (CachedPrefix(), list(range(20, 40)))]
     for end in (4, 15, 17):
         extend(reader, [(kept, ids[:end]) for kept, ids in texts])
     read = extend(reader, texts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from async_rlhf.actors.reward_model.model import RewardModel
+from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
 from async_rlhf.run.api import train
 from tests.conftest import QUICK, SMALL

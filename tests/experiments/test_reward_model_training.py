@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from async_rlhf.actors.reward_model.model import RewardModel
 from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.reward_model.measure import quality
 from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split, write_pairs

@@ -1,7 +1,6 @@
-"""Synchronous rewards: one call at a time in each of a few worker processes that can be killed.
+"""The executor of synchronous rewards: one call at a time in each of a few worker processes that can be killed.
 
-Never here: what a score is, or who waits for it (`pool`). The process pool is pebble's, because it kills and replaces
-the one worker whose call ran out of time.
+The process pool is pebble's, because it kills and replaces the one worker whose call timed out.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ from concurrent.futures.process import BrokenProcessPool
 from pebble import ProcessExpired, ProcessPool
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
-from async_rlhf.actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
+from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Answers, Call, ready, timed_out
 from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, WorkerContext, ended, obey_parent
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 
 logger = logging.getLogger(__name__)
 
 
-class SyncCalls:
-    """Runs calls of synchronous rewards.
+class ProcessExecutor:
+    """Owns a pebble pool with its worker processes and three threads. Waits for nothing; answers come from pebble's threads.
 
-    Owns: a pebble pool with its worker processes and three threads. Waits for: nothing; answers come from pebble's
-    threads. Woken by: `submit` and `check`, both called by the dispatcher. On close: the workers are killed.
-    longest_s: the longest time-out of its calls. memory_mb: what each worker may take, None for no limit.
-    A pool that breaks (a worker killed between two calls) or falls silent is replaced; its calls are answered as failed.
+    longest_s: the longest time-out of its calls. memory_mb: the limit of each worker, None for none. A pool that breaks (a
+    worker killed between two calls) or falls silent is replaced, and its calls fail.
     """
 
     def __init__(
@@ -41,23 +38,26 @@ class SyncCalls:
         self._workers = workers
         self._memory_mb = memory_mb
         self._answered = answered
-        self._waiting: dict[int, None] = {}
+        self._pending: dict[int, None] = {}
         self._failed_starts = 0
         self._pool = self._start()
 
     def submit(self, call: Call) -> None:
-        if not self._waiting:
+        if not self._pending:
             self._progress_s = time.monotonic()
-        self._waiting[call.id] = None
+        self._pending[call.id] = None
         try:
             future = self._pool.schedule(run_call, args=(call,), timeout=call.timeout_s)
         except RuntimeError:
-            return  # The pool has just broken; `check` answers this call with the others.
+            return  # The pool is broken: `check` answers this call with the others.
         future.add_done_callback(functools.partial(self._done, call))
 
+    def discard(self, call_ids: set[int]) -> None:
+        """A call that pebble holds runs to its end."""
+
     def check(self) -> None:
-        """Replace a pool that can answer no more. Raises RewardError when workers keep ending before they are ready."""
-        silent_s = time.monotonic() - self._progress_s if self._waiting else 0.0
+        """Replaces a broken pool. Raises RewardError when workers keep ending before they are ready."""
+        silent_s = time.monotonic() - self._progress_s if self._pending else 0.0
         if self._pool.active and silent_s < self._longest_s + START_LIMIT_S:
             return
         self._failed_starts += 1
@@ -68,15 +68,14 @@ class SyncCalls:
                 f"see what they wrote to stderr, and try the import in a fresh interpreter"
             )
         reason = f"the reward workers fell silent for {silent_s:.0f} s" if self._pool.active else "a reward worker died"
-        logger.warning("%s; all workers are replaced, %d calls failed", reason, len(self._waiting))
+        logger.warning("%s; all workers are replaced, %d calls failed", reason, len(self._pending))
         threading.Thread(target=_stop, args=(self._pool,), name="stop-reward-workers", daemon=True).start()
-        lost, self._waiting = self._waiting, {}
+        lost, self._pending = self._pending, {}
         self._pool = self._start()
         for call_id in tuple(lost):
             self._answered(call_id, (Answer(None, reason),))
 
     def close(self, deadline_s: float) -> None:
-        """Kill the workers; calls without an answer get none. Raises DeadlineError if some are left after `deadline_s`."""
         stopper = threading.Thread(target=_stop, args=(self._pool,), name="stop-reward-workers", daemon=True)
         stopper.start()
         stopper.join(deadline_s)
@@ -91,7 +90,7 @@ class SyncCalls:
             context=WorkerContext(),
         )
         self._progress_s = time.monotonic()
-        # An empty call starts the workers now, so that imports overlap with the engine's start.
+        # An empty call starts the workers, so their imports overlap with the engine's start.
         pool.schedule(_nothing).add_done_callback(self._started)
         return pool
 
@@ -100,12 +99,12 @@ class SyncCalls:
             self._failed_starts = 0
 
     def _done(self, call: Call, future: Future[Answers]) -> None:
-        """Runs in a thread of pebble's."""
+        """Called from a thread of pebble's."""
         error = future.exception()
         if isinstance(error, BrokenProcessPool):
             return  # `check` answers for the whole pool.
         self._progress_s = time.monotonic()
-        self._waiting.pop(call.id, None)
+        self._pending.pop(call.id, None)
         if error is None:
             answers = future.result()
         elif isinstance(error, TimeoutError):
@@ -122,7 +121,7 @@ def _stop(pool: ProcessPool) -> None:
     pool.join()
 
 
-# What runs in the worker process.
+# -- in the worker process -------------------------------------------------------------------------------------------
 
 
 def start_worker(specs: tuple[RewardSpec, ...], memory_mb: int | None) -> None:

@@ -1,26 +1,33 @@
-"""One call of one reward: what is sent to a worker, and how the worker gets ready for it. Plain data both ways."""
+"""The seam between the queues and whatever runs a reward: `Call` goes in, `Answers` come back.
+
+    ProcessExecutor      worker processes, one synchronous call at a time in each
+    EventLoopExecutor    one process with an event loop, many asynchronous calls at once
+    RemoteExecutor       the scoring server of this machine
+
+`Ready` is a loaded reward inside the process that calls it. All of it is plain data between processes.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, Stream, failed, load, settings_of
 
 # Longest time a worker may take to import its rewards, models they load at import included.
 START_LIMIT_S = 300.0
-# Workers that end before they are ready will not do better the next time.
+# Workers that end so often before they are ready will not recover.
 MAX_FAILED_STARTS = 3
 
 
 class Call(NamedTuple):
-    """Asks one reward for one completion, or for those of one list.
+    """One call of one reward.
 
-    members: of each completion, what the reward can use: its fields and the columns of its prompt's row.
-    timeout_s: seconds it may run. prefetch: the completions are still being written and only to be read. forgotten: streams
-    nobody waits for any more, told with a prefetch.
+    members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
+    prefetch: the completions are unfinished and only read, not scored. stream: of a single completion that was or is
+    prefetched. forgotten: streams to drop, in a prefetch. tokens: expected cost.
     """
 
     id: int
@@ -28,17 +35,37 @@ class Call(NamedTuple):
     members: tuple[Mapping[str, Any], ...]
     timeout_s: float
     prefetch: bool = False
+    stream: int | None = None
     forgotten: tuple[int, ...] = ()
+    tokens: int = 0
 
 
 Answers = tuple[Answer, ...]
-"""One for each member of a call; one alone speaks for all of them."""
+"""One for each member of a call, or one for all of them."""
 
-# Hands the answers of a call to the dispatcher, from any thread.
 Answered = Callable[[int, Answers], None]
+"""Takes the answers of a call by its id; called from any thread."""
 
-# Tells which completions a reward has been shown, and when that ran.
 Shown = Callable[[str, tuple[int, ...], Answer], None]
+"""Takes a finished prefetch: reward, streams, and when it ran or why it failed."""
+
+
+class Executor(Protocol):
+    """Runs calls and answers each once, through the `Answered` given at construction. Never blocks its caller."""
+
+    def submit(self, call: Call) -> None: ...
+
+    def discard(self, call_ids: set[int]) -> None:
+        """The answers of these calls are no longer needed; those it can stop are answered at once."""
+        ...
+
+    def check(self) -> None:
+        """Replaces what broke. Raises RewardError when it cannot recover."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Kills what runs; unanswered calls get no answer. Raises DeadlineError if something is left after `deadline_s`."""
+        ...
 
 
 class Ready(NamedTuple):
@@ -53,15 +80,14 @@ class Ready(NamedTuple):
         return self.signature.arguments(call.members, call.spec.options)
 
     def prefetch(self, call: Call) -> None:
-        """Only a reward that reads along is asked to."""
-        assert self.stream is not None, f"{call.spec.name} cannot read along"
+        assert self.stream is not None, f"{call.spec.name} has no incremental scoring"
         if call.forgotten:
             self.stream.forget(list(call.forgotten), **call.spec.options)
         if call.members:
             self.stream.prefetch(**self.arguments(call))
 
     def read(self, call: Call, result: Any, began: float) -> Answers:
-        """What the function returned, or raises what reading it raises."""
+        """The answers in what the function returned; raises what reading it raises."""
         ended = time.time()
         return tuple(a._replace(began=began, ended=ended) for a in self.signature.read(result, len(call.members)))
 
@@ -72,7 +98,7 @@ class Ready(NamedTuple):
 
 @functools.cache
 def ready(spec: RewardSpec) -> Ready | Answer:
-    """Load a reward once per process; a reward that cannot be loaded answers every call with the reason."""
+    """Load a reward once per process; one that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec)
         settings = settings_of(function)
@@ -84,7 +110,7 @@ def ready(spec: RewardSpec) -> Ready | Answer:
 
 
 def timed_out(timeout_s: float) -> Answer:
-    """The cause may pass, so it may be asked again."""
+    """A transient failure: it may be retried."""
     now = time.time()
     reason = f"timed out after {timeout_s:g} s (scoring.timeout_s)"
     return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)

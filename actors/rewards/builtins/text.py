@@ -1,9 +1,27 @@
-"""How long a completion is, in the policy's tokens, the end token included."""
+"""The answer, word for word."""
 
 from __future__ import annotations
 
+import re
+
 from async_rlhf.actors.rewards.settings import reward
 from async_rlhf.buffers.score import Score
+
+
+@reward
+def exact(completion: str, answer: str) -> float:
+    """1.0 when the completion is the answer, surrounding white space aside; else 0.0."""
+    return float(completion.strip() == answer.strip())
+
+
+@reward
+def regex(completion: str, pattern: str, whole: bool = False) -> float:
+    """1.0 when `pattern` is found in the completion (with `whole`, when it matches all of it), else 0.0.
+
+    A dot matches line ends too. A format is a pattern: "<think>.*</think>\\s*<answer>.*</answer>" with whole = true.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return float((compiled.fullmatch if whole else compiled.search)(completion.strip()) is not None)
 
 
 @reward

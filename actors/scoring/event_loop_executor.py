@@ -1,6 +1,6 @@
-"""Asynchronous rewards: many calls in flight on one event loop in one child process that can be killed.
+"""The executor of asynchronous rewards: many calls in flight on one event loop, in one child process that can be killed.
 
-Never here: the loop itself (`async_worker`), or who waits for a score (`pool`).
+The loop itself is in `event_loop_worker`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from collections import deque
 from multiprocessing.connection import Pipe, wait
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
-from async_rlhf.actors.scoring.async_worker import SHOW_STACK, serve
-from async_rlhf.actors.scoring.calls import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
+from async_rlhf.actors.scoring.event_loop_worker import SHOW_STACK, LoopWatchdog, serve
+from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
 from async_rlhf.actors.scoring.processes import WorkerContext, ended
-from async_rlhf.actors.scoring.turns import TurnBoard
 from async_rlhf.buffers.errors import DeadlineError, RewardError
+from async_rlhf.buffers.transport.frames import Waker
 
 logger = logging.getLogger(__name__)
 
 # A healthy loop cancels a call at its time-out; this long after it, the call itself must refuse to end.
 GRACE_S = 2.0
-# One turn on the loop that takes longer than this holds up everybody else, and is told once for each reward.
+# One step of a coroutine that takes longer delays every other call, and is logged once for each reward.
 LONG_TURN_S = 1.0
-# While calls are in flight somebody must look whether one of them blocks the loop.
+# While calls are in flight, how often to check whether one of them blocks the loop.
 LOOK_S = 0.25
-# Nothing in flight and nobody ringing: look up now and then all the same.
+# The longest wait while nothing is in flight.
 LONGEST_WAIT_S = 60.0
 
 
-class AsyncCalls:
-    """Runs calls of asynchronous rewards, at most `max_concurrency` in flight.
+class EventLoopExecutor:
+    """Runs at most `max_concurrency` calls at once. Owns one thread and one child process.
 
-    Owns: one thread, one child process. The thread waits for the child's answers, for the bell that `submit` and
-    `close` ring, for the earliest deadline of a call in flight, and looks four times a second who runs on the loop.
-    On close: the child is killed. A child that dies, whose loop one call blocks past its time-out, or in which a call
-    refuses to end, is replaced: the call at fault fails, the others are begun again. Where nobody can be named, all fail.
+    The thread waits for the child's answers, for `submit` and `close`, for the earliest deadline in flight, and checks four
+    times a second which call runs on the loop. A child that dies, or in which a call blocks the loop past its time-out or
+    refuses to be cancelled, is replaced: the call at fault fails, the others restart. Without a known call at fault all fail.
     """
 
     def __init__(self, specs: tuple[RewardSpec, ...], max_concurrency: int, memory_mb: int | None, answered: Answered) -> None:
@@ -52,21 +51,22 @@ class AsyncCalls:
         self._max_concurrency = max_concurrency
         self._answered = answered
         self._waiting: deque[Call] = deque()
-        self._told: set[str] = set()
-        self._waker, self._ringer = socket.socketpair()
-        self._waker.setblocking(False)
-        self._ringer.setblocking(False)
+        self._reported: set[str] = set()
+        self._waker = Waker()
         self._closing = False
         self._broken: str | None = None
         self._child: _Child | None = None
         self._thread = threading.Thread(target=self._run, name="async-rewards", daemon=True)
         self._thread.start()
-        # multiprocessing waits for its children when the interpreter ends; a pool nobody closed must not hang there.
+        # multiprocessing joins its children at interpreter exit; a pool that was not closed must not hang there.
         atexit.register(self._kill)
 
     def submit(self, call: Call) -> None:
         self._waiting.append(call)
-        self._ring()
+        self._waker.ring()
+
+    def discard(self, call_ids: set[int]) -> None:
+        """A call in flight runs to its end."""
 
     def check(self) -> None:
         """Raises RewardError when the child keeps ending before it is ready, or cannot be started at all."""
@@ -74,20 +74,14 @@ class AsyncCalls:
             raise RewardError(self._broken or "the thread of asynchronous rewards has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
-        """Kill the child; calls without an answer get none. Raises DeadlineError if it is left after `deadline_s`."""
         self._closing = True
-        self._ring()
+        self._waker.ring()
         self._thread.join(deadline_s)
         self._kill()
         atexit.unregister(self._kill)
         if self._thread.is_alive():
             raise DeadlineError(f"the process of asynchronous rewards did not end within {deadline_s:g} s")
         self._waker.close()
-        self._ringer.close()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # A full bell is ringing already.
-            self._ringer.send(b"\0")
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -111,10 +105,10 @@ class AsyncCalls:
             self._lose(child, reason, at_fault)
 
     def _lose(self, child: _Child, reason: str, at_fault: Call | None) -> None:
-        """The child is gone with everything in flight: who is at fault fails, the others are begun again."""
+        """Everything in flight is lost with the child: the call at fault fails, the others restart."""
         lost = [at_fault] if at_fault is not None else list(child.calls.values())
         again = [call for call in child.calls.values() if call not in lost]
-        logger.warning("%s; the process is replaced, %d calls failed, %d begin again", reason, len(lost), len(again))
+        logger.warning("%s; the process is replaced, %d calls failed, %d restart", reason, len(lost), len(again))
         self._waiting.extendleft(reversed(again))
         for call in lost:
             self._answered(call.id, (Answer(None, reason, retry_after_s=0.0),))
@@ -124,27 +118,28 @@ class AsyncCalls:
         while not self._closing:
             try:
                 self._send_waiting(child)
-                wait([child.connection, self._waker], max(0.0, child.patience_s()))
-                self._hush()
+                ready = wait([child.connection, self._waker.descriptor], max(0.0, child.patience_s()))
+                if self._waker.descriptor in ready:
+                    self._waker.clear()
                 while child.connection.poll():
                     self._receive(child)
             except BlockingIOError:
-                return f"timed out: the event loop of asynchronous rewards took no call for {GRACE_S:g} s", child.runs_now()
+                return f"timed out: the event loop of asynchronous rewards took no call for {GRACE_S:g} s", child.running()
             except (EOFError, OSError):
-                return child.ended(), child.runs_now()
+                return child.ended(), child.running()
             if (ends := self._look(child)) is not None:
                 return ends
         return "closed", None
 
     def _look(self, child: _Child) -> tuple[str, Call | None] | None:
-        """Whether the child must be replaced: it never got ready, a call blocks its loop, or refuses to end."""
+        """Why the child must be replaced: it never got ready, a call blocks its loop, or refuses to end."""
         now = time.monotonic()
         if not child.is_ready:
             late = now >= child.ready_by
             return (f"the process of asynchronous rewards was not ready within {START_LIMIT_S:g} s", None) if late else None
         call, turn_s = child.turn(now)
-        if call is not None and turn_s > min(LONG_TURN_S, call.timeout_s) and call.spec.name not in self._told:
-            self._told.add(call.spec.name)
+        if call is not None and turn_s > min(LONG_TURN_S, call.timeout_s) and call.spec.name not in self._reported:
+            self._reported.add(call.spec.name)
             logger.warning("reward %r has kept the event loop to itself for %.1f s; its stack follows", call.spec.name, turn_s)
             child.show_stack()
         if call is not None and turn_s > call.timeout_s:
@@ -180,11 +175,6 @@ class AsyncCalls:
         del child.calls[call_id]
         self._answered(call_id, answers)
 
-    def _hush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._waker.recv(4096):
-                pass
-
 
 class _Child:
     """One child process, its connection, the calls in flight by id, and their deadlines in monotonic seconds."""
@@ -192,11 +182,13 @@ class _Child:
     def __init__(self, specs: tuple[RewardSpec, ...], memory_mb: int | None) -> None:
         self._memory_mb = memory_mb
         self.connection, theirs = Pipe()
-        # The child reads at once unless a reward holds the interpreter lock; a send must not wait for that for ever.
+        # A reward that holds the interpreter lock keeps the child from reading; a send has a deadline.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
-        self._board = TurnBoard()
-        self.process = WorkerContext().Process(target=serve, args=(theirs, specs, memory_mb, self._board), name="async-rewards")
+        self._watchdog = LoopWatchdog()
+        self.process = WorkerContext().Process(
+            target=serve, args=(theirs, specs, memory_mb, self._watchdog), name="async-rewards"
+        )
         self.process.start()
         theirs.close()
         self.is_ready = False
@@ -209,32 +201,32 @@ class _Child:
         heapq.heappush(self._deadlines, (time.monotonic() + call.timeout_s + GRACE_S, call.id))
 
     def overdue(self, now: float) -> Call | None:
-        """A call that should have been answered by now."""
+        """A call past its deadline."""
         while self._deadlines and self._deadlines[0][1] not in self.calls:
             heapq.heappop(self._deadlines)
         return self.calls[self._deadlines[0][1]] if self._deadlines and self._deadlines[0][0] <= now else None
 
     def patience_s(self) -> float:
-        """How long to wait before looking round."""
+        """The longest wait before the next check."""
         if not self.is_ready:
             return self.ready_by - time.monotonic()
         return LOOK_S if self.calls else LONGEST_WAIT_S
 
     def turn(self, now: float) -> tuple[Call | None, float]:
-        """The call whose turn it is on the loop, and for how long it has been."""
-        turn = self._board.look()
+        """The call that runs on the loop, and for how long."""
+        turn = self._watchdog.look()
         return (None, 0.0) if turn is None else (self.calls.get(turn.call_id), now - turn.since)
 
-    def runs_now(self) -> Call | None:
+    def running(self) -> Call | None:
         return self.turn(time.monotonic())[0]
 
     def show_stack(self) -> None:
-        """Has the child write to its stderr where its main thread stands."""
+        """The child writes the stack of its main thread to stderr."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, SHOW_STACK)
 
     def ended(self) -> str:
-        """Why it is not there any more."""
+        """Why the process ended."""
         self.process.join(GRACE_S)
         return ended(self.process.exitcode, self._memory_mb)
 

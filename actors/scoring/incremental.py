@@ -1,0 +1,206 @@
+"""Incremental scoring: a model reads completions while they are being generated, so that little is left at their end.
+
+One judge for every kind of model. What is read lies in a `PrefixCache`; a `Head` says which token ids a completion has for its
+model and turns hidden states into answers. A completion without a cached prefix is scored whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from async_rlhf.actors.rewards.answer import Logprobs
+from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
+from async_rlhf.actors.scoring.prefix_cache import CachedPrefix, Decoder, PrefixCache, Wanted, alike, extend
+from async_rlhf.buffers.record import Float32Array, SamplingMask
+from async_rlhf.buffers.score import Score
+
+_NONE = np.empty(0, np.float32)
+
+
+class Sample(NamedTuple):
+    """A completion behind its prompt, as the head's model takes them: texts or token ids."""
+
+    prompt: Any
+    completion: Any
+    sampling_mask: SamplingMask | None = None
+
+
+class Progress(NamedTuple):
+    """What is known of a completion at its end. hidden: [P, C] of its newly read tokens; known: of the earlier ones."""
+
+    sample: Sample
+    hidden: torch.Tensor
+    known: Float32Array
+
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Head(Protocol[Result]):
+    """What one kind of model adds to reading."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
+        """The ids to read of each; None for one that cannot be read incrementally."""
+        ...
+
+    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+        """What is to be kept of an unfinished completion beside keys and values."""
+        ...
+
+    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
+        """The share of a completion that was read before its end."""
+        ...
+
+    def complete(self, known: Float32Array, sample: Sample) -> Any | None:
+        """The finished result where nothing is left to read."""
+        ...
+
+    def finish(self, batch: Sequence[Progress]) -> list[Any]: ...
+
+    def whole(self, samples: Sequence[Sample]) -> list[Any]: ...
+
+    def result(self, found: Any, metrics: dict[str, float]) -> Result: ...
+
+
+class IncrementalJudge(Generic[Result]):
+    """Owns the prefix cache. Raises RewardError for a model without incremental scoring."""
+
+    def __init__(self, head: Head[Result], cache_bytes: int) -> None:
+        self._head, self.cache = head, PrefixCache(head.model, cache_bytes)
+        self._known: dict[int, Float32Array] = {}
+
+    @property
+    def streams(self) -> frozenset[int]:
+        """Those of which something is kept."""
+        return self.cache.streams | frozenset(self._known)
+
+    def prefetch(self, streams: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Read the new tokens of these unfinished completions."""
+        wanted: dict[int, Wanted] = {}
+        for stream, each in zip(streams, self._head.read(samples), strict=True):
+            if each is None:
+                self.cache.give_up(stream)
+            elif each.ids:
+                wanted[stream] = each
+        found = self.cache.read(wanted)
+        for stream, sample in zip(streams, samples, strict=True):
+            if stream in found:
+                self._known[stream] = self._head.absorb(self._known.get(stream, _NONE), sample, found[stream])
+
+    def forget(self, streams: Iterable[int]) -> None:
+        """Unknown streams are ignored."""
+        streams = list(streams)
+        self.cache.forget(streams)
+        for stream in streams:
+            self._known.pop(stream, None)
+
+    def score(self, streams: Sequence[int | None], samples: Sequence[Sample]) -> list[Result]:
+        """The results of whole completions. streams: None for one without prefetches.
+
+        Metrics: `prefetched`, the share of its tokens read before its end; `given_up`, 1 where the cache had no room for it.
+        """
+        taken = [self.cache.take(stream) for stream in streams]
+        known = [_NONE if stream is None else self._known.pop(stream, _NONE) for stream in streams]
+        found: dict[int, Any] = {}
+        shares = dict.fromkeys(range(len(samples)), 0.0)
+        left: dict[int, tuple[CachedPrefix, list[int]]] = {}
+        for at, (wanted, (prefix, _)) in enumerate(zip(self._head.read(samples), taken, strict=True)):
+            if prefix is not None and wanted is not None:
+                shares[at] = self._head.share(known[at], prefix.shares(wanted.ids[:-1]), samples[at], wanted)
+                if (complete := self._head.complete(known[at], samples[at])) is not None:
+                    found[at] = complete
+                else:
+                    left[at] = prefix, wanted.ids
+        places = {id(prefix): at for at, (prefix, _) in left.items()}
+        for batch in alike(left.values()):
+            ats = [places[id(prefix)] for prefix, _ in batch]
+            hidden = extend(self._head.model, batch)
+            progress = [Progress(samples[at], rows, known[at]) for at, rows in zip(ats, hidden, strict=True)]
+            found |= zip(ats, self._head.finish(progress), strict=True)
+        if rest := [at for at in range(len(samples)) if at not in found]:
+            found |= zip(rest, self._head.whole([samples[at] for at in rest]), strict=True)
+        return [
+            self._head.result(found[at], {"prefetched": shares[at], "given_up": float(given_up)})
+            for at, (_, given_up) in enumerate(taken)
+        ]
+
+
+class RewardHead:
+    """Scores of a reward model: the logit at the last token.
+
+    A text is tokenised again each time it has grown, and the ids in common with those read before stay. That is exact for any
+    tokenizer and chat template, whatever the policy's tokens are.
+    """
+
+    def __init__(self, model: RewardModel, max_length: int) -> None:
+        self.model, self._max_length = model, max_length
+
+    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
+        found = self.model.read([sample.prompt for sample in samples], [sample.completion for sample in samples])
+        # A longer text loses its beginning, and every token moves.
+        return [
+            Wanted(repr(sample.prompt), ids, len(ids)) if len(ids) <= self._max_length else None
+            for sample, ids in zip(samples, found, strict=True)
+        ]
+
+    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+        return _NONE
+
+    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
+        return num_cached / len(wanted.ids)
+
+    def complete(self, known: Float32Array, sample: Sample) -> None:
+        return None
+
+    def finish(self, batch: Sequence[Progress]) -> list[float]:
+        return self.model.judge(torch.stack([each.hidden[-1] for each in batch]))
+
+    def whole(self, samples: Sequence[Sample]) -> list[float]:
+        return self.model.score([s.prompt for s in samples], [s.completion for s in samples], self._max_length)
+
+    def result(self, found: float, metrics: dict[str, float]) -> Score:
+        return Score(found, metrics=metrics)
+
+
+class ReferenceHead:
+    """Log-probabilities of the reference: those of the tokens read so far are kept from prefetch to prefetch.
+
+    A token is predicted at the token before it, so the last token of a completion is never read. The last token of the prompt
+    predicts the first of the completion: each completion reads that one itself.
+    """
+
+    def __init__(self, model: ReferenceModel, temperature: float) -> None:
+        self.model, self._temperature = model, temperature
+
+    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
+        return [Wanted(tuple(s.prompt), [*s.prompt, *s.completion[:-1]], len(s.prompt) - 1) for s in samples]
+
+    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+        new = sample.completion[len(known) :]
+        return np.concatenate([known, self.model.logprobs(hidden[-len(new) :], new, self._temperature, None)])
+
+    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
+        return len(known) / len(sample.completion)
+
+    def complete(self, known: Float32Array, sample: Sample) -> Float32Array | None:
+        return known if len(known) == len(sample.completion) else None
+
+    def finish(self, batch: Sequence[Progress]) -> list[Float32Array]:
+        return [self.absorb(each.known, each.sample, each.hidden) for each in batch]
+
+    def whole(self, samples: Sequence[Sample]) -> list[Float32Array]:
+        hidden = self.model.read([sample.prompt for sample in samples], [sample.completion for sample in samples])
+        return [
+            self.model.logprobs(rows, sample.completion, self._temperature, sample.sampling_mask)
+            for rows, sample in zip(hidden, samples, strict=True)
+        ]
+
+    def result(self, found: Float32Array, metrics: dict[str, float]) -> Logprobs:
+        return Logprobs(found, metrics)

@@ -1,0 +1,252 @@
+"""The stages with a model of their own: the reward `reward_model` and the stage `reference`, by name and options.
+
+No torch here: the supervisor checks them before a run, worker processes load the models. They run in worker processes of their
+own, beside the engine and never in the actor's loop, where one forward pass would delay the decoding of every sequence. Several
+actors share one model through the scorer process, or through a reward server (`async-rlhf serve-reward reward_model`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rlhf.actors.own_code import check_own_code
+from async_rlhf.actors.rewards.answer import Logprobs
+from async_rlhf.actors.rewards.settings import Stream, reward
+from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
+
+if TYPE_CHECKING:
+    from async_rlhf.actors.scoring.incremental import IncrementalJudge, Sample
+    from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
+    from async_rlhf.buffers.record import SamplingMask
+
+# Files any of which holds a tokenizer.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_CACHE_BYTES, _MAX_LENGTH = 1 << 30, 2048
+
+
+def check_incremental(path: str, of: str) -> None:
+    """Raises ConfigError for a model directory that is unfit for incremental scoring. of: the setting that asks for it."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    if attention(config) is None:
+        raise ConfigError(
+            f"{of}: {path!r} is of type {config.get('model_type')!r}, which is not known to read from left to right and to "
+            "keep nothing but keys and values, so it has no incremental scoring; set stream_tokens = 0, or use one of "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+
+
+# -- reward_model ----------------------------------------------------------------------------------------------------------
+
+
+def check(path: str = "", label: int = 0, max_length: int = _MAX_LENGTH, **others: Any) -> None:
+    """Raises ConfigError for a directory without a sequence-classification model and its tokenizer, and for a model whose
+    scores would depend on the other texts of a batch."""
+    directory = Path(path)
+    if not path or not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(f"reward_model: path = {path!r} is no Hugging Face model: it needs config.json and *.safetensors")
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(f"reward_model: path = {path!r} has no tokenizer; save one there (tokenizer.save_pretrained)")
+    check_own_code(directory, "reward_model: path")
+    config = json.loads((directory / "config.json").read_text())
+    _check_head(config, path, label)
+    if (limit := angle_limit(config)) is not None and limit < max_length:
+        raise ConfigError(
+            f"reward_model: max_length = {max_length}: beyond {limit} tokens the positions of this model depend on how long "
+            f"the other texts of a batch are, and so would its scores. Highest: {limit}"
+        )
+
+
+def _check_head(config: Mapping[str, Any], path: str, label: int) -> None:
+    architectures = config.get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ConfigError(
+            f"reward_model: path = {path!r} holds {', '.join(architectures) or 'nothing known'}, not a model with a "
+            "sequence-classification head; train one with async_rlhf.experiments.reward_model"
+        )
+    num_labels = len(config.get("id2label") or "12")
+    if not 0 <= label < num_labels:
+        raise ConfigError(f"reward_model: label = {label}, the model has {num_labels}; highest: {num_labels - 1}")
+
+
+def _check_stream(path: str = "", cache_bytes: int = _CACHE_BYTES, **others: Any) -> None:
+    check_incremental(path, "reward_model: path")
+    if cache_bytes < 1:
+        raise ConfigError(
+            f"reward_model: cache_bytes = {cache_bytes}; lowest: 1. To switch incremental scoring off set stream_tokens = 0"
+        )
+
+
+def _prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1, **others: Any) -> None:
+    _reward_model(path, label, device, dtype, threads)
+
+
+def _prefetch(prompts: list[Any], completions: list[str], stream_ids: list[int], **options: Any) -> None:
+    _reward_judge(**options).prefetch(stream_ids, _samples(prompts, completions))
+
+
+def _forget(stream_ids: list[int], **options: Any) -> None:
+    _reward_judge(**options).forget(stream_ids)
+
+
+@reward(
+    batch_size=16,
+    batch_wait_s=0.02,
+    workers=1,
+    timeout_s=60.0,
+    check=check,
+    prepare=_prepare,
+    stream=Stream(_prefetch, _forget, _check_stream),
+)
+def reward_model(
+    prompts: list[Any],
+    completions: list[str],
+    path: str,
+    label: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    max_length: int = _MAX_LENGTH,
+    cache_bytes: int = _CACHE_BYTES,
+    stream_ids: list[int | None] | None = None,
+) -> list[float] | list[Score]:
+    """The model's logit for each completion behind its prompt.
+
+    path: the directory. label: which logit, of a model with several. max_length: tokens; a longer text loses its beginning, so
+    that the end, where the score is read, stays. cache_bytes: most memory for keys and values of unfinished completions; one
+    without room is scored at its end (metric `given_up`).
+    """
+    if stream_ids is not None:
+        judge = _reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
+        return judge.score(stream_ids, _samples(prompts, completions))
+    return _reward_model(path, label, device, dtype, threads).score(prompts, completions, max_length)
+
+
+@functools.cache
+def _reward_model(path: str, label: int, device: str, dtype: str, threads: int) -> RewardModel:
+    from async_rlhf.actors.scoring.models import RewardModel
+
+    return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
+
+
+def _reward_judge(
+    path: str,
+    label: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    max_length: int = _MAX_LENGTH,
+    cache_bytes: int = _CACHE_BYTES,
+) -> IncrementalJudge[Score]:
+    return _cached_reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
+
+
+@functools.cache
+def _cached_reward_judge(
+    path: str, label: int, device: str, dtype: str, threads: int, max_length: int, cache_bytes: int
+) -> IncrementalJudge[Score]:
+    from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
+
+    return IncrementalJudge(RewardHead(_reward_model(path, label, device, dtype, threads), max_length), cache_bytes)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_reference(path: str, device: str = "cpu", dtype: str = "float32", threads: int = 1, **others: Any) -> None:
+    _reference_model(path, device, dtype, threads)
+
+
+def _prefetch_reference(
+    prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **options: Any
+) -> None:
+    _reference_judge(**options).prefetch(stream_ids, _samples(prompt_ids, completion_ids))
+
+
+def _forget_reference(stream_ids: list[int], **options: Any) -> None:
+    _reference_judge(**options).forget(stream_ids)
+
+
+@reward(
+    batch_size=16,
+    batch_wait_s=0.02,
+    workers=1,
+    timeout_s=60.0,
+    prepare=_prepare_reference,
+    stream=Stream(_prefetch_reference, _forget_reference),
+)
+def reference(
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    path: str,
+    temperature: float,
+    restricted: bool = True,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    cache_bytes: int = _CACHE_BYTES,
+    sampling_mask: list[Sequence[bytes] | None] | None = None,
+    stream_ids: list[int | None] | None = None,
+) -> list[Logprobs]:
+    """Log-probabilities under the frozen initial model: of each completion float32 [T] at `temperature`.
+
+    path: the model's directory. restricted: over each token's `sampling_mask`, where it is known; else over the whole
+    vocabulary. cache_bytes: most memory for keys and values of unfinished completions.
+    """
+    given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
+    masks = [None if own is None else _sampling_mask(*own) for own in given]
+    if stream_ids is not None:
+        judge = _reference_judge(path, temperature, restricted, device, dtype, threads, cache_bytes)
+        return judge.score(stream_ids, _samples(prompt_ids, completion_ids, masks))
+    model = _reference_model(path, device, dtype, threads)
+    read = zip(model.read(prompt_ids, completion_ids), completion_ids, masks, strict=True)
+    return [Logprobs(model.logprobs(hidden, ids, temperature, own)) for hidden, ids, own in read]
+
+
+@functools.cache
+def _reference_model(path: str, device: str, dtype: str, threads: int) -> ReferenceModel:
+    from async_rlhf.actors.scoring.models import ReferenceModel
+
+    return ReferenceModel(Path(path), device=device, dtype=dtype, threads=threads)
+
+
+def _reference_judge(
+    path: str,
+    temperature: float,
+    restricted: bool = True,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    cache_bytes: int = _CACHE_BYTES,
+) -> IncrementalJudge[Logprobs]:
+    return _cached_reference_judge(path, temperature, device, dtype, threads, cache_bytes)
+
+
+@functools.cache
+def _cached_reference_judge(
+    path: str, temperature: float, device: str, dtype: str, threads: int, cache_bytes: int
+) -> IncrementalJudge[Logprobs]:
+    from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
+
+    return IncrementalJudge(ReferenceHead(_reference_model(path, device, dtype, threads), temperature), cache_bytes)
+
+
+def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:
+    from async_rlhf.buffers.record import SamplingMask
+
+    return SamplingMask(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
+
+
+def _samples(
+    prompts: Sequence[Any], completions: Sequence[Any], masks: Sequence[SamplingMask | None] | None = None
+) -> list[Sample]:
+    from async_rlhf.actors.scoring.incremental import Sample
+
+    return list(map(Sample, prompts, completions, masks or [None] * len(completions)))
