@@ -18,7 +18,7 @@ from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.display import Display
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.learner.resuming import check_step, go_back, newest
+from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.model_files import check_model_files
 from async_rlhf.run_dir import RunDir
 from async_rlhf.scoring import reward_specs, stage_specs

@@ -14,18 +14,18 @@ from async_rlhf.launch.ranks import RankProcesses
 from async_rlhf.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.backend import Backend
-    from async_rlhf.learner.feed import Feed
-    from async_rlhf.learner.rank_backend import RankBackend
-    from async_rlhf.learner.ranks import Ranks
-    from async_rlhf.learner.trainer import Trainer
+    from async_rlhf.learner.loop.source import Feed
+    from async_rlhf.learner.loop.trainer import Trainer
+    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.backend import Backend
+    from async_rlhf.learner.step.rank_backend import RankBackend
 
 _log = logging.getLogger(__name__)
 
 
 def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
-    from async_rlhf.learner.trainer import Trainer, TrainerConfig
+    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
 
     limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
     if limit > usual:
@@ -57,7 +57,7 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
     if config.learner.ranks == 1 and config.learner.backend == "torch":
         yield _rank_backend(config, None)
         return
-    from async_rlhf.learner.lead import Leader
+    from async_rlhf.learner.step.controller import Leader
 
     processes = RankProcesses(LocalLauncher(run.lock), run.path, config.learner.ranks, run.log)
     told = False
@@ -75,7 +75,7 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
 
 def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
     """A rank above 0 of the learner: does what rank 0 says."""
-    from async_rlhf.learner.lead import follow
+    from async_rlhf.learner.step.controller import follow
 
     ranks = _join(config, int(rank), Path(meeting))
     follow(_rank_backend(config, ranks), ranks)
@@ -83,7 +83,7 @@ def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
 
 
 def _join(config: Config, rank: int, meeting: Path) -> Ranks:
-    from async_rlhf.learner.ranks import Ranks
+    from async_rlhf.learner.parallel.ranks import Ranks
 
     # A follower may hear nothing for as long as a run may stand still, and then for as long as the supervisor takes to see it.
     idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
@@ -101,9 +101,9 @@ def _rank_backend(config: Config, ranks: Ranks | None) -> RankBackend:
     """This process's part of the model."""
     kind: type[RankBackend]
     if config.learner.backend == "deepspeed":
-        from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend as kind
+        from async_rlhf.learner.step.deepspeed_backend import DeepSpeedBackend as kind
     else:
-        from async_rlhf.learner.torch_backend import TorchBackend as kind
+        from async_rlhf.learner.step.torch_backend import TorchBackend as kind
     return kind(
         Path(config.model),
         config.learner,

@@ -53,7 +53,7 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     from async_rlhf.buffers.clients.control import control
     from async_rlhf.buffers.queue.recovery import take_back
     from async_rlhf.buffers.transport.link import connector
-    from async_rlhf.learner.resuming import newest
+    from async_rlhf.learner.checkpoint.resuming import newest
     from async_rlhf.sockets import hub_address
 
     if (sockets := run.sockets()) is not None:
@@ -83,7 +83,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     With the same configuration the result is bit-equal on CPU; with another loss it is an ablation on identical data.
     Raises ConfigError when the journal does not reach back to the first step.
     """
-    from async_rlhf.learner.feed import ArchiveFeed
+    from async_rlhf.learner.loop.source import ArchiveFeed
     from async_rlhf.learning import backend_of, make_trainer
 
     first = next(read_batches(source.path / "queue"), None)

@@ -12,7 +12,7 @@ from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
-from async_rlhf.learner.kinds import KINDS
+from async_rlhf.learner.registry import KINDS
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:

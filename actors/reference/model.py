@@ -1,7 +1,7 @@
 """The model behind the stage `reference`: token ids in, the log-probability of each completion token out.
 
-Owns the weights. Waits for nothing. Numbers are those the learner computes of the same model (`learner/logprobs.py`): of the
-distribution at the temperature of sampling, over the tokens that each was chosen among where that is known, in float32.
+Owns the weights. Waits for nothing. Numbers are those the learner computes of the same model (`learner/model/logprobs.py`): of
+the distribution at the temperature of sampling, over the tokens that each was chosen among where that is known, in float32.
 
 Axes: T tokens of a completion, R of them at a time, C model width, V vocabulary.
 """

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from async_rlhf.experiments.gradient_laws import policy
-from async_rlhf.learner.advantages import leave_one_out, pair
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.kinds import KINDS
-from async_rlhf.learner.losses import Counts, LossInputs, denominator, objective
+from async_rlhf.learner.objective.advantages import leave_one_out, pair
+from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import KINDS
 
 STALENESS = (0, 4, 16)
 SEEDS = range(10)

@@ -13,7 +13,7 @@ import typer
 
 from async_rlhf.experiments.throughput.sides import MODEL
 from async_rlhf.learner.config import LearnerConfig, LoraConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 
 def published_bytes(model: Path, lora: LoraConfig) -> int:

@@ -24,11 +24,11 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.checkpoint import Checkpoints
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.checkpoint.store import Checkpoints
+from async_rlhf.learner.checkpoint.writer import Saver
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.saving import Saver
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
 

@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT, trl_process_environment
-from async_rlhf.learner.advantages import group_relative
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.objective.advantages import group_relative
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 # Random weights: 39 million parameters, a third of the arithmetic in the output layer.
 WIDE = {
@@ -155,7 +155,7 @@ def off(model: Path, groups: list[Group], threads: int) -> Side:
         backend.apply(0, finite=True)
 
     def without_entropy() -> None:
-        with mock.patch("async_rlhf.learner.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
+        with mock.patch("async_rlhf.learner.model.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
             step()
 
     return timed(without_entropy)

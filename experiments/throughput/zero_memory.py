@@ -47,10 +47,10 @@ def held_bytes() -> int:
 
 def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]:
     """One rank's part of a step, stopped before the update."""
+    from async_rlhf.learner.batch.partition import blank
     from async_rlhf.learner.config import LearnerConfig, LossConfig
-    from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend
-    from async_rlhf.learner.ranks import Ranks
-    from async_rlhf.learner.share import blank
+    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.deepspeed_backend import DeepSpeedBackend
 
     ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()

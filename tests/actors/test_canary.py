@@ -16,7 +16,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from async_rlhf.run_dir import RunDir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"

@@ -22,9 +22,9 @@ from async_rlhf.actors.scoring.fields import _plain
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from tests.actors.scored import wait_scored
 from tests.learner.making import make_group, make_model
 

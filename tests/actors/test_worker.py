@@ -22,7 +22,7 @@ from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from tests.actors.vllm_model import make_model, save_model
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"

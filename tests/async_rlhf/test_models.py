@@ -17,9 +17,9 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from tests import families
 from tests.async_rlhf.test_bad_input import invoke
 from tests.conftest import QUICK

@@ -20,9 +20,9 @@ from async_rlhf.api import run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.config import Config
-from async_rlhf.learner.advantages import group_relative
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.objective.advantages import group_relative
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from async_rlhf.roles import make_work
 
 STEPS = 20

@@ -15,11 +15,11 @@ from typing import Any
 
 from making import make_group
 
-from async_rlhf.learner.batch import deal, make_rows
+from async_rlhf.learner.batch.rows import deal, make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.lead import Leader, follow
-from async_rlhf.learner.rank_backend import RankBackend
-from async_rlhf.learner.ranks import Ranks
+from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.controller import Leader, follow
+from async_rlhf.learner.step.rank_backend import RankBackend
 
 GROUPS = [make_group(n, [3, 1, 6, 2], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -1.0], [-0.25, 1.0, 1.0, -2.0]]
@@ -30,9 +30,9 @@ SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 4
 def make(job: dict[str, Any], ranks: Ranks | None) -> RankBackend:
     config = LearnerConfig(**SETTINGS | job.get("settings", {}))
     if config.backend == "deepspeed":
-        from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend as kind
+        from async_rlhf.learner.step.deepspeed_backend import DeepSpeedBackend as kind
     else:
-        from async_rlhf.learner.torch_backend import TorchBackend as kind  # type: ignore[assignment]
+        from async_rlhf.learner.step.torch_backend import TorchBackend as kind  # type: ignore[assignment]
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
     return kind(Path(job["model"]), config, loss, ranks=ranks)
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch import MicroBatch, attention_mask, deal, make_micro_batches, make_rows
+from async_rlhf.learner.batch.micro_batch import MicroBatch, attention_mask, make_micro_batches
+from async_rlhf.learner.batch.rows import deal, make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.logprobs import token_logprobs
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.logprobs import token_logprobs
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 Advantages = list[list[float | None]]
 # Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member.

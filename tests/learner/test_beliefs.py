@@ -10,12 +10,11 @@ import pytest
 from making import make_group
 
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.advantages import gae, group_relative, leave_one_out
-from async_rlhf.learner.beliefs import Beliefs, believe, choose
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
-from async_rlhf.learner.corrections.masks import second_moment_mask
-from async_rlhf.learner.kl import kl_penalty
-from async_rlhf.learner.targets import Observation
+from async_rlhf.learner.objective.advantages import gae, group_relative, leave_one_out
+from async_rlhf.learner.objective.corrections import second_moment_mask
+from async_rlhf.learner.objective.estimation import Beliefs, Observation, believe, choose
+from async_rlhf.learner.objective.kl import kl_penalty
 
 GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
 REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.5], [None, 2.0, -1.0]]

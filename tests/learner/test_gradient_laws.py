@@ -12,8 +12,8 @@ from torch import Tensor
 from async_rlhf.experiments.gradient_laws import learning, policy
 from async_rlhf.experiments.gradient_laws.table import CASES, Case, markdown, measure
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.kinds import KINDS
-from async_rlhf.learner.losses import objective
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import KINDS
 
 REWARD = policy.rewards()
 BEHAVIOUR = policy.initial()

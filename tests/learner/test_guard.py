@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.learner.config import GuardConfig
-from async_rlhf.learner.guard import Aim, observe
+from async_rlhf.learner.loop.safeguards import Aim, observe
 
 GOOD = {"is/ess": 0.99, "is/second_moment": 0.001, "clip_ratio/region_mean": 0.0, "is/masked_ratio": 0.0}
 BETWEEN = {**GOOD, "is/ess": 0.55}  # above the limit of 0.5, but not by the margin

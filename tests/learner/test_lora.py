@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch import deal, make_rows
-from async_rlhf.learner.checkpoint import CheckpointError
+from async_rlhf.learner.batch.rows import deal, make_rows
+from async_rlhf.learner.checkpoint.store import CheckpointError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(2)]
 UPDATES = deal(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)

@@ -13,11 +13,11 @@ from making import make_group, make_model
 from torch import Tensor
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch import Row, deal, make_rows
+from async_rlhf.learner.batch.rows import Row, deal, make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.policy import Policy
-from async_rlhf.learner.targets import TokenTargets
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.objective.estimation import TokenTargets
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ROWS = make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 4, 512)
@@ -75,7 +75,7 @@ def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_floa
 
 def test_logits_in_small_chunks_give_the_gradient_of_large_ones(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = gradient(make_backend(model_dir))
-    monkeypatch.setattr("async_rlhf.learner.policy.chunk_tokens", lambda vocabulary, mib: 3)
+    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, mib: 3)
     small = gradient(make_backend(model_dir))
     for name, grad in large.items():
         torch.testing.assert_close(small[name], grad, rtol=1e-4, atol=1e-6)

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.batch.micro_batch import make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model_check import check_policy
-from async_rlhf.learner.policy import Policy
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.verification import check_policy
 from tests import families
 
 # Their layers carry a state, or look at places and not at positions.

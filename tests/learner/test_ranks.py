@@ -22,8 +22,8 @@ from making import make_model
 from rank_role import ADVANTAGES, GROUPS, lead, make
 from safetensors.torch import load_file
 
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.share import count, dealt, shares
+from async_rlhf.learner.batch.partition import count, dealt, shares
+from async_rlhf.learner.batch.rows import make_rows
 from tests.conftest import REPOSITORY, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}

@@ -12,10 +12,10 @@ from making import make_group, make_model
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch import deal, make_rows
-from async_rlhf.learner.beliefs import believe
+from async_rlhf.learner.batch.rows import deal, make_rows
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.objective.estimation import believe
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 GROUPS = [make_group(n, [3, 1, 6], temperature=0.8) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4

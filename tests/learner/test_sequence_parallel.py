@@ -8,8 +8,9 @@ import pytest
 import torch
 from making import make_group
 
-from async_rlhf.learner.batch import make_micro_batches, make_rows
-from async_rlhf.learner.sequence_parallel import Share
+from async_rlhf.learner.batch.micro_batch import make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.parallel.sequence import Share
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

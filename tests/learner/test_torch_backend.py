@@ -21,11 +21,11 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner import update
-from async_rlhf.learner.backend import STEP_METRICS, StepReport
-from async_rlhf.learner.batch import Row, deal, make_rows
+from async_rlhf.learner.batch.rows import Row, deal, make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step import update
+from async_rlhf.learner.step.report import STEP_METRICS, StepReport
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4

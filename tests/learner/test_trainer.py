@@ -24,11 +24,11 @@ from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner import resuming
-from async_rlhf.learner.checkpoint import CheckpointError, complete, step_of
+from async_rlhf.learner.checkpoint import resuming
+from async_rlhf.learner.checkpoint.store import CheckpointError, complete, step_of
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
-from async_rlhf.learner.trainer import Trainer, TrainerConfig
+from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+from async_rlhf.learner.step.torch_backend import TorchBackend
 
 REQUIRED = {
     "step", "version", "reward", "reward_std", "rewards/judge/mean", "rewards/failed_ratio", "frac_reward_zero_std",

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError, WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.logprobs import token_logprobs
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.logprobs import token_logprobs
+from async_rlhf.learner.step.torch_backend import TorchBackend
 from tests.actors.conformance.conftest import Subject
 from tests.actors.vllm_model import END, SHIPPED, expected_logprobs, make_model, plain_logprobs
 
