@@ -18,7 +18,7 @@ def deep_check(config: Config) -> Iterator[str]:
     from async_rlhf.learner.model.files import load_model
     from async_rlhf.learner.model.policy import Policy
     from async_rlhf.learner.model.verification import check_policy
-    from async_rlhf.learner.step.rank_backend import find_device
+    from async_rlhf.learner.step.machine import find_device
 
     logging.disable_progress_bar()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a configuration becomes a learner: its backend, alone or leading other ranks, and its loop."""
+"""How a configuration becomes a learner: its backend, alone or in control of other ranks, and its loop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from async_rlhf.launch.ranks import RankProcesses
 from async_rlhf.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.loop.source import Feed
+    from async_rlhf.learner.loop.source import BatchSource
     from async_rlhf.learner.loop.trainer import Trainer
     from async_rlhf.learner.parallel.ranks import Ranks
     from async_rlhf.learner.step.backend import Backend
-    from async_rlhf.learner.step.rank_backend import RankBackend
+    from async_rlhf.learner.step.controller import RankParts
 
 _log = logging.getLogger(__name__)
 
 
-def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> Trainer:
+def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backend) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
     from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
 
@@ -54,19 +54,19 @@ def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> T
 @contextmanager
 def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
     """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this."""
-    if config.learner.ranks == 1 and config.learner.backend == "torch":
-        yield _rank_backend(config, None)
-        return
-    from async_rlhf.learner.step.controller import Leader
+    from async_rlhf.learner.step.controller import Controller
 
+    if config.learner.ranks == 1 and config.learner.backend == "torch":
+        yield Controller(_assemble(config, None))
+        return
     processes = RankProcesses(LocalLauncher(run.lock), run.path, config.learner.ranks, run.log)
     told = False
     try:
         ranks = _join(config, 0, processes.directory)
         ranks.ended = processes.ended
-        leader = Leader(_rank_backend(config, ranks), ranks)
-        yield leader
-        leader.close()
+        controller = Controller(_assemble(config, ranks))
+        yield controller
+        controller.close()
         told = True
         ranks.close()
     finally:
@@ -74,18 +74,18 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
 
 
 def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
-    """A rank above 0 of the learner: does what rank 0 says."""
-    from async_rlhf.learner.step.controller import follow
+    """A rank above 0 of the learner: carries out rank 0's commands."""
+    from async_rlhf.learner.step.controller import work
 
     ranks = _join(config, int(rank), Path(meeting))
-    follow(_rank_backend(config, ranks), ranks)
+    work(_assemble(config, ranks))
     ranks.close()
 
 
 def _join(config: Config, rank: int, meeting: Path) -> Ranks:
     from async_rlhf.learner.parallel.ranks import Ranks
 
-    # A follower may hear nothing for as long as a run may stand still, and then for as long as the supervisor takes to see it.
+    # A worker rank gets no command while a run stands still, and then for as long as the supervisor takes to see it.
     idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
     return Ranks.join(
         rank,
@@ -97,14 +97,11 @@ def _join(config: Config, rank: int, meeting: Path) -> Ranks:
     )
 
 
-def _rank_backend(config: Config, ranks: Ranks | None) -> RankBackend:
+def _assemble(config: Config, ranks: Ranks | None) -> RankParts:
     """This process's part of the model."""
-    kind: type[RankBackend]
-    if config.learner.backend == "deepspeed":
-        from async_rlhf.learner.step.deepspeed_backend import DeepSpeedBackend as kind
-    else:
-        from async_rlhf.learner.step.torch_backend import TorchBackend as kind
-    return kind(
+    from async_rlhf.learner.step.controller import assemble
+
+    return assemble(
         Path(config.model),
         config.learner,
         config.loss,

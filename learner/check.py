@@ -13,11 +13,11 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import KINDS
+from async_rlhf.learner.registry import LOSS_SPECS
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class RunContext:
     """What the rest of the configuration says about the data.
 
     truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then says what was left.
@@ -33,9 +33,7 @@ class Circumstances:
     normalised: tuple[str, ...] = ()
 
 
-def check(
-    learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: Circumstances
-) -> None:
+def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: RunContext) -> None:
     """Raises ConfigError."""
     _check_critic(learner, advantage, loss)
     _check_groups(advantage, loss, data)
@@ -48,7 +46,7 @@ def check(
 
 
 def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    kind = KINDS[loss.kind]
+    kind = LOSS_SPECS[loss.kind]
     if advantage.needs_critic and learner.critic.kind == "none":
         raise ConfigError(
             f"advantage.kind = {advantage.kind!r} needs a critic's values, and learner.critic.kind is 'none'. "
@@ -71,10 +69,10 @@ def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: Loss
         )
 
 
-def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: Circumstances) -> None:
+def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> None:
     if data.group_size > 1:
         return
-    if KINDS[loss.kind].learns_from != "all":
+    if LOSS_SPECS[loss.kind].learns_from != "all":
         raise ConfigError(
             f"loss.kind = {loss.kind!r} compares completions of one prompt, and generation.group_size is 1. "
             "Lowest: generation.group_size = 2."
@@ -91,7 +89,7 @@ def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: Circumstan
         )
 
 
-def _check_refill(advantage: AdvantageConfig, data: Circumstances) -> None:
+def _check_refill(advantage: AdvantageConfig, data: RunContext) -> None:
     """That it is not together with `queue.exact` is the bound's to say."""
     if advantage.constant_groups == "refill" and data.normalised:
         raise ConfigError(
@@ -102,7 +100,7 @@ def _check_refill(advantage: AdvantageConfig, data: Circumstances) -> None:
 
 
 def _check_corrections(loss: LossConfig) -> None:
-    kind = KINDS[loss.kind]
+    kind = LOSS_SPECS[loss.kind]
     masks = {
         "token_mask": loss.token_mask,
         "sequence_mask": loss.sequence_mask,
@@ -136,7 +134,7 @@ def _check_corrections(loss: LossConfig) -> None:
 
 
 def _check_reduction(loss: LossConfig) -> None:
-    kind = KINDS[loss.kind]
+    kind = LOSS_SPECS[loss.kind]
     if kind.level != "token" and loss.reduction != "token":
         raise ConfigError(
             f"loss.reduction = {loss.reduction!r} is about losses of tokens, and a term of loss.kind = {loss.kind!r} is a "
@@ -151,10 +149,10 @@ def _check_reduction(loss: LossConfig) -> None:
         )
 
 
-def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: Circumstances) -> None:
+def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> None:
     if data.max_staleness == 0 or loss.allow_uncorrected:
         return
-    weighed = KINDS[loss.kind].corrects == "weights and masks" or loss.kind == "truncated_is"
+    weighed = LOSS_SPECS[loss.kind].corrects == "weights and masks" or loss.kind == "truncated_is"
     if weighed and loss.is_cap is None:
         raise ConfigError(
             f"queue.max_staleness = {data.max_staleness} without an importance weight trains on data of other "
@@ -168,8 +166,8 @@ def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: Circum
         )
 
 
-def _check_sampling_mask(loss: LossConfig, data: Circumstances) -> None:
-    if data.truncated is None or data.support_recorded or not KINDS[loss.kind].takes_ratios or loss.allow_uncorrected:
+def _check_sampling_mask(loss: LossConfig, data: RunContext) -> None:
+    if data.truncated is None or data.support_recorded or not LOSS_SPECS[loss.kind].takes_ratios or loss.allow_uncorrected:
         return
     raise ConfigError(
         f"{data.truncated} cuts off what is sampled, and vLLM does not say what is left unless top_k is set too: "
@@ -179,7 +177,7 @@ def _check_sampling_mask(loss: LossConfig, data: Circumstances) -> None:
     )
 
 
-def _check_guard(guard: GuardConfig, data: Circumstances) -> None:
+def _check_guard(guard: GuardConfig, data: RunContext) -> None:
     if not guard.enabled:
         return
     if data.exact:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class LossKind:
+class LossSpec:
     """One line of the table."""
 
     level: Literal["token", "sequence", "pair"] = "token"
@@ -25,16 +25,16 @@ class LossKind:
         return self.corrects != "nothing"
 
 
-KINDS: dict[str, LossKind] = {
-    "decoupled_ppo": LossKind(),
-    "ppo_clip": LossKind(corrects="masks"),
-    "cispo": LossKind(),
-    "gspo": LossKind(level="sequence"),
-    "topr": LossKind(corrects="masks"),
-    "truncated_is": LossKind(corrects="masks"),
-    "proximal_rloo": LossKind(level="sequence", corrects="masks"),
-    "online_dpo": LossKind(level="pair", corrects="nothing", learns_from="pair"),
-    "best_of_n": LossKind(corrects="nothing", learns_from="best"),
+LOSS_SPECS: dict[str, LossSpec] = {
+    "decoupled_ppo": LossSpec(),
+    "ppo_clip": LossSpec(corrects="masks"),
+    "cispo": LossSpec(),
+    "gspo": LossSpec(level="sequence"),
+    "topr": LossSpec(corrects="masks"),
+    "truncated_is": LossSpec(corrects="masks"),
+    "proximal_rloo": LossSpec(level="sequence", corrects="masks"),
+    "online_dpo": LossSpec(level="pair", corrects="nothing", learns_from="pair"),
+    "best_of_n": LossSpec(corrects="nothing", learns_from="best"),
 }
 
 _LOSSES = "async_rlhf.learner.objective.losses"

@@ -85,30 +85,37 @@ class MicroBatch:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def make_micro_batches(
-    rows: Sequence[Row],
-    micro_batch_tokens: int,
-    *,
-    whole_groups: bool = False,
-    with_sampling_masks: bool = True,
-    with_references: bool = False,
-) -> list[MicroBatch]:
-    """Rows of similar length together, at most `micro_batch_tokens` padded tokens each (one row at least).
+@dataclass(frozen=True)
+class Packing:
+    """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, one row at least.
 
-    With `whole_groups` the rows of a group stay together, however many they are. Without `with_sampling_masks` the whole
-    vocabulary counts, also for what was sampled from part of it. With `with_references` the recorded log-probabilities under
-    the reference are used; all rollouts must have them.
+    whole_groups: the rows of a group stay together, however many they are. sampling_masks: False evaluates the whole
+    vocabulary, also where sampling was cut off. recorded_references: log-probabilities under the reference come from the
+    rollouts, which all have them.
     """
-    units = [list(same) for _, same in groupby(rows, key=lambda row: row.group)] if whole_groups else [[row] for row in rows]
+
+    micro_batch_tokens: int
+    whole_groups: bool = False
+    sampling_masks: bool = True
+    recorded_references: bool = False
+
+
+def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
+    """Rows of similar length together."""
+    units = (
+        [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
+        if packing.whole_groups
+        else [[row] for row in rows]
+    )
     width = {id(unit): max(row.length for row in unit) for unit in units}
     batches: list[list[Row]] = []
     widest = 0
     for unit in sorted(units, key=lambda unit: width[id(unit)], reverse=True):
-        if not batches or (len(batches[-1]) + len(unit)) * widest > micro_batch_tokens:
+        if not batches or (len(batches[-1]) + len(unit)) * widest > packing.micro_batch_tokens:
             batches.append([])
             widest = width[id(unit)]
         batches[-1] += unit
-    return [_tensors(batch, with_sampling_masks=with_sampling_masks, with_references=with_references) for batch in batches]
+    return [_tensors(batch, packing) for batch in batches]
 
 
 def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
@@ -126,7 +133,7 @@ def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FUL
     return seen
 
 
-def _tensors(rows: Sequence[Row], *, with_sampling_masks: bool, with_references: bool) -> MicroBatch:
+def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     width = max(row.length for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
@@ -152,7 +159,7 @@ def _tensors(rows: Sequence[Row], *, with_sampling_masks: bool, with_references:
             temperatures.append(row.temperature)
             start += read
     lengths = [member.rollout.num_tokens for member in members]
-    sampling_masks = _sampling_masks([member.rollout for member in members]) if with_sampling_masks else None
+    sampling_masks = _sampling_masks([member.rollout for member in members]) if packing.sampling_masks else None
     return MicroBatch(
         ids_RL=torch.from_numpy(ids),
         positions_RL=torch.from_numpy(positions),
@@ -162,14 +169,14 @@ def _tensors(rows: Sequence[Row], *, with_sampling_masks: bool, with_references:
         sequence_N=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)),
         version_N=torch.from_numpy(np.concatenate([m.rollout.versions for m in members]).astype(np.int64)),
         logp_behaviour_N=torch.from_numpy(np.concatenate([m.rollout.logprobs for m in members]).astype(np.float32)),
-        advantage_N=torch.from_numpy(np.concatenate([_advantage(m) for m in members])),
+        advantage_N=torch.from_numpy(np.concatenate([m.advantages for m in members])),
         temperature_N=torch.from_numpy(np.repeat(temperatures, lengths).astype(np.float32)),
         member_S=torch.tensor([member.index for member in members]),
         group_S=torch.tensor(groups),
         mask_N=_optional(members, lambda targets: targets.mask),
         logp_proximal_N=_optional(members, lambda targets: targets.observed.logp_proximal),
         logp_reference_N=_recorded(members)
-        if with_references
+        if packing.recorded_references
         else _optional(members, lambda targets: targets.observed.logp_reference),
         value_N=_optional(members, lambda targets: targets.observed.value),
         return_N=_optional(members, lambda targets: targets.returns),
@@ -187,12 +194,6 @@ def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:
     sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
     ids = np.concatenate([nothing if sampling_mask is None else sampling_mask.ids for sampling_mask in kept])
     return SamplingMasks(torch.from_numpy(np.concatenate(sizes).astype(np.int64)), torch.from_numpy(ids.astype(np.int64)))
-
-
-def _advantage(member: Member) -> Float32Array:
-    if member.targets is not None and member.targets.advantage is not None:
-        return member.targets.advantage.astype(np.float32)
-    return np.full(member.rollout.num_tokens, member.advantage, np.float32)
 
 
 def _recorded(members: Sequence[Member]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Who computes what: an update's rows cut into micro-batches and dealt to the ranks, with what is counted over all of them.
+"""Micro-batch partition: an update's rows over the ranks, with the counts of the whole update.
 
-Pure. Rows go to the rank with the least to do, longest first; every rank gets equally many micro-batches, blank ones where
-it has fewer, since ranks that share parameters must make every pass together.
+Pure. Rows go to the rank with the least to do, longest first; every rank gets equally many micro-batches, padding batches
+where it has fewer, since ranks that share parameters must make every pass together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from async_rlhf.learner.batch.micro_batch import MicroBatch, make_micro_batches
+from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import Row
 from async_rlhf.learner.objective.loss import Counts
 
@@ -27,27 +27,18 @@ class Update:
     """Updates of the same rows have the same number: what was computed of the first serves the others."""
 
 
-def shares(
-    updates: Sequence[Sequence[Row]],
-    ranks: int,
-    micro_batch_tokens: int,
-    *,
-    whole_groups: bool = False,
-    with_sampling_masks: bool = True,
-    with_references: bool = False,
-) -> list[list[Update]]:
-    """For every rank its part of every update; the rest as `make_micro_batches` takes it."""
-    cutting = {"whole_groups": whole_groups, "with_sampling_masks": with_sampling_masks, "with_references": with_references}
+def partition(updates: Sequence[Sequence[Row]], ranks: int, packing: Packing) -> list[list[Update]]:
+    """For every rank its part of every update."""
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:
         counts = count(rows)
         number = numbers.setdefault(id(rows), len(numbers))
-        cut = [make_micro_batches(mine, micro_batch_tokens, **cutting) for mine in dealt(rows, ranks)]
+        cut = [make_micro_batches(mine, packing) for mine in partition_rows(rows, ranks)]
         most = max(len(batches) for batches in cut)
         for part, batches in zip(parts, cut, strict=True):
-            blanks = [blank() for _ in range(most - len(batches))]
-            part.append(Update((*batches, *blanks), counts, number))
+            padding = [padding_batch() for _ in range(most - len(batches))]
+            part.append(Update((*batches, *padding), counts, number))
     return parts
 
 
@@ -56,7 +47,7 @@ def count(rows: Sequence[Row]) -> Counts:
     return Counts(num_tokens=sum(lengths), num_sequences=len(lengths), num_groups=len({row.group for row in rows}))
 
 
-def dealt(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     """The rows of each rank: whole groups, longest first, each to the rank with the fewest tokens so far; order kept."""
     if ranks == 1:
         return [list(rows)]
@@ -69,7 +60,7 @@ def dealt(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     return [[row for index, group in enumerate(groups) if owner[index] == rank for row in group] for rank in range(ranks)]
 
 
-def blank() -> MicroBatch:
+def padding_batch() -> MicroBatch:
     """A forward pass with nothing to learn from: one position, no token."""
     position, nothing = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     none = torch.empty(0)

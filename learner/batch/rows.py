@@ -29,7 +29,7 @@ class Member:
     def advantages(self) -> Float32Array:
         """float32 [T]"""
         if self.targets is not None and self.targets.advantage is not None:
-            return self.targets.advantage
+            return self.targets.advantage.astype(np.float32)
         return np.full(self.rollout.num_tokens, self.advantage, np.float32)
 
 
@@ -80,14 +80,14 @@ def make_rows(
     return rows
 
 
-def deal(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
+def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     """Rows cut, in order, into at most `num_updates` updates of equally many whole groups (the last may have fewer)."""
     groups = [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
     size = -(-len(groups) // num_updates)
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def check_supports(rows: Sequence[Row]) -> None:
+def check_sampling_masks(rows: Sequence[Row]) -> None:
     """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
     for row in rows:
         if row.truncated and any(member.rollout.sampling_mask is None for member in row.members):

@@ -30,7 +30,7 @@ from async_rlhf.learner.checkpoint.store import Checkpoints
 _COPY_S = 600.0
 
 
-class Frozen:
+class Snapshot:
     """Copies `tensors` into host memory; those that share storage share it in the copy as well."""
 
     def __init__(self, tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> None:
@@ -69,7 +69,7 @@ _WRITE_S = 3600.0
 Writer = Callable[[Path], None]
 
 
-class Saver:
+class CheckpointWriter:
     """See the module docstring. With `background` False, `begin` returns when the checkpoint is durable or has failed."""
 
     def __init__(self, checkpoints: Checkpoints, *, background: bool) -> None:

@@ -13,7 +13,7 @@ from async_rlhf.buffers.queue.archive import ArchivedBatch, read_batches
 from async_rlhf.buffers.tensors import RawTensor
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """What the trainer's loop says and hears; see `LearnerClient` for what each call means."""
 
     def register(self, step: int, committed: int) -> None: ...
@@ -29,7 +29,7 @@ class Feed(Protocol):
     def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None: ...
 
 
-class ArchiveFeed:
+class ArchiveSource:
     """The batches of an earlier run, bit for bit and in the same order; nobody listens to what is published."""
 
     def __init__(self, queue_dir: Path) -> None:

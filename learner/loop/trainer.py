@@ -1,4 +1,4 @@
-"""The learner's loop, on one screen: take, believe, step, publish, commit.
+"""The learner's loop, on one screen: take, estimate_advantages, step, publish, commit.
 
     owns        the backend, the checkpoints, the step count (the only author of a version)
     waits for   the hub: a batch, or an acknowledgement; every wait has a deadline and the hub says for whom it waits
@@ -28,16 +28,16 @@ from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch.rows import Row, deal, make_rows
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
-from async_rlhf.learner.checkpoint.writer import Saver, Writer
+from async_rlhf.learner.checkpoint.writer import CheckpointWriter, Writer
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.metrics import data_metrics, sample_record, staleness_histogram
 from async_rlhf.learner.loop.recording import Recording, as_line
 from async_rlhf.learner.loop.safeguards import Aim, observe
-from async_rlhf.learner.loop.source import Feed
-from async_rlhf.learner.objective.estimation import Beliefs, believe, choose
+from async_rlhf.learner.loop.source import BatchSource
+from async_rlhf.learner.objective.estimation import AdvantageEstimates, estimate_advantages, select_members
 from async_rlhf.learner.step.backend import Backend
 from async_rlhf.learner.step.report import StepReport
 
@@ -77,11 +77,11 @@ class Trainer:
     Raises StalenessError, NonFiniteError, MismatchError, RewardError, DeadlineError.
     """
 
-    def __init__(self, client: Feed, backend: Backend, directory: Path, config: TrainerConfig) -> None:
+    def __init__(self, client: BatchSource, backend: Backend, directory: Path, config: TrainerConfig) -> None:
         self._client, self._backend, self._config = client, backend, config
         keep = config.checkpoint
         self._checkpoints = Checkpoints(directory / "checkpoints", keep.keep_last, keep.keep_every)
-        self._saver = Saver(self._checkpoints, background=keep.background)
+        self._saver = CheckpointWriter(self._checkpoints, background=keep.background)
         self.step, self._committed = 0, self._saver.floor
         self._statistics = Statistics()
         if (found := newest(directory)) is not None:
@@ -166,7 +166,7 @@ class Trainer:
         self._broadcast_s = 0.0
         if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
             self._tell(self._publish)
-        self._record(batch, {**data, "groups/silent": beliefs.silent_groups}, report)
+        self._record(batch, {**data, "groups/zero_advantage": beliefs.zero_advantage_groups}, report)
         self._sample(batch.groups, beliefs.advantages, report)
         if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
             self._save()
@@ -210,7 +210,7 @@ class Trainer:
         statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
         return [[rule.reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
 
-    def _believe(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> Beliefs:
+    def _believe(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> AdvantageEstimates:
         """Advantages and token targets. Counts batches in which no group had anything to say, and ends on too many."""
         beliefs, nothing = self._beliefs(groups, rewards)
         self._constant_in_a_row = self._constant_in_a_row + 1 if nothing else 0
@@ -222,15 +222,15 @@ class Trainer:
             )
         return beliefs
 
-    def _beliefs(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[Beliefs, bool]:
+    def _beliefs(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[AdvantageEstimates, bool]:
         """Advantages and token targets, and whether no group had anything to say."""
         config = self._config
-        chosen = choose(rewards, config.advantage, config.loss)
+        chosen = select_members(rewards, config.advantage, config.loss)
         scored = any(reward is not None for group in rewards for reward in group)
         nothing = scored and all(reward is None for group in chosen for reward in group)
-        rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_observation(config.advantage) else []
-        observed = self._backend.observe(rows) if rows else {}
-        return believe(groups, rewards, chosen, observed, config.advantage, config.loss), nothing
+        rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_evaluation(config.advantage) else []
+        observed = self._backend.evaluate(rows) if rows else {}
+        return estimate_advantages(groups, rewards, chosen, observed, config.advantage, config.loss), nothing
 
     def _check_mismatch(self, groups: Sequence[Group], report: StepReport) -> None:
         """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
@@ -259,7 +259,7 @@ class Trainer:
         if reason is not None:
             _log.info("step %d: aiming at staleness %d instead of %d: %s", self.step, self._aim.staleness, before, reason)
 
-    def _update(self, groups: Sequence[Group], beliefs: Beliefs) -> StepReport:
+    def _update(self, groups: Sequence[Group], beliefs: AdvantageEstimates) -> StepReport:
         """The optimizer's part."""
         learner, updates = self._config.learner, self._updates(groups, beliefs)
         if not updates:
@@ -275,11 +275,11 @@ class Trainer:
             )
         return report
 
-    def _updates(self, groups: Sequence[Group], beliefs: Beliefs) -> list[list[Row]]:
+    def _updates(self, groups: Sequence[Group], beliefs: AdvantageEstimates) -> list[list[Row]]:
         """Whole groups dealt to the updates of this step in order, in every pass over the batch."""
         learner = self._config.learner
         rows = make_rows(groups, beliefs.advantages, self._backend.row_tokens, beliefs.targets)
-        return deal(rows, learner.updates_per_step) * learner.epochs
+        return split_updates(rows, learner.updates_per_step) * learner.epochs
 
     def _certify(self, groups: Sequence[Group]) -> None:
         """The last net, right before the gradient: no token over the bound, whatever the queue believed."""
@@ -323,7 +323,7 @@ class Trainer:
         state = {"version": self.step, "max_steps": self._config.max_steps, "rewards": rewards}
         self._saver.wait()
         self._commit()
-        self._saver.begin(self.step, self._recorded(self._backend.freeze()), state)
+        self._saver.begin(self.step, self._recorded(self._backend.snapshot()), state)
         self._paused_s = time.monotonic() - began
         self._commit()
 

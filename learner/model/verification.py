@@ -15,7 +15,7 @@ from torch import Tensor
 from async_rlhf.buffers.attention import max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.learner.batch.micro_batch import make_micro_batches
+from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.model.policy import Policy
 
@@ -50,7 +50,7 @@ def check_policy(policy: Policy) -> None:
 def _difference(policy: Policy, group: Group, plain: Tensor) -> float:
     """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is no number."""
     rows = make_rows([group], [[0.0] * len(group.rollouts)], 1 << 30 if policy.packs else 1)
-    batches = make_micro_batches(rows, 1 << 30)
+    batches = make_micro_batches(rows, Packing(1 << 30))
     found = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
     # Micro-batches hold the longest rows first, and the group has its completions in that order.
     return float((found - plain).abs().mean().nan_to_num(torch.inf))

@@ -26,41 +26,41 @@ from async_rlhf.learner.objective.advantages import (
 )
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.kl import kl_penalty
-from async_rlhf.learner.registry import KINDS
+from async_rlhf.learner.registry import LOSS_SPECS
 
 Rewards = Sequence[Sequence[float | None]]
 
 
 @dataclass(frozen=True)
-class Beliefs:
+class AdvantageEstimates:
     """advantages[g][m], None for a completion left out; targets by the completion's index in the batch."""
 
     advantages: Sequence[Sequence[float | None]]
     targets: Mapping[int, TokenTargets]
 
     @property
-    def silent_groups(self) -> int:
+    def zero_advantage_groups(self) -> int:
         """Groups of which nobody is learned from."""
         return sum(all(value is None for value in group) for group in self.advantages)
 
 
-def choose(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
+def select_members(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
     """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
     chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
-    learns_from = KINDS[loss.kind].learns_from
+    learns_from = LOSS_SPECS[loss.kind].learns_from
     if learns_from == "all":
         return chosen
     return [pair(group) if learns_from == "pair" else best(group) for group in chosen]
 
 
-def believe(
+def estimate_advantages(
     groups: Sequence[Group],
     rewards: Rewards,
     chosen: Rewards,
-    observed: Mapping[int, Observation],
+    observed: Mapping[int, PolicyEvaluation],
     advantage: AdvantageConfig,
     loss: LossConfig,
-) -> Beliefs:
+) -> AdvantageEstimates:
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `observed`."""
     if advantage.needs_critic:
         beliefs = _from_critic(groups, chosen, observed, advantage, loss)
@@ -70,7 +70,7 @@ def believe(
             [None if c is None else value for value, c in zip(group, some, strict=True)]
             for group, some in zip(values, chosen, strict=True)
         ]
-        beliefs = Beliefs(kept, {index: TokenTargets(seen) for index, seen in observed.items()})
+        beliefs = AdvantageEstimates(kept, {index: TokenTargets(seen) for index, seen in observed.items()})
     return beliefs if loss.second_moment is None else _masked(groups, beliefs, loss.second_moment)
 
 
@@ -82,7 +82,7 @@ def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float 
     return [group_relative(group, scale_by_std=config.scale_by_std) for group in rewards]
 
 
-def _penalised(rewards: Rewards, observed: Mapping[int, Observation], loss: LossConfig) -> Rewards:
+def _penalised(rewards: Rewards, observed: Mapping[int, PolicyEvaluation], loss: LossConfig) -> Rewards:
     """Rewards less the divergence from the reference, summed over each completion's tokens, where it is asked for there."""
     if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
         return rewards
@@ -92,7 +92,7 @@ def _penalised(rewards: Rewards, observed: Mapping[int, Observation], loss: Loss
     return [[next(less) for _ in group] for group in rewards]
 
 
-def _costs(seen: Observation, loss: LossConfig) -> Float32Array:
+def _costs(seen: PolicyEvaluation, loss: LossConfig) -> Float32Array:
     """float32 [T]: what each token loses of its reward to the divergence from the reference."""
     if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
         return np.zeros_like(seen.logp_proximal)
@@ -105,10 +105,10 @@ def _costs(seen: Observation, loss: LossConfig) -> Float32Array:
 def _from_critic(
     groups: Sequence[Group],
     chosen: Rewards,
-    observed: Mapping[int, Observation],
+    observed: Mapping[int, PolicyEvaluation],
     config: AdvantageConfig,
     loss: LossConfig,
-) -> Beliefs:
+) -> AdvantageEstimates:
     """Token advantages and returns; a completion's own advantage, for the record, is their mean."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     worth = [reward for group in chosen for reward in group]
@@ -132,7 +132,7 @@ def _from_critic(
         targets[index] = TokenTargets(observed[index], advantage=own_scaled, returns=returns)
     means = {index: float(target.advantage.mean()) for index, target in targets.items() if target.advantage is not None}
     numbers = iter([means.get(index) for index in range(len(worth))])
-    return Beliefs([[next(numbers) for _ in group] for group in chosen], targets)
+    return AdvantageEstimates([[next(numbers) for _ in group] for group in chosen], targets)
 
 
 def _advantages_and_returns(
@@ -161,7 +161,7 @@ def _advantages_and_returns(
     return list(zip(np.split(advantage_N, ends[:-1]), np.split(return_N, ends[:-1]), strict=True))
 
 
-def _masked(groups: Sequence[Group], beliefs: Beliefs, limit: float) -> Beliefs:
+def _masked(groups: Sequence[Group], beliefs: AdvantageEstimates, limit: float) -> AdvantageEstimates:
     """The second-moment mask, over all tokens of the batch."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counting = [value is not None for group in beliefs.advantages for value in group]
@@ -172,11 +172,11 @@ def _masked(groups: Sequence[Group], beliefs: Beliefs, limit: float) -> Beliefs:
     kept_N = second_moment_mask(np.concatenate(log_ratios), limit).astype(np.float32)
     parts = np.split(kept_N, np.cumsum([len(each) for each in log_ratios])[:-1])
     masked = {index: replace(beliefs.targets[index], mask=part) for index, part in zip(counted, parts, strict=True)}
-    return Beliefs(beliefs.advantages, {**beliefs.targets, **masked})
+    return AdvantageEstimates(beliefs.advantages, {**beliefs.targets, **masked})
 
 
 @dataclass(frozen=True)
-class Observation:
+class PolicyEvaluation:
     """Of one completion, before the first update of a step; float32 [T], None for what the run has no use for.
 
     logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
@@ -196,7 +196,7 @@ class TokenTargets:
     corrections that look at the whole batch. returns are what the critic is fitted to.
     """
 
-    observed: Observation
+    observed: PolicyEvaluation
     advantage: Float32Array | None = None
     mask: Float32Array | None = None
     returns: Float32Array | None = None

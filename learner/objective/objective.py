@@ -11,7 +11,7 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import correct, interpolated
 from async_rlhf.learner.objective.kl import kl_loss
 from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
-from async_rlhf.learner.registry import KINDS, load_loss
+from async_rlhf.learner.registry import LOSS_SPECS, load_loss
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -19,7 +19,7 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     sum over terms of the loss, times its correction, + kl_coef KL(current | reference) - entropy_coef entropy per token.
     """
-    kind = KINDS[config.kind]
+    kind = LOSS_SPECS[config.kind]
     if config.proximal == "interpolate":
         between_N = interpolated(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.staleness_N)
         inputs = replace(inputs, logp_proximal_N=between_N)

@@ -9,7 +9,7 @@ from typing import Protocol
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.rows import Row
-from async_rlhf.learner.objective.estimation import Observation
+from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.step.report import StepReport
 
 
@@ -21,7 +21,7 @@ class Backend(Protocol):
         """Most tokens of a row that holds several completions; 1 where each has a row of its own."""
         ...
 
-    def observe(self, rows: Sequence[Row]) -> Mapping[int, Observation]:
+    def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         ...
 
@@ -47,13 +47,13 @@ class Backend(Protocol):
         """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens."""
         ...
 
-    def freeze(self) -> Callable[[Path], None]:
+    def snapshot(self) -> Callable[[Path], None]:
         """Begin to save the present state. The writer that comes back may run in another thread while steps go on; it fills
         an existing directory with `model/` (a Hugging Face directory), the optimizer's state and the critic."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Freeze and write at once."""
+        """Take a snapshot and write it at once."""
         ...
 
     def load(self, directory: Path) -> None:

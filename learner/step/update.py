@@ -1,7 +1,7 @@
 """One learner step as every backend makes it: log-probabilities, loss, backward, the sums that are reported.
 
-What differs between backends is behind `Machine`. The proximal policy is the one before the first update; where it must be
-known beforehand (a later update, a second pass), it is computed before any weight moves.
+What differs between torch and DeepSpeed is behind `Machine`. The proximal policy is the one before the first update; where it
+must be known beforehand (a later update, a second pass), it is computed before any weight moves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,42 +18,12 @@ from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.batch.partition import Update
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.critic import value_loss
-from async_rlhf.learner.objective.estimation import Observation
+from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.objective.loss import LossInputs, denominator
 from async_rlhf.learner.objective.objective import objective
 from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.machine import Machine
 from async_rlhf.learner.step.report import StepReport, StepSums
-
-
-class Machine(Protocol):
-    """What a backend does with a loss. Batches come to it on its device."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        ...
-
-    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""
-        ...
-
-    def reference(self, batch: MicroBatch) -> Tensor | None:
-        """[N]: log-probabilities under the frozen initial model, or None when nobody asked for it. Not asked where the
-        batch carries them."""
-        ...
-
-    def begin(self) -> None:
-        """Forget the gradient."""
-        ...
-
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add this rank's gradient; after the `last` of an update it is summed over the ranks."""
-        ...
-
-    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
-        """Norm of the gradient before clipping, and whether the update was made: not when `finite` is False or the norm is
-        not; weights and optimizer are then as they were."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,10 +35,14 @@ class Step:
     loss: LossConfig
     ranks: Ranks
     value_clip: float | None = None
+    reference_recorded: bool = False
+    """Rollouts carry their log-probabilities under the reference."""
+    applies: bool = True
+    """False: updates are computed and not made."""
 
-    def observe(self, batches: Sequence[MicroBatch]) -> dict[int, Observation]:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> dict[int, PolicyEvaluation]:
         """Of every completion in this rank's micro-batches, by its index in the batch."""
-        found: dict[int, Observation] = {}
+        found: dict[int, PolicyEvaluation] = {}
         with torch.no_grad():
             for batch in self._placed(batches):
                 proximal_N, _, value_N = self.machine.predict(batch)
@@ -77,7 +50,7 @@ class Step:
                 arrays = {name: each.float().numpy(force=True) for name, each in named.items() if each is not None}
                 owner_N = batch.member_N.numpy(force=True)
                 for member in np.unique(owner_N).tolist():
-                    found[member] = Observation(**{name: array[owner_N == member] for name, array in arrays.items()})
+                    found[member] = PolicyEvaluation(**{name: array[owner_N == member] for name, array in arrays.items()})
         return found
 
     def train(self, updates: Sequence[Update], step: int) -> StepReport:
@@ -89,7 +62,7 @@ class Step:
 
     def rehearse(self, updates: Sequence[Update], step: int) -> None:
         """All of `train` but the updates, which are refused as those are whose gradient is not finite."""
-        replace(self, machine=_Rehearsal(self.machine)).train(updates, step)
+        replace(self, applies=False).train(updates, step)
         self.machine.begin()
 
     def _proximal(self, updates: Sequence[Update]) -> dict[int, list[Tensor]]:
@@ -121,9 +94,9 @@ class Step:
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)
         loss = self.ranks.total(loss)
-        norm, applied = self.machine.apply(step, finite=math.isfinite(loss))
+        norm, applied = self.machine.apply(step, finite=self.applies and math.isfinite(loss))
         sums.ended(loss, norm)
-        return applied
+        return applied or not self.applies
 
     def _placed(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """One after the other, with all its tensors, on the machine's device."""
@@ -157,16 +130,3 @@ class Step:
         loss = value_loss(value_N, batch.value_N, batch.return_N, self.value_clip).sum()
         sums.add_critic(loss, value_N, batch.return_N)
         return self.learner.critic.coefficient * loss / update.counts.num_tokens
-
-
-class _Rehearsal:
-    """A machine that applies no update and says that it did, so that the next one is made as well."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.device = machine.device
-        self.predict, self.reference = machine.predict, machine.reference
-        self.begin, self.backward = machine.begin, machine.backward
-
-    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
-        return self._machine.apply(step, finite=False)[0], True

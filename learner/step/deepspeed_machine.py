@@ -33,7 +33,6 @@ from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.check import check_division
-from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
 from async_rlhf.learner.model.policy import Policy
@@ -41,55 +40,47 @@ from async_rlhf.learner.model.verification import check_policy
 from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
 from async_rlhf.learner.step.deepspeed_config import deepspeed_settings
+from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
 from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups, set_learning_rate
-from async_rlhf.learner.step.rank_backend import RankBackend, probe, raw
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class DeepSpeedBackend(RankBackend):
-    """See `backend.Backend` and `update.Machine`. Raises ConfigError for a configuration that DeepSpeed cannot be given."""
+class DeepSpeedMachine(Machine):
+    """Raises ConfigError for a configuration that DeepSpeed cannot be given."""
 
     collective = True
 
-    def __init__(
-        self,
-        model_dir: Path,
-        config: LearnerConfig,
-        loss: LossConfig,
-        publish_dtype: str = "float32",
-        ranks: Ranks | None = None,
-        value_clip: float | None = None,
-        reference_recorded: bool = False,
-    ) -> None:
-        super().__init__(model_dir, config, loss, publish_dtype, ranks, value_clip, reference_recorded)
+    def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
+        super().__init__(settings, ranks)
+        config = self.config
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        settings = deepspeed_settings(config)
+        zero = deepspeed_settings(config)
         _join(self._ranks)
-        model = load_model(model_dir, torch.device("cpu"))
+        model = load_model(settings.model_dir, torch.device("cpu"))
         text = cast(Any, model).config.get_text_config()
         check_division(config, lambda name: getattr(text, name, None))
         if config.tensor_parallel > 1:
-            settings["tensor_parallel"] = autotp_settings(model, config.tensor_parallel)
+            zero["tensor_parallel"] = autotp_settings(model, config.tensor_parallel)
         self._aliases = _aliases(model)
         self._lora = config.lora if config.lora.rank else None
         if self._lora is not None:
             lora.add_adapters(model, self._lora)
-        self._policy = Policy(model, config, with_critic=True)
-        check_policy(self._policy)
+        self.policy = Policy(model, config, with_critic=True)
+        check_policy(self.policy)
         self._load_reference()
         learned = model.state_dict() if self._lora is None else lora.adapters(model)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
-        whole = {name: p.shape for name, p in self._policy.named_parameters()}
-        critic = {} if self._policy.critic is None else dict(self._policy.critic.named_parameters())
-        learning = parameter_groups(dict(self._policy.model.named_parameters()), critic)
+        whole = {name: p.shape for name, p in self.policy.named_parameters()}
+        critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
+        learning = parameter_groups(dict(self.policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
-        deepspeed.zero.register_external_parameter(self._policy, self._policy.output_layer.weight)
+        deepspeed.zero.register_external_parameter(self.policy, self.policy.output_layer.weight)
         optimizer = make_adamw(learning, config, self.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=self._policy, optimizer=optimizer, config=settings, dist_init_required=False
+            model=self.policy, optimizer=optimizer, config=zero, dist_init_required=False
         )
         if config.tensor_parallel > 1:
             self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
@@ -100,7 +91,6 @@ class DeepSpeedBackend(RankBackend):
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `Machine.predict`."""
         with self._ranks.named("a forward pass"):
             return self._engine(batch)  # type: ignore[no-any-return]
 
@@ -109,12 +99,12 @@ class DeepSpeedBackend(RankBackend):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        replicas = self._ranks.size // self._config.tensor_parallel
+        replicas = self._ranks.size // self.config.tensor_parallel
         with self._ranks.named("a backward pass"):
             self._engine.backward(loss * replicas)  # DeepSpeed takes the mean over them, the loss is a part of a sum
 
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
-        set_learning_rate(self._optimizer, self._config, step)
+        set_learning_rate(self._optimizer, self.config, step)
         if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
             self._optimizer._update_scale = self._refuse
         try:
@@ -130,30 +120,29 @@ class DeepSpeedBackend(RankBackend):
     # -- what leaves -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> Mapping[str, RawTensor]:
-        """See `Backend.tensors`. Whole in host memory of rank 0, and empty elsewhere."""
+        """Whole in host memory of rank 0, and empty elsewhere."""
         found: dict[str, RawTensor] = {}
-        small = lora.adapters(self._policy.model)
-        large = [(name, p) for name, p in self._policy.model.named_parameters() if name not in small]
+        small = lora.adapters(self.policy.model)
+        large = [(name, p) for name, p in self.policy.model.named_parameters() if name not in small]
         with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
             if self._lora is not None and self._lora.publish == "adapter":
-                leaving = lora.factors(self._policy.model) if self._ranks.rank == 0 else []
+                leaving = lora.factors(self.policy.model) if self._ranks.rank == 0 else []
                 return {name: raw(tensor.cpu().clone()) for name, tensor in leaving}
-            for bucket in buckets(large, _BUCKET_BYTES // self._config.tensor_parallel):
+            for bucket in buckets(large, _BUCKET_BYTES // self.config.tensor_parallel):
                 with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
                     named = {name: self._joined(f"model.{name}", p.detach()) for name, p in (*bucket, *small.items())}
                     if self._ranks.rank == 0:
-                        whole = lora.merged(self._policy.model, named).items()
+                        whole = lora.merged(self.policy.model, named).items()
                         found |= {name: raw(p.to(self._publish_dtype).cpu().clone()) for name, p in whole}
         return found
 
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        """See `Backend.canary`."""
         with self._ranks.named("the canary"):
-            return probe(self._policy, self.device, ids)
+            return probe(self.policy, self.device, ids)
 
-    def freeze(self) -> Callable[[Path], None]:
-        """See `Backend.freeze`. Gathered before it returns; only rank 0's writer writes."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Gathered before it returns; only rank 0's writer writes."""
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
         self._begin_moments()
@@ -172,24 +161,23 @@ class DeepSpeedBackend(RankBackend):
             if self._ranks.rank > 0:
                 return
             own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-            named = lora.merged(self._policy.model, own)
+            named = lora.merged(self.policy.model, own)
             state = {name: named[first] for name, first in self._aliases.items()}
-            write_model(directory / "model", self._policy.model, state, self._model_dir)
+            write_model(directory / "model", self.policy.model, state, self._settings.model_dir)
             if self._lora is not None:
                 lora.write_adapter(directory / "adapter", {name: own[name] for name in self._shapes}, self._lora)
             save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")
-            if self._policy.critic is not None:
+            if self.policy.critic is not None:
                 critic = {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")}
                 save_file(critic, directory / "critic.safetensors")
 
         return write
 
     def load(self, directory: Path) -> None:
-        """See `Backend.load`."""
         own = self._shapes
         read = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
         weights = {f"model.{name}": value for name, value in read.items()}
-        if self._policy.critic is not None:
+        if self.policy.critic is not None:
             weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
         saved = load_file(directory / "optimizer.safetensors")
         count = torch.zeros(())
@@ -213,7 +201,7 @@ class DeepSpeedBackend(RankBackend):
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything, under the policy's names: `model.*` and `critic.*`."""
-        return self._policy.named_parameters()
+        return self.policy.named_parameters()
 
     def _begin_moments(self) -> None:
         """AdamW makes its state at the first update; what is restored needs somewhere to go before."""

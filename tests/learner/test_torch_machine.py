@@ -21,11 +21,11 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner.batch.rows import Row, deal, make_rows
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step import update
+from async_rlhf.learner.step import controller, update
+from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import STEP_METRICS, StepReport
-from async_rlhf.learner.step.torch_backend import TorchBackend
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
@@ -43,24 +43,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> TorchBackend:
+def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> Controller:
     config = {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 4, "micro_batch_tokens": 40, **settings}
-    return TorchBackend(path, LearnerConfig(**config), LossConfig(is_cap=is_cap))
+    return controller.make_backend(path, LearnerConfig(**config), LossConfig(is_cap=is_cap))
 
 
 def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
-    return deal(make_rows(groups, advantages, 512), num_updates)
+    return split_updates(make_rows(groups, advantages, 512), num_updates)
 
 
-def weights(backend: TorchBackend) -> dict[str, bytes]:
+def weights(backend: Controller) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in backend.tensors().items()}
 
 
-def optimizer_state(backend: TorchBackend) -> dict[str, Tensor]:
+def optimizer_state(backend: Controller) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": value.clone()
-        for name, p in backend._model.named_parameters()
-        for key, value in backend._optimizer.state.get(p, {}).items()
+        for name, p in backend.machine.policy.model.named_parameters()
+        for key, value in backend.machine._optimizer.state.get(p, {}).items()
     }
 
 
@@ -92,9 +92,9 @@ def test_a_step_makes_the_praised_likelier_and_the_blamed_less_likely(model_dir:
     assert logps()[0] > praised and logps()[1] < blamed
 
 
-def logprobs(backend: TorchBackend, group: Group, rollout: Rollout) -> Tensor:
+def logprobs(backend: Controller, group: Group, rollout: Rollout) -> Tensor:
     return oracles.completion_logprobs(
-        backend._model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+        backend.machine.policy.model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
     )
 
 
@@ -106,7 +106,7 @@ def test_a_report_has_the_metrics_a_backend_owes_and_they_are_the_twins(model_di
             for rollout in group.rollouts:
                 pairs = zip(logprobs(backend, group, rollout).tolist(), rollout.logprobs.tolist(), strict=True)
                 ratios.append([oracles.ratio(logp, behaviour) for logp, behaviour in pairs])
-    loss = float(oracles.loss(backend._model, GROUPS, ADVANTAGES, LossConfig(is_cap=2.0)).detach())
+    loss = float(oracles.loss(backend.machine.policy.model, GROUPS, ADVANTAGES, LossConfig(is_cap=2.0)).detach())
     report = backend.step(make_updates(), 0)
     flat = [r for each in ratios for r in each]
     assert set(report.metrics) == set(STEP_METRICS) == set(StepReport.of_nothing().metrics)
@@ -243,8 +243,8 @@ def test_tensors_are_views_of_live_memory_and_a_weight_set_is_a_copy(model_dir: 
 
 def test_scalars_and_empty_parameters_can_be_published(model_dir: Path) -> None:
     backend = make_backend(model_dir)
-    backend._model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
-    backend._model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+    backend.machine.policy.model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    backend.machine.policy.model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
     tensors = backend.tensors()
     assert np.frombuffer(tensors["scale"].data, np.float32).tolist() == [2.0] and tensors["scale"].shape == ()
     assert len(tensors["nothing"].data) == 0 and tensors["nothing"].shape == (0, 3)
@@ -288,7 +288,7 @@ def test_the_learning_rate_rises_from_the_first_step_on(model_dir: Path) -> None
     rates = []
     for step in range(6):
         backend.step(make_updates(), step)
-        rates.append(backend._optimizer.param_groups[0]["lr"])
+        rates.append(backend.machine._optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
