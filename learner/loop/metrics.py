@@ -1,10 +1,10 @@
-"""What the learner writes for people: one metrics object a step, and a sample of the rollouts it trained on. Pure; `recording`
-owns the files."""
+"""What the learner records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_rlhf.buffers.record import Group, staleness
@@ -56,11 +56,46 @@ def data_metrics(
         metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
         failures = [rollout.scores[name].failure for rollout in rollouts]
         metrics[f"rewards/{name}/failed_ratio"] = sum(failure is not None for failure in failures) / len(failures)
-        told = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
-        for metric in told:
+        reported = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
+        for metric in reported:
             found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
             metrics[f"rewards/{name}/{metric}"] = _mean(found)
     return metrics
+
+
+class StepClock:
+    """What a step took, and what actors did meanwhile. `step_time` runs from record to record, so a checkpoint counts into the
+    step after it."""
+
+    def __init__(self) -> None:
+        self._recorded_at = time.monotonic()
+        self._busy: Mapping[str, float] = {}
+
+    def measure(
+        self, groups: Sequence[Group], num_tokens: int, telemetry: Mapping[str, float], waited_s: float
+    ) -> dict[str, float]:
+        """The metrics of a step that ends now. telemetry: the hub's; waited_s: for this batch."""
+        now = time.monotonic()
+        took, self._recorded_at = now - self._recorded_at, now
+        actors = telemetry.get("actors", 0.0)
+        return {
+            "step_time": took,
+            "tokens_per_second": num_tokens / took,
+            "samples_per_second": sum(len(group.rollouts) for group in groups) / took,
+            "idle/learner": waited_s / took,
+            "idle/actor": self._idle(telemetry),
+            "queue/depth": telemetry.get("queue/depth", 0.0),
+            "groups/filtered_total": telemetry.get("groups/filtered", 0.0),
+            "actors": actors,
+            "canary/drift": telemetry.get("canary_drift", 0.0) / max(1.0, actors),
+        }
+
+    def _idle(self, telemetry: Mapping[str, float]) -> float:
+        """Share of the actors' time since the last step in which no sequence was being decoded."""
+        idle = max(0.0, telemetry.get("idle_s", 0.0) - self._busy.get("idle_s", 0.0))
+        busy = max(0.0, telemetry.get("busy_s", 0.0) - self._busy.get("busy_s", 0.0))
+        self._busy = dict(telemetry)
+        return idle / (idle + busy) if idle + busy > 0 else 0.0
 
 
 def sample_record(
