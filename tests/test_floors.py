@@ -42,7 +42,7 @@ ROOMS = {
         "experiments/",
     ),
     "vllm": ("actors/vllm_engine/",),
-    "deepspeed": ("learner/deepspeed_backend.py",),
+    "deepspeed": ("learner/step/deepspeed_machine.py",),
     "ray": ("async_rlhf/launch/ray.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pebble": ("actors/scoring/process_executor.py",),

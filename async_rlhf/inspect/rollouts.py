@@ -54,7 +54,7 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     from async_rlhf.buffers.queue.recovery import take_back
     from async_rlhf.buffers.transport.link import connector
     from async_rlhf.launch.sockets import hub_address
-    from async_rlhf.learner.resuming import newest
+    from async_rlhf.learner.checkpoint.resuming import newest
 
     if (sockets := run.sockets()) is not None:
         with control(hub_address(sockets), connect=connector(config.security.directory)) as hub:
@@ -83,7 +83,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     With the same configuration the result is bit-equal on CPU; with another loss it is an ablation on identical data.
     Raises ConfigError when the journal does not reach back to the first step.
     """
-    from async_rlhf.learner.feed import ArchiveFeed
+    from async_rlhf.learner.loop.source import ArchiveSource
     from async_rlhf.run.learning import backend_of, make_trainer
 
     first = next(read_batches(source.path / "queue"), None)
@@ -95,7 +95,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     run = RunDir.create(config)
     try:
         with backend_of(run, config) as backend:
-            make_trainer(run, config, ArchiveFeed(source.path / "queue"), backend).run()
+            make_trainer(run, config, ArchiveSource(source.path / "queue"), backend).run()
     finally:
         run.retire()
     return run

@@ -14,7 +14,7 @@ from async_rlhf.actors.stop_strings import check_stop_strings
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
-from async_rlhf.learner.resuming import check_step, go_back, newest
+from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.daemon import Progress, Supervisor
 from async_rlhf.run.display import Display

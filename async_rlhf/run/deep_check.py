@@ -15,9 +15,10 @@ def deep_check(config: Config) -> Iterator[str]:
     from transformers.utils import logging
 
     from async_rlhf.actors.torch_engine.loading import load_engine
-    from async_rlhf.learner.model_check import check_policy
-    from async_rlhf.learner.policy import Policy, load_model
-    from async_rlhf.learner.rank_backend import find_device
+    from async_rlhf.learner.model.files import load_model
+    from async_rlhf.learner.model.policy import Policy
+    from async_rlhf.learner.model.verification import check_policy
+    from async_rlhf.learner.step.machine import find_device
 
     logging.disable_progress_bar()
     began = time.monotonic()

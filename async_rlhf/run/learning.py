@@ -1,4 +1,4 @@
-"""How a configuration becomes a learner: its backend, alone or leading other ranks, and its loop."""
+"""How a configuration becomes a learner: its backend, alone or in control of other ranks, and its loop."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from async_rlhf.launch.ranks import RankProcesses
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.backend import Backend
-    from async_rlhf.learner.feed import Feed
-    from async_rlhf.learner.rank_backend import RankBackend
-    from async_rlhf.learner.ranks import Ranks
-    from async_rlhf.learner.trainer import Trainer
+    from async_rlhf.learner.loop.source import BatchSource
+    from async_rlhf.learner.loop.trainer import Trainer
+    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.backend import Backend
+    from async_rlhf.learner.step.controller import RankParts
 
 _log = logging.getLogger(__name__)
 
 
-def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> Trainer:
+def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backend) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
-    from async_rlhf.learner.trainer import Trainer, TrainerConfig
+    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
 
     limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
     if limit > usual:
@@ -53,19 +53,19 @@ def make_trainer(run: RunDir, config: Config, feed: Feed, backend: Backend) -> T
 @contextmanager
 def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
     """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this."""
-    if config.learner.ranks == 1 and config.learner.backend == "torch":
-        yield _rank_backend(config, None)
-        return
-    from async_rlhf.learner.lead import Leader
+    from async_rlhf.learner.step.controller import Controller
 
+    if config.learner.ranks == 1 and config.learner.backend == "torch":
+        yield Controller(_assemble(config, None))
+        return
     processes = RankProcesses(run.launcher, run.path, config.learner.ranks, run.log)
     orderly = False
     try:
         ranks = _join(config, 0, processes.directory)
         ranks.ended = processes.ended
-        leader = Leader(_rank_backend(config, ranks), ranks)
-        yield leader
-        leader.close()
+        controller = Controller(_assemble(config, ranks))
+        yield controller
+        controller.close()
         orderly = True
         ranks.close()
     finally:
@@ -74,17 +74,17 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
 
 def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
     """A rank above 0 of the learner: executes the commands of rank 0."""
-    from async_rlhf.learner.lead import follow
+    from async_rlhf.learner.step.controller import work
 
     ranks = _join(config, int(rank), Path(meeting))
-    follow(_rank_backend(config, ranks), ranks)
+    work(_assemble(config, ranks))
     ranks.close()
 
 
 def _join(config: Config, rank: int, meeting: Path) -> Ranks:
-    from async_rlhf.learner.ranks import Ranks
+    from async_rlhf.learner.parallel.ranks import Ranks
 
-    # A follower may hear nothing for as long as a run may stand still, and then for as long as the supervisor takes to see it.
+    # A worker rank gets no command while a run stands still, and then for as long as the supervisor takes to see it.
     idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
     return Ranks.join(
         rank,
@@ -96,14 +96,11 @@ def _join(config: Config, rank: int, meeting: Path) -> Ranks:
     )
 
 
-def _rank_backend(config: Config, ranks: Ranks | None) -> RankBackend:
+def _assemble(config: Config, ranks: Ranks | None) -> RankParts:
     """This process's part of the model."""
-    kind: type[RankBackend]
-    if config.learner.backend == "deepspeed":
-        from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend as kind
-    else:
-        from async_rlhf.learner.torch_backend import TorchBackend as kind
-    return kind(
+    from async_rlhf.learner.step.controller import assemble
+
+    return assemble(
         Path(config.model),
         config.learner,
         config.loss,
