@@ -1,6 +1,6 @@
-"""What a reward is, how it is named, and how another process gets hold of it. The door of the room; imports little.
+"""What a user writes: rewards, how they are named, and how another process imports them.
 
-A reward is an ordinary function. The canonical form asks for what it needs by name:
+A reward is an ordinary function. The canonical form names what it needs:
 
     @reward
     def exact(completion: str, answer: str) -> float | None: ...

@@ -145,7 +145,7 @@ def _spec(
 
 
 def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_async: bool) -> None:
-    """Raises ConfigError for what a configuration says of a stage and would have no effect there."""
+    """Raises ConfigError for settings of a stage that would have no effect."""
     where = f"scoring.stages.{name}"
     if is_async and given.get("workers"):
         raise ConfigError(
@@ -166,13 +166,13 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_
 
 def _check_stream(name: str, settings: Declaration, is_async: bool, options: Mapping[str, Any] | None) -> None:
     """Raises ConfigError for a reward that has no incremental scoring; options: None where they were checked before."""
-    asked = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
+    where = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":
         raise ConfigError(
-            f"{asked} but has no incremental scoring: only a plain 'def' with @reward(stream=...) has; set it to 0"
+            f"{where} but has no incremental scoring: only a plain 'def' with @reward(stream=...) has; set it to 0"
         )
     if settings.workers != 1:
-        raise ConfigError(f"{asked} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
+        raise ConfigError(f"{where} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
     if options is not None and settings.stream.check is not None:
         settings.stream.check(**options)
 
@@ -220,7 +220,7 @@ def spec_of(function: Callable[..., Any]) -> str:
 
 
 def _scheme(target: str) -> tuple[str, str]:
-    """The form that is told before the first colon ("" for none), and what follows."""
+    """The form before the first colon ("" for none), and what follows."""
     scheme, _, rest = target.partition(":")
     return (scheme, rest) if scheme in ADAPTERS and rest else ("", target)
 

@@ -312,7 +312,7 @@ class ScoringServer:
         self._send(peer, ScoreResponse(id=request_id, answers=[to_fields(answer) for answer in answers]))
 
     def _send(self, peer: bytes, message: Message) -> None:
-        with suppress(zmq.Again):  # A reward server's client that does not read asks again.
+        with suppress(zmq.Again):  # A reward server's client that does not read sends its request again.
             self._socket.send_multipart([peer, pack(message, self._service.channel)], zmq.NOBLOCK)
 
     def _close_sockets(self) -> None:
