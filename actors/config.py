@@ -71,7 +71,7 @@ class GenerationConfig(Section):
 
 
 class VLLMConfig(Section):
-    """What only vLLM is told."""
+    """Settings of vLLM only."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices (on a CPU: processes) one engine is spread over."""
@@ -105,7 +105,7 @@ class EngineConfig(Section):
     the same bits whatever is killed, with `queue.exact` or `queue.max_staleness = 0`, and the engine can: `kind = "torch"`
     on a CPU with one thread, and plain Llama."""
     canary_limit: float | None = Field(default=None, gt=0)
-    """Largest difference, in nats a token, between what the learner and the engine say of the same probe under the same
+    """Largest difference, in nats a token, between learner and engine on the same probe under the same
     weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""
 
     mismatch_limit: float | None = Field(default=None, gt=0)
@@ -161,7 +161,7 @@ class RewardsConfig(Section):
     ) -> tuple[RewardSpec, ...]:
         """The rewards, proven to be loadable (`async_rlhf.actors.rewards.resolve`); raises ConfigError for one that is not.
 
-        stages: those of `ScoringConfig`, which override what a reward says of itself.
+        stages: those of `ScoringConfig`, which override `@reward(...)`.
         """
         settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
         try:
@@ -209,7 +209,8 @@ class StageConfig(Section):
     workers: int | None = Field(default=None, ge=0)
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)
-    """Each time a completion has grown by so many tokens, a reward that can (`reward_model`) reads along; 0: at its end."""
+    """Incremental scoring each time a completion has grown by so many tokens, by a reward that can (`reward_model`); 0: at its
+    end."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -227,15 +228,15 @@ class ReferenceConfig(Section):
     threads: int = Field(default=1, ge=1)
     """CPU threads of each of its processes."""
     cache_bytes: int = Field(default=1 << 30, ge=1)
-    """Most bytes of keys and values of completions that it reads along."""
+    """Most bytes of keys and values of unfinished completions (incremental scoring)."""
 
 
 class ScoringConfig(Section):
-    """How what is asked about completions runs, stage by stage."""
+    """How completions are scored, stage by stage."""
 
     placement: Literal["actor", "process"] = "actor"
     """Where rewards run: in worker processes of each `actor`, or of one scorer `process` for all actors of the machine, so
-    that a model is loaded once. What is said of one actor (workers, limits) is then said of the machine."""
+    that a model is loaded once. Numbers for one actor (workers, limits) then hold for the machine."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)

@@ -1,13 +1,13 @@
 """The actor's loop, on one screen: credit, prompt, generate, score, put; and adopt weights between two decode steps.
 
-    owns        an engine, a scoring pool, the groups it has begun; no state that anybody would miss
+    owns        an engine, a scoring pool, the groups it has begun; no state to restore
     waits for   nothing while a sequence is being decoded; else for a credit, a score or new weights
     woken by    the hub's messages, and the scoring pool's threads
-    on close    what is unfinished is dropped: the hub credits it again, to anybody
+    on close    unfinished groups are dropped: the hub credits them again, to any actor
 
-Generation never stops for scoring (each completion is scored while its siblings decode, and read along while it is being
-decoded by those judges that can), for the queue (puts are not
-awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` says what becomes of what runs).
+Generation never stops for scoring (each completion is scored while its siblings decode, incrementally where a reward can), for
+the queue (puts are not awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` decides what
+becomes of what runs).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 
 from async_rlhf.actors.decoding import Decoding, Tell, tell_nobody
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.length_bias import LengthBiasMonitor
 from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
-from async_rlhf.actors.selection import Selection
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import WeightsError
@@ -55,7 +55,7 @@ class Work:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     partial_every: int = 0
-    """Tokens by which a completion grows each time it is shown to the rewards that read along; 0: none does."""
+    """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
 
@@ -119,7 +119,7 @@ class Worker:
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
         self._mark, self._decoding = tell, Decoding(tell)
-        self._selection, self._bias = Selection(), Selection().report(0.0)
+        self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
         self._fence = 0
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
@@ -130,7 +130,7 @@ class Worker:
         )
 
     def run(self) -> str:
-        """Work until the hub says stop."""
+        """Work until the hub stops the run."""
         while self._client.stop_reason is None:
             self.turn()
         return self._client.stop_reason
@@ -186,7 +186,7 @@ class Worker:
             self._fence = weights.fence
 
     def _verify_canary(self, weights: WeightSet) -> None:
-        """The canary: engine and learner must say the same of the same probe under the same weights.
+        """The canary: engine and learner must agree on one probe under the same weights.
 
         Digests prove that the bytes arrived; this proves that the engine computes with them.
         """
@@ -206,7 +206,7 @@ class Worker:
         credits = list({credit.number: credit for credit in credits}.values())
         self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
         for credit in credits:
-            self._selection.begin(credit.number, time.monotonic())
+            self._length_bias.begin(credit.number, time.monotonic())
         requests: list[Request] = []
         for credit in credits:
             row, prompt, group = self._work.requests(credit.number, credit.attempt)
@@ -227,10 +227,10 @@ class Worker:
                 self._shown.pop(key, None)
             ended = {member: len(completion.token_ids) for member, (completion, *_) in group.completions.items()}
             lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
-            self._selection.dropped(number, filter(None, lengths), again=again)
+            self._length_bias.dropped(number, filter(None, lengths), again=again)
 
     def _show(self) -> None:
-        """Judges that read along are shown what has grown; nothing waits for them."""
+        """Offers grown completions to incremental scoring; nothing waits for it."""
         for partial in self._engine.partials(self._shown):
             self._shown[partial.key] = len(partial.token_ids)
             group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
@@ -290,9 +290,9 @@ class Worker:
 
     def _account(self, number: int, lengths: Sequence[int]) -> None:
         """The group goes off; now and then, what became of the others."""
-        self._selection.trained(number, lengths)
+        self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
-            before, self._bias = self._bias, self._selection.report(time.monotonic())
+            before, self._bias = self._bias, self._length_bias.report(time.monotonic())
             if self._bias.alarm and not before.alarm:
                 _log.warning("long completions are dropped more often than short ones: %s", self._bias)
 

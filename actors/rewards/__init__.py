@@ -1,6 +1,6 @@
-"""What a reward is, how it is named, and how another process gets hold of it. The door of the room; imports little.
+"""What a user writes: rewards, how they are named, and how another process imports them.
 
-A reward is an ordinary function. The canonical form asks for what it needs by name:
+A reward is an ordinary function. The canonical form names what it needs:
 
     @reward
     def exact(completion: str, answer: str) -> float | None: ...
@@ -13,7 +13,7 @@ time-outs (`async_rlhf.actors.scoring`).
 
 from async_rlhf.actors.rewards.answer import Answer, failed
 from async_rlhf.actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
-from async_rlhf.actors.rewards.settings import Settings, Stream, TransientError, reward, settings_of
+from async_rlhf.actors.rewards.settings import RewardSettings, Stream, TransientError, reward, settings_of
 from async_rlhf.actors.rewards.signature import FIELDS, Signature
 from async_rlhf.buffers.score import Score
 
@@ -21,9 +21,9 @@ __all__ = [
     "BUILTINS",
     "FIELDS",
     "Answer",
+    "RewardSettings",
     "RewardSpec",
     "Score",
-    "Settings",
     "Signature",
     "Stream",
     "TransientError",

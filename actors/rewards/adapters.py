@@ -1,6 +1,6 @@
-"""Rewards written for other systems, called the way they expect and answered the way they answer.
+"""Rewards written for other systems, called the way they expect and score the way they answer.
 
-    form         asked as                                                          known by
+    form         called as                                                         known by
     trl          f(prompts, completions, **columns) -> list                        its parameters
     verl         f(data_source, solution_str, ground_truth, extra_info) -> number or {"score": ...}    its parameters
     openrlhf     f(queries, prompts, labels) -> list, tensor or {"rewards": ...}   its parameters
@@ -62,7 +62,7 @@ def from_verl(function: RewardFunction) -> RewardFunction:
     """verl's `compute_score`. The truth is a column `ground_truth` (or `answer`, ...); a dict's other numbers are metrics."""
     optional = _parameters(function)
 
-    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         given = {
             **fields,
             "data_source": fields.get("data_source", ""),
@@ -72,25 +72,25 @@ def from_verl(function: RewardFunction) -> RewardFunction:
         }
         return given if _open(function) else {name: given[name] for name in optional if name in given}
 
-    def answered(result: Any) -> Any:
+    def score(result: Any) -> Any:
         if not isinstance(result, Mapping):
             return result[0] if isinstance(result, tuple | list) and result else result
         if "score" not in result:
             raise ValueError(f"returned {shown(result)} without a 'score'")
         return _scored(result["score"], {name: value for name, value in result.items() if name != "score"})
 
-    return _adapter(function, asked, answered, _TRUTH)
+    return _adapter(function, arguments, score, _TRUTH)
 
 
 def from_openrlhf(function: RewardFunction) -> RewardFunction:
     """OpenRLHF's `reward_func(queries, prompts, labels)`: a query is prompt and completion; `extra_logs` are metrics."""
 
-    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         prompt = as_text(fields["prompt"])
         given = {"queries": [prompt + fields["completion"]], "prompts": [prompt], "labels": [_truth(fields)]}
         return given if _open(function) else {name: given[name] for name in _parameters(function) if name in given}
 
-    def answered(result: Any) -> Any:
+    def score(result: Any) -> Any:
         if not isinstance(result, Mapping):
             return _only(result)
         if "rewards" not in result:
@@ -98,16 +98,16 @@ def from_openrlhf(function: RewardFunction) -> RewardFunction:
         logs = {name: _only(value) for name, value in (result.get("extra_logs") or {}).items()}
         return _scored(_only(result["rewards"]), logs)
 
-    return _adapter(function, asked, answered, _TRUTH)
+    return _adapter(function, arguments, score, _TRUTH)
 
 
 def from_reasoning_gym(scorer: RewardFunction) -> RewardFunction:
     """A reasoning-gym scorer, `dataset.score_answer`: its `answer` is the completion, its `entry` the column of that name."""
 
-    def asked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"answer": fields["completion"], "entry": fields["entry"]}
 
-    return _adapter(scorer, asked, lambda result: result, ("entry",))
+    return _adapter(scorer, arguments, lambda result: result, ("entry",))
 
 
 def from_verifiers(rubric: Any) -> RewardFunction:
@@ -156,20 +156,20 @@ ADAPTERS: Mapping[str, Callable[[Any], RewardFunction]] = {
 
 def _adapter(
     function: RewardFunction,
-    asked: Callable[[Mapping[str, Any]], dict[str, Any]],
-    answered: Callable[[Any], Any],
+    arguments: Callable[[Mapping[str, Any]], dict[str, Any]],
+    score: Callable[[Any], Any],
     alternatives: Sequence[str],
 ) -> RewardFunction:
     """A function of ours that takes every column; the names of which one must be there are left on it for the check."""
     if inspect.iscoroutinefunction(function):
 
         async def call(**fields: Any) -> Any:
-            return answered(await function(**asked(fields)))
+            return score(await function(**arguments(fields)))
 
     else:
 
         def call(**fields: Any) -> Any:  # type: ignore[misc]
-            return answered(function(**asked(fields)))
+            return score(function(**arguments(fields)))
 
     call.__name__ = getattr(function, "__name__", type(function).__name__)
     setattr(call, ALTERNATIVES, (tuple(alternatives),))
@@ -192,8 +192,8 @@ def _truth(fields: Mapping[str, Any]) -> Any:
 
 
 def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
-    asked = fields["prompt"]
-    prompt = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    arguments = fields["prompt"]
+    prompt = [{"role": "user", "content": arguments}] if isinstance(arguments, str) else arguments
     completion = [{"role": "assistant", "content": fields["completion"]}]
     about = {
         "answer": fields.get("answer", ""),
@@ -205,7 +205,7 @@ def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
 
 
 def _scored(value: Any, metrics: Mapping[str, Any]) -> Any:
-    """The value with those of the metrics that are numbers; what else a value may be, its reader says."""
+    """The value with those of the metrics that are numbers; any other value is left to `answer.read`."""
     numbers = {name: _number(each) for name, each in metrics.items() if _is_number(each)}
     if not _is_number(value):
         return value

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 MAX_FAILURE_CHARS = 500
 # The log has the traceback of a reward's first failure.
 _MAX_TRACEBACK_CHARS = 20_000
-# A server that asks to be left alone for a day is asked again earlier: a score must not be waited for without an end.
+# A server that demands a pause of a day gets the retry earlier: the wait for a score is bounded.
 _LONGEST_PAUSE_S = 600.0
 _MAX_METRICS = 32
 _MAX_METRIC_CHARS = 100
 
 
 class Logprobs(NamedTuple):
-    """What the reference says of a completion: float32 [T], one log-probability for each token; metrics as of a `Score`."""
+    """The reference's log-probabilities of a completion: float32 [T]; metrics as of a `Score`."""
 
     values: Float32Array
     metrics: Mapping[str, float] = {}
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     """A value, None for not applicable, or why it failed.
 
     logprobs: float32 [T], of a stage that judges tokens and has no value.
-    traceback: of an exception, in full. began, ended: when the call ran, in seconds since the epoch; 0 where nobody knows.
+    traceback: of an exception, in full. began, ended: when the call ran, in seconds since the epoch; 0 where it is unknown.
     retry_after_s: the cause may pass, and the call may be made again after so many seconds; None: it would fail again.
     """
 
@@ -60,22 +60,22 @@ class Answer(NamedTuple):
 def failed(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> Answer:
     """The answer of a call that raised, with its traceback. Call it while the exception is being handled."""
     # TracebackException survives an exception whose own __str__ raises.
-    told = traceback.TracebackException.from_exception(error)
-    asked_s = getattr(error, "after_s", 0.0)
-    pause_s = float(min(asked_s, _LONGEST_PAUSE_S)) if isinstance(asked_s, int | float) and asked_s > 0 else 0.0
+    described = traceback.TracebackException.from_exception(error)
+    after_s = getattr(error, "after_s", 0.0)
+    pause_s = float(min(after_s, _LONGEST_PAUSE_S)) if isinstance(after_s, int | float) and after_s > 0 else 0.0
     return Answer(
         None,
-        f"{type(error).__name__}: {told}"[:MAX_FAILURE_CHARS],
-        "".join(told.format())[:_MAX_TRACEBACK_CHARS],
+        f"{type(error).__name__}: {described}"[:MAX_FAILURE_CHARS],
+        "".join(described.format())[:_MAX_TRACEBACK_CHARS],
         retry_after_s=pause_s if isinstance(error, retry_on) else None,
     )
 
 
 def read(result: Any) -> Answer:
-    """One returned score: a finite number (bool counts), None, a `Score`, or a failure that says what it was."""
+    """One returned score: a finite number (bool counts), None, a `Score`; for anything else a failure with its description."""
     try:
         answer = _read(result)
-        answer.score()  # which is to be made of it where it is awaited; what that refuses is refused here
+        answer.score()  # A value that no Score takes fails here.
     except (RecordError, ValueError, TypeError, AttributeError, OverflowError) as error:
         return Answer(None, f"returned {shown(result)}: {error}"[:MAX_FAILURE_CHARS])
     return answer
@@ -107,13 +107,13 @@ def read_list(result: Any, count: int) -> tuple[Answer, ...]:
     if hasattr(result, "tolist") and getattr(result, "shape", ()) != ():
         result = result.tolist()
     if not isinstance(result, list | tuple) or len(result) != count:
-        told = f"{count} completion{'s' * (count != 1)}; a list of {count} score{'s' * (count != 1)} was expected"
-        return (Answer(None, f"returned {shown(result)} for {told}"),) * count
+        expected = f"{count} completion{'s' * (count != 1)}; a list of {count} score{'s' * (count != 1)} was expected"
+        return (Answer(None, f"returned {shown(result)} for {expected}"),) * count
     return tuple(map(read, result))
 
 
 def as_text(prompt: Any) -> str:
-    """A prompt as text; of a chat, what was said in it, one message a line."""
+    """A prompt as text; of a chat, its messages, one a line."""
     return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
 
 
@@ -123,16 +123,16 @@ def shown(result: Any) -> str:
 
 def _read_score(score: Score) -> Answer:
     if score.failure is not None:
-        reason = str(score.failure)[:MAX_FAILURE_CHARS] or "failed, and the reward says no reason"
+        reason = str(score.failure)[:MAX_FAILURE_CHARS] or "failed without a reason"
         return Answer(None, reason, metrics=_plain(score.metrics))
     answer = read(score.value)
     return answer._replace(metrics=_plain(score.metrics))
 
 
-def _read_logprobs(told: Logprobs) -> Answer:
-    if not math.isfinite(float(told.values.sum())):
+def _read_logprobs(found: Logprobs) -> Answer:
+    if not math.isfinite(float(found.values.sum())):
         return Answer(None, "the reference's log-probabilities are not finite")
-    return Answer(None, logprobs=told.values, metrics=_plain(told.metrics))
+    return Answer(None, logprobs=found.values, metrics=_plain(found.metrics))
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:

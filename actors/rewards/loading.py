@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
-from async_rlhf.actors.rewards.settings import RewardFunction, Scope, Settings, settings_of
+from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
@@ -43,13 +44,12 @@ _FIX = "another process cannot import it; define it with 'def' at the top level 
 
 
 @dataclass(frozen=True)
-class RewardSpec:
-    """A reward by name, and how it is to be called. Plain data.
+class RewardSpec(RewardSettings):
+    """A reward by name, and how it is called. Plain data.
 
-    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` when the form is told.
+    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` where the form is given.
     fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
     holds_model: its processes load something before the first call (`prepare`), whose size only it knows.
-    The rest is what `@reward` says (`async_rlhf.actors.rewards.settings.reward`); None is the default of the configuration.
     """
 
     name: str
@@ -57,25 +57,16 @@ class RewardSpec:
     kind: Literal["sync", "async"]
     fields: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    scope: Scope = "completion"
-    weight: float = 1.0
-    timeout_s: float | None = None
-    retries: int = 0
-    max_concurrency: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    batch_size: int = 1
-    batch_wait_s: float = 0.0
-    workers: int = 0
-    stop_when: tuple[str, ...] = ()
-    stream_tokens: int = 0
     holds_model: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # A spec is written as JSON on its way to an actor, which turns tuples into lists; specs are dictionary keys.
         if self.fields is not None:
             object.__setattr__(self, "fields", tuple(self.fields))
         object.__setattr__(self, "stop_when", tuple(self.stop_when))
+        if self.batch_size == 1:
+            object.__setattr__(self, "batch_wait_s", 0.0)
 
 
 def resolve(
@@ -143,29 +134,18 @@ def _spec(
     if settings.stream_tokens:
         _check_stream(name, settings, signature.is_async, chosen if columns is not None else None)
     return RewardSpec(
-        name=name,
-        target=target,
-        kind="async" if signature.is_async else "sync",
-        fields=signature.fields,
-        options=chosen,
-        scope=settings.scope,
-        weight=settings.weight,
-        timeout_s=settings.timeout_s,
-        retries=settings.retries,
-        max_concurrency=settings.max_concurrency,
-        requests_per_minute=settings.requests_per_minute,
-        tokens_per_minute=settings.tokens_per_minute,
-        batch_size=settings.batch_size,
-        batch_wait_s=settings.batch_wait_s if settings.batch_size > 1 else 0.0,
-        workers=settings.workers,
-        stop_when=settings.stop_when,
-        stream_tokens=settings.stream_tokens,
-        holds_model=settings.prepare is not None,
+        name,
+        target,
+        "async" if signature.is_async else "sync",
+        signature.fields,
+        chosen,
+        settings.prepare is not None,
+        **{each.name: getattr(settings, each.name) for each in dataclass_fields(RewardSettings)},
     )
 
 
-def _check_given(name: str, given: Mapping[str, Any], settings: Settings, is_async: bool) -> None:
-    """Raises ConfigError for what a configuration says of a stage and would have no effect there."""
+def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_async: bool) -> None:
+    """Raises ConfigError for settings of a stage that would have no effect."""
     where = f"scoring.stages.{name}"
     if is_async and given.get("workers"):
         raise ConfigError(
@@ -184,15 +164,15 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Settings, is_asy
         )
 
 
-def _check_stream(name: str, settings: Settings, is_async: bool, options: Mapping[str, Any] | None) -> None:
+def _check_stream(name: str, settings: Declaration, is_async: bool, options: Mapping[str, Any] | None) -> None:
     """Raises ConfigError for a reward that has no incremental scoring; options: None where they were checked before."""
-    asked = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
+    where = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":
         raise ConfigError(
-            f"{asked} but has no incremental scoring: only a plain 'def' with @reward(stream=...) can; set it to 0"
+            f"{where} but has no incremental scoring: only a plain 'def' with @reward(stream=...) has; set it to 0"
         )
     if settings.workers != 1:
-        raise ConfigError(f"{asked} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
+        raise ConfigError(f"{where} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
     if options is not None and settings.stream.check is not None:
         settings.stream.check(**options)
 
@@ -240,7 +220,7 @@ def spec_of(function: Callable[..., Any]) -> str:
 
 
 def _scheme(target: str) -> tuple[str, str]:
-    """The form that is told before the first colon ("" for none), and what follows."""
+    """The form before the first colon ("" for none), and what follows."""
     scheme, _, rest = target.partition(":")
     return (scheme, rest) if scheme in ADAPTERS and rest else ("", target)
 

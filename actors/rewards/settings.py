@@ -1,6 +1,10 @@
-"""What a reward says about itself: the `@reward` decorator and the settings it leaves on the function.
+"""The settings of a reward and the `@reward` decorator that leaves them on the function.
 
-A reward that is not decorated has the default settings. Read by `loading`, obeyed by `async_rlhf.actors.scoring`.
+    @reward(...)   ->  Declaration     on the function
+    configuration  ->  overrides it    scoring.stages.NAME (`actors.config.StageConfig`), rewards.stop_when
+    resolve        ->  RewardSpec      what travels to the processes that score
+
+All three are `RewardSettings`, so a setting is one field here. A function without the decorator has the defaults.
 """
 
 from __future__ import annotations
@@ -8,21 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 from async_rlhf.buffers.errors import ConfigError, RewardError
 
 RewardFunction = Callable[..., Any]
 Decorated = TypeVar("Decorated", bound=RewardFunction)
+Parameters = ParamSpec("Parameters")
 Scope = Literal["completion", "group"]
 
 SETTINGS = "__reward_settings__"
 
 
 class TransientError(RewardError):
-    """Raised by a reward whose cause will pass: a busy server, a lost connection. Tried again when it has `retries`.
+    """Raised by a reward for a passing cause: a busy server, a lost connection. Retried as `retries` allows.
 
-    after_s: seconds the other side asked to be left alone; 600 at most are waited.
+    after_s: seconds to wait before the retry, 600 at most.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -30,18 +35,18 @@ class TransientError(RewardError):
         self.after_s = after_s
 
 
-# What may pass by itself. Everything else that a reward raises is a defect, and would be raised again.
+# Other exceptions are defects of the reward, and a retry would raise them again.
 TRANSIENT: tuple[type[BaseException], ...] = (TransientError, ConnectionError, TimeoutError)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How a reward reads completions while they are being written, in the process that will score them.
+    """Incremental scoring: how a reward reads unfinished completions, in the process that will score them.
 
-    prefetch: called with what the reward is called with, completions being what there is of them so far. Both are also given
-        `stream_ids`, which name completions from call to call; None in the reward's is one that was never shown.
-    forget: called with `stream_ids` that nobody waits for any more, and the reward's options. What is scored is not named.
-    check: called with the reward's options before a run starts; raises ConfigError for what cannot be read along.
+    prefetch: called with the arguments of the reward, completions as far as they are written. Both also get `stream_ids`, which
+        name completions from call to call; None in the reward's is one without a prefetch.
+    forget: called with the `stream_ids` of completions that will not be scored, and the reward's options.
+    check: called with the reward's options before a run starts; raises ConfigError where incremental scoring is impossible.
     """
 
     prefetch: Callable[..., object]
@@ -49,16 +54,29 @@ class Stream:
     check: Callable[..., object] | None = None
 
 
-@dataclass(frozen=True)
-class Settings:
-    """See `reward`."""
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """How a reward is called. Plain data.
 
-    name: str | None = None
+    scope: "completion", or "group" for a function that judges all completions of a prompt together: `completions`,
+        `completion_ids` and `finish_reasons` are then lists, everything else is the prompt's, and a list is returned.
+    weight: its weight in the sum, where `rewards.weights` gives none.
+    timeout_s: seconds one call may take; `scoring.timeout_s` by default. Waiting in the queue does not count.
+    retries: retries of a call after one of the errors in `retry_on` (a time-out among them by default), or
+        `TransientError`; after 0.5, 1, 2, ... seconds, or what the error asks for.
+    max_concurrency, requests_per_minute, tokens_per_minute: calls at once and in any 60 seconds, of one actor. Tokens are
+        the prompt's and the completion's, or what the call reports as metric `tokens`.
+    batch_size, batch_wait_s: a function that takes lists (`prompts`, `completions`, columns) is given up to so many
+        completions at once, gathered for at most so long.
+    workers: processes of its own for a synchronous reward; 0 shares those of `scoring.workers`.
+    stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
+    stream_tokens: incremental scoring each time a completion has grown by so many tokens; 0: none.
+    """
+
     scope: Scope = "completion"
     weight: float = 1.0
     timeout_s: float | None = None
     retries: int = 0
-    retry_on: tuple[type[BaseException], ...] = TRANSIENT
     max_concurrency: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -66,9 +84,6 @@ class Settings:
     batch_wait_s: float = 0.01
     workers: int = 0
     stop_when: tuple[str, ...] = ()
-    check: Callable[..., object] | None = None
-    prepare: Callable[..., object] | None = None
-    stream: Stream | None = None
     stream_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -90,58 +105,52 @@ class Settings:
             raise ConfigError("@reward(batch_size=...) gathers single completions; a group is a batch already: leave it out")
 
 
-@overload
-def reward(function: Decorated, /) -> Decorated: ...
-@overload
-def reward(
-    *,
-    name: str | None = None,
-    scope: Scope = "completion",
-    weight: float = 1.0,
-    timeout_s: float | None = None,
-    retries: int = 0,
-    retry_on: tuple[type[BaseException], ...] = TRANSIENT,
-    max_concurrency: int | None = None,
-    requests_per_minute: int | None = None,
-    tokens_per_minute: int | None = None,
-    batch_size: int = 1,
-    batch_wait_s: float = 0.01,
-    workers: int = 0,
-    stop_when: tuple[str, ...] = (),
-    check: Callable[..., object] | None = None,
-    prepare: Callable[..., object] | None = None,
-    stream: Stream | None = None,
-    stream_tokens: int = 0,
-) -> Callable[[Decorated], Decorated]: ...
+@dataclass(frozen=True, kw_only=True)
+class Declaration(RewardSettings):
+    """What `@reward` takes: the settings, and functions that stay in the process.
+
+    name: how scores and metrics call the reward; the function's own name by default.
+    retry_on: errors after which a call is retried.
+    check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
+    prepare: called with the reward's options in each process that will call it, before the first call; models load here.
+    stream: incremental scoring (`Stream`), used where `stream_tokens` is above 0.
+    """
+
+    name: str | None = None
+    retry_on: tuple[type[BaseException], ...] = TRANSIENT
+    check: Callable[..., object] | None = None
+    prepare: Callable[..., object] | None = None
+    stream: Stream | None = None
+
+
+class _Decorator(Protocol[Parameters]):
+    """`@reward`, or `@reward(...)` with the parameters of `Declaration`."""
+
+    @overload
+    def __call__(self, function: Decorated, /) -> Decorated: ...
+    @overload
+    def __call__(self, *args: Parameters.args, **settings: Parameters.kwargs) -> Callable[[Decorated], Decorated]: ...
+
+
+def _with_parameters_of(declared: Callable[Parameters, Declaration]) -> Callable[[Any], _Decorator[Parameters]]:
+    return lambda decorator: cast(_Decorator[Parameters], decorator)
+
+
+@_with_parameters_of(Declaration)
 def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
 
-    name: how scores and metrics call it; the function's own name by default.
-    scope: "completion", or "group" for a function that judges all completions of a prompt together: `completions`,
-        `completion_ids` and `finish_reasons` are then lists, everything else is the prompt's, and a list is returned.
-    weight: its weight in the sum, where `rewards.weights` gives none.
-    timeout_s: seconds one call may take; `scoring.timeout_s` by default. Waiting for a turn does not count.
-    retries: times a call is made again after one of the errors in `retry_on` (a time-out among them by default), or
-        `TransientError`; after 0.5, 1, 2, ... seconds, or what the error asks for.
-    max_concurrency, requests_per_minute, tokens_per_minute: calls at once and in any 60 seconds, of one actor. Tokens are
-        the prompt's and the completion's, or what the call reports as metric `tokens`.
-    batch_size, batch_wait_s: a function that takes lists (`prompts`, `completions`, columns) is given up to so many
-        completions at once, gathered for at most so long.
-    workers: processes of its own for a synchronous reward; 0 shares those of `scoring.workers`.
-    stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
-    check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
-    prepare: called with the reward's options in each process that will call it, before the first call; models load here.
-    stream: how it reads along (`Stream`); stream_tokens: each time so many tokens of a completion came, 0: not at all.
+    The settings are those of `RewardSettings` and `Declaration`.
     """
 
     def mark(marked: RewardFunction) -> RewardFunction:
-        setattr(marked, SETTINGS, Settings(**settings))
+        setattr(marked, SETTINGS, Declaration(**settings))
         return marked
 
     return mark if function is None else mark(function)
 
 
-def settings_of(function: RewardFunction) -> Settings:
-    """What `@reward` left on it, else the defaults."""
+def settings_of(function: RewardFunction) -> Declaration:
+    """What `@reward` left on the function, else the defaults."""
     found = getattr(function, SETTINGS, None)
-    return found if isinstance(found, Settings) else Settings()
+    return found if isinstance(found, Declaration) else Declaration()

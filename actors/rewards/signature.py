@@ -1,6 +1,6 @@
 """How a reward is called: which of a completion's fields and columns go to which of its parameters.
 
-Three forms, told by the parameters' names and the decorator:
+Three forms, known by the parameters' names and the decorator:
 
     one      f(completion, prompt, answer, ...)                   -> one score
     list     f(prompts, completions, answer, ...)                 -> a list; TRL's form: every argument is a list
@@ -21,7 +21,7 @@ from async_rlhf.actors.rewards.answer import Answer, read, read_list
 from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
-# What every completion has; a reward may ask for these and for any column of the data.
+# The fields of every completion; a parameter is one of these or a column of the data.
 FIELDS = frozenset({"completion", "prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
@@ -36,7 +36,7 @@ ALTERNATIVES = "__reward_alternatives__"
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function asks for. required, optional: parameter names as written; any_column: it takes `**columns`."""
+    """The parameters of a function. required, optional: parameter names as written; any_column: it takes `**columns`."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]

@@ -20,8 +20,8 @@ class Stage:
     """One stage. after: names of the stages it waits for. unit: what one call of it is about.
 
     where: the kind of process it runs in. concurrency: calls at once of one actor (or of the scorer), None for no limit.
-    limits: further ones, in words. timeout_s: of one call, None where there is none. along: tokens by which the stage before it
-    is shown to it while that one still runs; 0: it begins when that has ended.
+    limits: further ones, in words. timeout_s: of one call, None for none. stream_tokens: incremental scoring each time a
+    completion has grown by so many tokens; 0: it begins when generation has ended.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stage:
     concurrency: int | None
     timeout_s: float | None = None
     limits: tuple[str, ...] = ()
-    along: int = 0
+    stream_tokens: int = 0
 
 
 def stages(
@@ -62,8 +62,8 @@ def drawing(graph: Sequence[Stage]) -> list[str]:
         at_once = "" if stage.concurrency is None else f", {stage.concurrency} at once"
         timeout = "" if stage.timeout_s is None else f", {stage.timeout_s:g} s"
         limits = "".join(f", {limit}" for limit in stage.limits)
-        along = f"; reads {', '.join(stage.after)} along, every {stage.along} tokens" if stage.along else ""
-        lines.append(f"{arrow}{stage.name}  [{stage.unit}; {stage.where}{at_once}{timeout}{limits}{along}]")
+        incremental = f"; incremental, every {stage.stream_tokens} tokens" if stage.stream_tokens else ""
+        lines.append(f"{arrow}{stage.name}  [{stage.unit}; {stage.where}{at_once}{timeout}{limits}{incremental}]")
     return lines
 
 

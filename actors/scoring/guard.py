@@ -2,7 +2,7 @@
 
 owns        the worker, and whatever that starts: what loses its parent becomes the guard's child, also after `setsid` and a
             double fork
-waits for   the worker's end, the actor's word or end (both close one pipe), what the worker and its programs write
+waits for   the worker's end, the pipe that the actor closes (or its death does), the output of the worker and its programs
 woken by    these
 on close    every process below it is killed; then it ends as the worker ended
 
@@ -40,7 +40,7 @@ class Output:
 
     @property
     def next_report_s(self) -> float | None:
-        """Seconds until `report` has something to say; None while nothing was dropped."""
+        """Seconds until the next `report`; None while nothing was dropped."""
         return max(0.0, self._began + OUTPUT_WINDOW_S - time.monotonic()) if self._dropped else None
 
     def pass_on(self, source: int) -> bool:
@@ -53,30 +53,32 @@ class Output:
         self._left -= len(kept)
         if len(kept) < len(data):
             if not self._dropped:
-                self._say(f"the rest of this minute's output is dropped: more than {OUTPUT_BYTES} bytes, or than the log takes")
+                self._note(
+                    f"the rest of this minute's output is dropped: more than {OUTPUT_BYTES} bytes, or than the log takes"
+                )
             self._dropped += len(data) - len(kept)
         return bool(data)
 
     def report(self, *, ends: bool = False) -> None:
-        """Begin a new minute when the last is over, and say what was dropped in it."""
+        """Begin a new minute when the last is over, and report what was dropped in it."""
         if not ends and time.monotonic() < self._began + OUTPUT_WINDOW_S:
             return
         if self._dropped:
-            self._say(f"{self._dropped} bytes of its output were dropped")
+            self._note(f"{self._dropped} bytes of its output were dropped")
         self._began, self._left, self._dropped = time.monotonic(), OUTPUT_BYTES, 0
 
-    def _say(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         _write(2, f"\nreward worker {os.getpid()}: {text}\n".encode())
 
 
-def main(life: int, told: int, command: list[str]) -> None:
+def main(life: int, started: int, command: list[str]) -> None:
     """Run the worker's command and end as it does.
 
-    life: its other end closes when all here must end. told: gets the worker's process id, and is closed at the end.
+    life: its other end closes when all here must end. started: gets the worker's process id, and is closed at the end.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     os.setsid()
-    os.set_inheritable(told, False)
+    os.set_inheritable(started, False)
     pipes = {target: os.pipe() for target in (1, 2)}
     ended, wake = os.pipe()
     for end in (ended, wake):
@@ -90,9 +92,9 @@ def main(life: int, told: int, command: list[str]) -> None:
         os.execv(command[0], command)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the actor decides when this ends
-    os.write(told, b"%d\n" % worker)
+    os.write(started, b"%d\n" % worker)
     sources = {read: target for target, (read, _) in pipes.items()}
-    _close_all_but({0, 1, 2, life, told, ended, wake, *sources})
+    _close_all_but({0, 1, 2, life, started, ended, wake, *sources})
     output = Output(sources)
     _watch(worker, life, ended, sources, output)
     _kill_below(worker)

@@ -1,6 +1,6 @@
 """Incremental scoring: a model reads completions while they are being generated, so that little is left at their end.
 
-One judge for every kind of model. What is read lies in a `PrefixCache`; a `Head` says which token ids a completion has for its
+One judge for every kind of model. What is read lies in a `PrefixCache`; a `Head` gives the token ids of a completion for its
 model and turns hidden states into answers. A completion without a cached prefix is scored whole.
 """
 

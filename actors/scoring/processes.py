@@ -1,7 +1,7 @@
-"""Processes that end when they are told to, and never outlive the actor. Used for every worker that runs a reward.
+"""Worker processes: they end when the actor ends them, and never outlive it.
 
-A worker ignores the signals that a terminal or a scheduler sends to everybody: the actor decides when it ends, and ends
-it with SIGKILL, together with whatever programs the reward started. On Linux a guard stands between the two (`guard`),
+A worker ignores the signals that a terminal or a scheduler sends to the process group: the actor ends it with SIGKILL,
+together with every program the reward started. On Linux a guard stands between the two (`guard`),
 which finds those programs wherever they went, and also when the actor was killed. Nothing here has a name in the file
 system: what is killed leaves nothing behind.
 """
@@ -28,12 +28,12 @@ from async_rlhf.actors.scoring import guard
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0
-# How a worker ends whose reward ran out of memory: what it holds is given back, and the call says why it failed.
+# The exit code of a worker whose reward ran out of memory: its memory is freed, and the call fails with the reason.
 OUT_OF_MEMORY = 112
 
 
 class WorkerProcess(SpawnProcess):
-    """A fresh interpreter that is ended with SIGKILL, whichever way it is asked to end, with every process it started."""
+    """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
 
     if sys.platform == "linux":
 
@@ -74,24 +74,24 @@ class GuardedPopen(popen_spawn_posix.Popen):
         finally:
             set_spawning_popen(None)
         life, own_life = os.pipe()
-        self.sentinel, told = os.pipe()
+        self.sentinel, started = os.pipe()
         self._end = util.Finalize(self, os.close, (own_life,))
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
         python = spawn.get_executable()
         command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=life)
-        guarded = [python, "-I", "-S", guard.__file__, str(life), str(told), *command]
+        guarded = [python, "-I", "-S", guard.__file__, str(life), str(started), *command]
         try:
-            self._guard = util.spawnv_passfds(os.fsencode(python), guarded, [*self._fds, tracker, life, told])
+            self._guard = util.spawnv_passfds(os.fsencode(python), guarded, [*self._fds, tracker, life, started])
         finally:
             os.close(life)
-            os.close(told)
+            os.close(started)
         self.pid = self._read_pid()
         with open(own_life, "wb", closefd=False) as pipe:
             pipe.write(packed.getbuffer())
 
     def _read_pid(self) -> int:
-        if wait([self.sentinel], _GUARD_START_S) and (said := os.read(self.sentinel, 32)):
-            return int(said)
+        if wait([self.sentinel], _GUARD_START_S) and (pid := os.read(self.sentinel, 32)):
+            return int(pid)
         os.kill(self._guard, signal.SIGKILL)
         os.waitpid(self._guard, 0)
         raise OSError(f"the guard of a reward worker did not start within {_GUARD_START_S:.0f} s")
@@ -146,7 +146,7 @@ def obey_parent(memory_mb: int | None) -> None:
 
 
 def _follow_parent() -> None:
-    """Covers other systems, and a guard that died before the kernel was asked."""
+    """Covers other systems, and a guard that died before the request to the kernel."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

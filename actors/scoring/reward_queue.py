@@ -227,7 +227,7 @@ class Prefetch:
             self._forgotten.append(stream)
 
     def due(self) -> PrefetchBatch | None:
-        """The next call, None when nothing waits or a call runs. To be asked while no score is due."""
+        """The next call, None when nothing waits or a call runs. Called while no score is due."""
         if self._is_running or not (self._waiting or self._forgotten):
             return None
         streams = list(itertools.islice(self._waiting, self._size))

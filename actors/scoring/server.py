@@ -307,5 +307,5 @@ class ScoringServer:
         self._send(peer, ScoreResponse(id=request_id, answers=[to_fields(answer) for answer in answers]))
 
     def _send(self, peer: bytes, message: Message) -> None:
-        """Dropped where a reward server's client does not read: it asks again."""
+        """Dropped where a reward server's client does not read: it sends its request again."""
         self._socket.send([[peer, pack(message, self._service.channel)]])

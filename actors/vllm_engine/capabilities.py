@@ -21,7 +21,7 @@ class Capabilities:
     """names_versions: the engine says which weights sampled a token; else a completion counts as its oldest weights'.
 
     flat_logprobs: log-probabilities come as flat lists, which spares an object per token.
-    partials: it tells what a request has written every so many tokens; else rewards cannot read along.
+    partials: it reports what a request has written every so many tokens; else rewards have no incremental scoring.
     """
 
     names_versions: bool
@@ -34,7 +34,7 @@ class Capabilities:
         said = {
             "version labels (AsyncLLM.update_weight_version): tokens around an update count as the older version's": self.names_versions,  # noqa: E501
             "flat log-probabilities (SamplingParams.flat_logprobs): a little slower": self.flat_logprobs,
-            "outputs in between (SamplingParams.stream_interval): rewards cannot read along": self.partials,
+            "outputs in between (SamplingParams.stream_interval): rewards have no incremental scoring": self.partials,
         }
         return tuple(text for text, has in said.items() if not has)
 

@@ -1,4 +1,4 @@
-"""The reference as a stage of the pool: its log-probabilities are the learner's own, whether it read along or not."""
+"""The reference as a stage of the pool: its log-probabilities are the learner's own, with and without incremental scoring."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def train(): print(resolve([spec_of(mine)], Path("/")))
 
 def test_a_function_of_a_script_is_named_by_its_file(file: Callable[[str], Path]) -> None:
     path = file(SCRIPT + "if __name__ == '__main__': train()\n")
-    assert f"RewardSpec(name='mine', target='{path}:mine', kind='sync'" in run(str(path))
+    assert f"name='mine', target='{path}:mine', kind='sync'" in run(str(path))
 
 
 def test_a_script_that_starts_a_run_when_imported_is_told_so(file: Callable[[str], Path]) -> None:

@@ -118,7 +118,7 @@ class Machine:
             pool.poll()
             return pool.counters["together"].shown > 0
 
-        self.until(look, "the stage to read along")
+        self.until(look, "the stage to prefetch")
 
     def answers(self, *pools: ScoringPool[str]) -> dict[str, Scored[str]]:
         found: dict[str, Scored[str]] = {}

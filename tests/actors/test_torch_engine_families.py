@@ -71,7 +71,7 @@ def test_an_engine_that_would_sample_from_another_distribution_is_refused(monkey
 
 
 class Reading:
-    """A policy as what reads along."""
+    """A policy as the decoder of incremental scoring."""
 
     def __init__(self, kind: str) -> None:
         self.model = families.model(kind)

@@ -166,7 +166,7 @@ def reader(completions, stream_ids):
 def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READER)
     pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), ScoringConfig())
-    # The judge's process has started before anything is written that it could read along.
+    # The judge's process has started before anything is written that it could prefetch.
     pool.submit(RolloutKey(99, 0, 0), {"completion": "x", "prompt": "ab", "finish_reason": "stop"})
     deadline = time.monotonic() + 60
     while not pool.poll():

@@ -61,7 +61,7 @@ def test_the_reference_stands_in_the_graph_where_an_actor_computes_it() -> None:
     drawn = drawing(graph_of(config))
     assert drawn[2] == (
         "-> reference  [up to 8 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
-        "reads generation along, every 4 tokens]"
+        "incremental, every 4 tokens]"
     )
     left = drawing(graph_of(override(config, {"scoring.stages": {}})))
     assert left[1:] == [left[1], left[2], "      -> reference  [batch; learner]"], left

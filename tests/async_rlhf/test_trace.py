@@ -102,7 +102,7 @@ def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) ->
     (along,) = resolve(["reward_model"], tmp_path, None, None, {"reward_model": {"stream_tokens": 64}})
     assert drawing(stages([along], ScoringConfig(), GenerationConfig(), EngineConfig()))[1] == (
         "-> reward_model  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
-        "reads generation along, every 64 tokens]"
+        "incremental, every 64 tokens]"
     )
     quick = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
     invoked = CliRunner().invoke(app, ["check", str(quick), "--graph"])

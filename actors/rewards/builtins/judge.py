@@ -1,7 +1,7 @@
 """A language model that judges, behind an OpenAI-compatible HTTP interface (`/chat/completions`).
 
 Answers that may be otherwise next time (408, 409, 425, 429, 5xx, a broken connection) are tried again, after as long as
-the server asks; every other answer that holds no score is a failure that says what came.
+the server demands; every other answer without a score is a failure that quotes it.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ async def judge(
     api_key_env: name of the environment variable that holds the key.
     """
     text = template.format_map({**columns, "prompt": as_text(prompt), "completion": completion})
-    asked = {
+    request = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
         "temperature": 0.0,
         "max_tokens": max_tokens,
     }
-    answer = await _post(f"{url.rstrip('/')}/chat/completions", asked, _headers(api_key_env))
-    said = _said(answer)
-    found = re.search(pattern, said, re.DOTALL)
+    answer = await _post(f"{url.rstrip('/')}/chat/completions", request, _headers(api_key_env))
+    text = _text(answer)
+    found = re.search(pattern, text, re.DOTALL)
     if found is None:
-        raise ValueError(f"the judge gave no score: {said[-200:]!r}")
+        raise ValueError(f"the judge gave no score: {text[-200:]!r}")
     raw = float(found[1])
     if not lowest <= raw <= highest:
         raise ValueError(f"the judge gave {raw:g}, its scale goes from {lowest:g} to {highest:g}")
     return Score((raw - lowest) / (highest - lowest), metrics={"raw": raw, **_usage(answer)})
 
 
-async def _post(url: str, asked: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+async def _post(url: str, request: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
     """The JSON of a good answer; raises TransientError or ValueError for any other."""
     try:
-        response = await _client().post(url, json=asked, headers=dict(headers))
+        response = await _client().post(url, json=request, headers=dict(headers))
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         raise TransientError(f"{url}: {type(error).__name__}: {error}") from error
     if response.status_code in _MAY_PASS or response.status_code >= 500:
-        raise TransientError(f"{url} answered {response.status_code}", after_s=_asked_to_wait(response))
+        raise TransientError(f"{url} answered {response.status_code}", after_s=_retry_after_s(response))
     if response.status_code != 200:
         raise ValueError(f"{url} answered {response.status_code}: {response.text[:200]!r}")
     if len(response.content) > _MAX_BYTES:
@@ -103,22 +103,22 @@ def _headers(api_key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _asked_to_wait(response: httpx2.Response) -> float:
-    """Seconds in `Retry-After`; its other form, a date, counts as nothing said."""
+def _retry_after_s(response: httpx2.Response) -> float:
+    """Seconds in `Retry-After`; its other form, a date, counts as 0."""
     try:
         return min(_LONGEST_WAIT_S, max(0.0, float(response.headers.get("Retry-After", 0))))
     except ValueError:
         return 0.0
 
 
-def _said(answer: Any) -> str:
+def _text(answer: Any) -> str:
     try:
-        said = answer["choices"][0]["message"]["content"]
+        text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"the judge's answer has no choices[0].message.content: {shown(answer)}") from error
-    if not isinstance(said, str):
-        raise ValueError(f"the judge said {shown(said)}; text was expected")
-    return said
+    if not isinstance(text, str):
+        raise ValueError(f"the judge returned {shown(text)}; text was expected")
+    return text
 
 
 def _usage(answer: Any) -> dict[str, float]:

@@ -8,7 +8,7 @@ from math_verify import parse, verify
 
 from async_rlhf.actors.rewards.settings import reward
 
-# What tells math-verify that a text holds LaTeX; without one it sees plain numbers only.
+# math-verify reads a text as LaTeX only with one of these; else it sees plain numbers.
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -18,7 +18,7 @@ def math_verify(completion: str, answer: str) -> float:
 
     math-verify's own time-outs are off: they need SIGALRM in the main thread, and the scoring pool has its own.
     """
-    # It warns that somebody else must then limit the time; somebody does.
+    # It warns that the caller must then limit the time, as the scoring pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     marked = answer if any(mark in answer for mark in _MARKS) else f"${answer}$"
     gold = parse(marked, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""What an engine tells of a completion before it ends, so that rewards may read along."""
+"""What an engine tells of a completion before it ends, for incremental scoring."""
 
 from __future__ import annotations
 

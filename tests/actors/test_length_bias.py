@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.selection import Selection, correlate, ks_distance
+from async_rlhf.actors.length_bias import LengthBiasMonitor, correlate, ks_distance
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=30)
 
@@ -35,17 +35,17 @@ def test_the_correlation_is_pearsons(pairs: list[tuple[int, bool]]) -> None:
         assert found == 0
 
 
-def fates(seed: int, drop: float, from_length: int = 0) -> Selection:
+def fates(seed: int, drop: float, from_length: int = 0) -> LengthBiasMonitor:
     """1000 groups of two; those whose mean length reaches `from_length` are dropped with probability `drop`."""
-    draw, selection = np.random.default_rng(seed), Selection()
+    draw, monitor = np.random.default_rng(seed), LengthBiasMonitor()
     for group in range(1000):
         lengths = draw.lognormal(3, 0.8, 2).astype(int) + 1
-        selection.begin(group, float(group))
+        monitor.begin(group, float(group))
         if lengths.mean() >= from_length and draw.random() < drop:
-            selection.dropped(group, lengths.tolist(), again=False)
+            monitor.dropped(group, lengths.tolist(), again=False)
         else:
-            selection.trained(group, lengths.tolist())
-    return selection
+            monitor.trained(group, lengths.tolist())
+    return monitor
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,30 +56,30 @@ def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed
 
 
 def test_dropping_the_short_ones_is_no_preference_for_brevity() -> None:
-    selection = Selection()
+    monitor = LengthBiasMonitor()
     for group in range(100):
-        selection.trained(group, [50 + group]) if group % 2 else selection.dropped(group, [1 + group % 5], again=False)
-    report = selection.report(0.0)
+        monitor.trained(group, [50 + group]) if group % 2 else monitor.dropped(group, [1 + group % 5], again=False)
+    report = monitor.report(0.0)
     assert report.correlation < -0.9 and not report.alarm
 
 
 def test_the_oldest_prompt_keeps_its_age_through_being_begun_again() -> None:
-    selection = Selection()
-    selection.begin(0, 10.0)
-    selection.begin(1, 20.0)
-    selection.dropped(0, [5, 6], again=True)
-    selection.begin(0, 30.0)
-    assert selection.report(50.0).oldest_s == 40.0
-    selection.trained(0, [5, 6])
-    assert selection.report(50.0).oldest_s == 30.0
-    selection.dropped(1, [], again=False)
-    assert selection.report(50.0).oldest_s == 0.0
+    monitor = LengthBiasMonitor()
+    monitor.begin(0, 10.0)
+    monitor.begin(1, 20.0)
+    monitor.dropped(0, [5, 6], again=True)
+    monitor.begin(0, 30.0)
+    assert monitor.report(50.0).oldest_s == 40.0
+    monitor.trained(0, [5, 6])
+    assert monitor.report(50.0).oldest_s == 30.0
+    monitor.dropped(1, [], again=False)
+    assert monitor.report(50.0).oldest_s == 0.0
 
 
 def test_only_the_window_counts_and_nothing_at_all_is_no_bias() -> None:
-    selection = Selection(window=10)
-    assert (selection.report(0.0).ks, selection.report(0.0).mean_ratio, selection.report(0.0).alarm) == (0.0, 1.0, False)
-    selection.dropped(0, range(1, 100), again=False)
-    selection.trained(1, [7] * 10)
-    report = selection.report(0.0)
+    monitor = LengthBiasMonitor(window=10)
+    assert (monitor.report(0.0).ks, monitor.report(0.0).mean_ratio, monitor.report(0.0).alarm) == (0.0, 1.0, False)
+    monitor.dropped(0, range(1, 100), again=False)
+    monitor.trained(1, [7] * 10)
+    report = monitor.report(0.0)
     assert (report.dispatched, report.dropped, report.ks) == (10, 0, 0.0)

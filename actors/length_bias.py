@@ -1,8 +1,7 @@
-"""Does what is trained on look like what was begun? Asynchronous systems prefer what ends early; here it is counted.
+"""Length bias: how much the trained completions differ in length from the dispatched ones. Pure.
 
-The *dispatched* cohort is every completion that was begun; the *trained* one is those of it that were used. When
-completions are dropped because they were under way too long, the trained ones are the short ones, and what is learned is
-brevity. Pure: lengths and times come in, numbers go out.
+The *dispatched* cohort is every completion that was begun, the *trained* one those that were used. Where completions are
+dropped because they took too long, short ones remain, and the policy learns brevity.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ALARM_ERRORS = 4.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a window of completions says.
+    """Of a window of completions.
 
     ks: Kolmogorov-Smirnov distance between the lengths dispatched and trained, 0 to 1. mean_ratio: mean length trained
     over mean length dispatched. correlation: of length with being dropped (point-biserial), 0 where all or none were.
@@ -37,7 +36,7 @@ class Report:
     oldest_s: float
 
 
-class Selection:
+class LengthBiasMonitor:
     """The fate of the last `window` completions, and when those still undecided were begun.
 
     A completion dropped in mid-sequence counts with the length it had: the bias is then underestimated.
@@ -48,7 +47,7 @@ class Selection:
         self._begun: dict[int, float] = {}
 
     def begin(self, group: int, now: float) -> None:
-        """A group is begun; what is begun again keeps its age: its prompt has waited all the while."""
+        """A group begins; a repeated one keeps its age, because its prompt has waited all the while."""
         self._begun.setdefault(group, now)
 
     def trained(self, group: int, lengths: Iterable[int]) -> None:
@@ -57,7 +56,7 @@ class Selection:
         self._fates += ((length, False) for length in lengths)
 
     def dropped(self, group: int, lengths: Iterable[int], *, again: bool) -> None:
-        """The group's completions are not used; `again` when its prompt will be begun once more."""
+        """The group's completions are not used. again: its prompt will be repeated."""
         if not again:
             self._begun.pop(group, None)
         self._fates += ((length, True) for length in lengths)
