@@ -31,8 +31,8 @@ from async_rlhf.run.scoring import reward_specs, stage_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.actors.loop.worker import Work
     from async_rlhf.actors.prompts import Row
-    from async_rlhf.actors.worker import Work
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ def run_actor(
 
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.loop.worker import Worker
     from async_rlhf.actors.prompts import check_prompts, load_rows
     from async_rlhf.actors.scoring.pool import ScoringPool
-    from async_rlhf.actors.worker import Worker
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.spans import SpanFile
     from async_rlhf.buffers.transport.link import connector
@@ -145,8 +145,8 @@ def run_actor(
 
 def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, partial_every: int = 0) -> Work:
     """What a group number means in this run. partial_every: as in `Work`."""
+    from async_rlhf.actors.loop.worker import Work
     from async_rlhf.actors.prompts import encode
-    from async_rlhf.actors.worker import Work
 
     return Work(
         seed=config.seed,
@@ -171,7 +171,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
 
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.engines import load_engine
-    from async_rlhf.actors.evaluation import evaluate
+    from async_rlhf.actors.loop.evaluation import evaluate
     from async_rlhf.actors.prompts import encode, load_rows
     from async_rlhf.actors.scoring.pool import ScoringPool
 

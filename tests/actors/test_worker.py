@@ -12,11 +12,11 @@ import pytest
 
 from async_rlhf.actors.config import EngineConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.actors.worker import Work, Worker
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group

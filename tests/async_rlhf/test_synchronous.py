@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from async_rlhf.actors.engine import Completion
+from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.actors.worker import Work
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.config import Config

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_rlhf.actors.decoding import Decoding, Tell, tell_nobody
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
-from async_rlhf.actors.length_bias import LengthBiasMonitor
+from async_rlhf.actors.loop.decoding import Decoding, Tell, tell_nobody
+from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
 from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
