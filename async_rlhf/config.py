@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
 from async_rlhf.actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
-from async_rlhf.actors.own_code import check_own_code
+from async_rlhf.actors.model_directory import check_own_code
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig

@@ -7,9 +7,14 @@ reward that read the completion along while it was being generated has done so f
 
 from __future__ import annotations
 
+import json
+import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_rlhf.buffers.lines import LineFile, read_lines
 
 GENERATION = "generation"
 """From the request to the last token; waiting for a slot is part of it."""
@@ -108,3 +113,35 @@ class Activity:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+_log = logging.getLogger(__name__)
+
+
+class SpanFile:
+    """What a process did and when (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
+
+    Owns the file, appended to by one process. `lost_lines`: those that could not be written, on a full disk for example."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path)
+        self._file.cut()
+        self.lost_lines = 0
+
+    def write(self, name: str, began: float, ended: float, **about: Any) -> None:
+        """name: what it was. began, ended: seconds since the epoch."""
+        span = {"name": name, "began": round(began, 6), "ended": round(ended, 6), **about}
+        try:
+            self._file.write(json.dumps(span))
+        except OSError as error:
+            if not self.lost_lines:
+                _log.error("spans are lost from here on as long as this lasts: %s", error)
+            self.lost_lines += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_spans(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of one process; the last may be being written."""
+    return read_lines(path)

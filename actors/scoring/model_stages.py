@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rlhf.actors.own_code import check_own_code
+from async_rlhf.actors.model_directory import check_own_code
 from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.rewards.settings import Stream, reward
 from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from async_rlhf.actors.torch_engine.chunks import PaddedChunks
-from async_rlhf.actors.torch_engine.masks import attention_of
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 from async_rlhf.buffers.errors import RewardError
 

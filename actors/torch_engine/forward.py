@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import PaddedChunks
-from async_rlhf.actors.torch_engine.masks import attention_of, decode_mask
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, decode_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 

@@ -1,7 +1,7 @@
 """`Forward` for Llama on a CPU, written for decoding: fewer, larger operations and no second pass for new prompts.
 
 Why it exists: with small models a decode pass is mostly the cost of starting operations, with larger ones that of the
-products with their weights, and with long rows that of reading their caches. Here weights are packed (`products`); q, k,
+products with their weights, and with long rows that of reading their caches. Here weights are packed (`Product`); q, k,
 v are one product, as are gate and up; both rotations are one; attention over the cache is two batched products, which on
 a CPU beat the fused kernel for single queries and read no further than the longest of a few neighbouring rows
 (`segments`); and the tokens of prefixes travel through the same products as the running rows' tokens. Used only for a
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +27,86 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import PaddedChunks
-from async_rlhf.actors.torch_engine.masks import decode_mask
-from async_rlhf.actors.torch_engine.products import Product
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, decode_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
-from async_rlhf.actors.torch_engine.segments import Segment, segments
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
 
 # Of a layer, by its index: queries float32 [S, H, D], keys and values [S, J, D] -> what was attended to, float32 [S, H D].
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch and this processor have such products; else the ordinary one gives the same up to rounding."""
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+class Product:
+    """Weights packed once per weight set, in oneDNN's own order.
+
+    A decode step multiplies few rows with every weight there is; an ordinary product reorders the weights each time, which for
+    few rows takes as long as the product itself, or leaves them to a library that does not use all of the processor.
+
+    x W^T for the weights of one or more linear layers without bias, one below the other, computed in their type.
+
+    Owns a copy of the weights, so it is made again when they change.
+    """
+
+    @torch.no_grad()
+    def __init__(self, *weights: torch.Tensor) -> None:
+        joined = torch.cat(weights)
+        self._dtype = joined.dtype
+        self._packed = can_pack(joined.dtype)
+        self._weights = torch.ops.mkldnn._reorder_linear_weight(joined) if self._packed else joined
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [S, in] -> float32 [S, out], fresh memory."""
+        x = x.to(self._dtype)
+        if self._packed:
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weights, None, "none", [], "")
+        else:
+            product = F.linear(x, self._weights)
+        return product.float()
+
+
+# Rows are looked at in blocks of so many; what a segment costs beside reading, in rows x columns (measured on two cores).
+BLOCK, COST = 4, 128
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows that attend together: each segment reads its cache only as far as its longest row, and costs some
+    operations of its own.
+
+    Rows start .. stop - 1, of which none has more than `length` tokens."""
+
+    start: int
+    stop: int
+    length: int
+
+
+def segments(positions: Sequence[int]) -> list[Segment]:
+    """Segments of all rows in order; positions: index of each row's last token. A block joins the segment before it when
+    that costs no more than a segment of its own."""
+    found: list[Segment] = []
+    for start in range(0, len(positions), BLOCK):
+        stop = min(start + BLOCK, len(positions))
+        block = Segment(start, stop, max(positions[start:stop]) + 1)
+        if found and _cost(joined := _join(found[-1], block)) <= _cost(found[-1]) + _cost(block):
+            found[-1] = joined
+        else:
+            found.append(block)
+    return found
+
+
+def _join(before: Segment, after: Segment) -> Segment:
+    return Segment(before.start, after.stop, max(before.length, after.length))
+
+
+def _cost(segment: Segment) -> int:
+    return (segment.stop - segment.start) * segment.length + COST
 
 
 def can_serve(model: PreTrainedModel) -> bool:

@@ -22,10 +22,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
-from async_rlhf.actors.torch_engine.products import can_pack
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_pack, can_serve, segments
 from async_rlhf.actors.torch_engine.scheduler import Chunk
-from async_rlhf.actors.torch_engine.segments import segments
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16

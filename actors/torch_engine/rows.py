@@ -8,13 +8,13 @@ Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.actors.engine import Completion, Request
-from async_rlhf.actors.torch_engine.progress import Progress
+from async_rlhf.actors.torch_engine.scheduler import Progress
 from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Span
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
@@ -157,3 +157,37 @@ class Rows:
 
 def _joined(sampling_masks: Sequence[Int32Array]) -> SamplingMask:
     return SamplingMask(np.array([len(ids) for ids in sampling_masks], np.int32), np.concatenate(sampling_masks))
+
+
+Decode = Callable[[Sequence[int]], str]
+
+# A character takes up to four tokens of one byte each; some more for tokens that are no text.
+_TOKENS_A_CHARACTER, _SPARE_TOKENS = 4, 8
+
+
+class Stopping:
+    """stop_ids end any completion. decode: tokens to text; None where no request may have stop strings."""
+
+    def __init__(self, stop_ids: Iterable[int], decode: Decode | None) -> None:
+        self._stop_ids = np.array(sorted(stop_ids), np.int64)
+        self.decode = decode
+
+    def stopped(
+        self, rows: Rows, tokens: npt.NDArray[np.int64], ready: npt.NDArray[np.int64], stops: Callable[[int], Sequence[str]]
+    ) -> npt.NDArray[np.bool_]:
+        """bool [N]: which of the rows `ready`, to each of which one of int64 [N] `tokens` was just added, are to end.
+
+        `stops` gives the stop strings of a row that has some.
+        """
+        stopped: npt.NDArray[np.bool_] = (tokens[:, None] == self._stop_ids).any(axis=1)
+        for index in np.flatnonzero(rows.stoppable[ready] & ~stopped).tolist():
+            row = int(ready[index])
+            stopped[index] = self._ends_with(rows, row, stops(row))
+        return stopped
+
+    def _ends_with(self, rows: Rows, row: int, stops: Sequence[str]) -> bool:
+        """Whether the text of the newest tokens holds a stop string; had it held one before, the row would have ended."""
+        assert self.decode is not None
+        window = _TOKENS_A_CHARACTER * max(map(len, stops)) + _SPARE_TOKENS
+        text = self.decode(rows.newest(row, window))
+        return any(stop in text for stop in stops)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.progress import Progress
+from async_rlhf.buffers.record import Float32Array, Int32Array, Span
 
 
 @dataclass(frozen=True)
@@ -313,3 +313,13 @@ def _is_of_prompt(fill: _Fill, version: int) -> bool:
     """Whether others may join: it computes a prompt, and these weights began it."""
     first = fill.members[0]
     return first.version == version and fill.ids == first.request.prompt_ids
+
+
+@dataclass(frozen=True)
+class Progress:
+    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    spans: tuple[Span, ...]
+    sampling_masks: tuple[Int32Array, ...] = ()

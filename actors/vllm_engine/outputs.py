@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.vllm_engine.capabilities import Capabilities
+from async_rlhf.actors.vllm_engine.arguments import Capabilities
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array, Int32Array, SamplingMask, Span
 

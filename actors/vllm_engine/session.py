@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey
-from async_rlhf.actors.vllm_engine.capabilities import Capabilities
+from async_rlhf.actors.vllm_engine.arguments import Capabilities
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError
 from async_rlhf.buffers.record import Float32Array

@@ -95,7 +95,7 @@ def check(
                 typer.echo(line)
         if deep:
             from async_rlhf.launch.gguf import model_directory
-            from async_rlhf.run.deep_check import deep_check
+            from async_rlhf.run.model_checks import deep_check
 
             for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
                 typer.echo(line)
@@ -295,7 +295,7 @@ def relay(
 ) -> None:
     """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
     with _errors():
-        from async_rlhf.run.relaying import run_relay
+        from async_rlhf.run.roles import run_relay
 
         run_relay(hub, address, keys, own_keys, overrides or [], typer.echo)
 

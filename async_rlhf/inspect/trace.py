@@ -21,8 +21,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.queue.recovery import read_batches
-from async_rlhf.buffers.spans import read_spans
-from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, unpack
+from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, read_spans, unpack
 from async_rlhf.run.run_dir import RunDir
 
 _US = 1e6

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.actors.model_directory import check_stop_strings
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.actors.stop_strings import check_stop_strings
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
@@ -18,7 +18,7 @@ from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.daemon import Progress, Supervisor
 from async_rlhf.run.display import Display
-from async_rlhf.run.model_files import check_model_files
+from async_rlhf.run.model_checks import check_model_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import reward_specs, stage_specs
 

@@ -19,8 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.config import Config
+from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.transport.keys import load_hub
+from async_rlhf.buffers.transport.link import connector
+from async_rlhf.buffers.weights.relay import Relay
+from async_rlhf.buffers.weights.shared import is_local
+from async_rlhf.config import Config, parse_settings
 from async_rlhf.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
@@ -99,7 +104,7 @@ def run_actor(
     from async_rlhf.actors.prompts import check_prompts, load_rows
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.buffers.clients.actor import ActorClient
-    from async_rlhf.buffers.spans import SpanFile
+    from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
 
     rows, _ = load_rows(config.data)
@@ -258,3 +263,19 @@ if __name__ == "__main__":
     logging.shutdown()
     # Threads of libraries must not keep a process that has done its work.
     os._exit(code)
+
+
+def run_relay(
+    hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
+) -> None:
+    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
+    for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
+        if directory is None and not is_local(given):
+            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+    config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
+    access = None if own_keys is None else load_hub(own_keys)
+    relay = Relay(hub, address, config, connector(keys), access)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: relay.stop())
+    say(f"relays between {hub} and actors at {address}")
+    relay.run()

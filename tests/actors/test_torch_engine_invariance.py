@@ -158,7 +158,7 @@ def test_without_batch_invariance_company_changes_bits(shape: str, monkeypatch: 
 
 
 def test_where_weights_cannot_be_packed_bits_do_not_depend_on_company_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("products", "llama_invariant"):
+    for module in ("llama", "llama_invariant"):
         monkeypatch.setattr(f"async_rlhf.actors.torch_engine.{module}.can_pack", lambda dtype: False)
     alone.cache_clear()
     assert differing("many inputs", torch.float32, 0, True, monkeypatch)[0] == 0

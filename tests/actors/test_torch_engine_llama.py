@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from async_rlhf.actors.torch_engine import products
+from async_rlhf.actors.torch_engine import llama
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, ModelForward
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
@@ -119,7 +119,7 @@ def test_weights_that_changed_are_in_effect_after_a_refresh(dtype: torch.dtype) 
 def test_where_weights_cannot_be_packed_the_logits_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(LlamaConfig(**SMALL)).to(dtype)
     packed = walk(LlamaForward(model, RowCache(4)))
-    monkeypatch.setattr(products, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(llama, "can_pack", lambda dtype: False)
     plain = walk(LlamaForward(model, RowCache(4)))
     torch.testing.assert_close(plain, packed, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-5)
 

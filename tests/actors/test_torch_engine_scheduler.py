@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.progress import Progress
-from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler
+from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Progress, Scheduler
 from async_rlhf.buffers.record import Span
 
 PROMPTS = ((0, 1, 2), (5,), (3, 1, 4, 1, 5, 9, 2, 6))

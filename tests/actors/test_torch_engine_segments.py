@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.torch_engine.segments import BLOCK, COST, segments
+from async_rlhf.actors.torch_engine.llama import BLOCK, COST, segments
 
 POSITIONS = st.lists(st.integers(0, 2000), min_size=1, max_size=70)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.vllm_engine.capabilities import Capabilities
+from async_rlhf.actors.vllm_engine.arguments import Capabilities
 from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span

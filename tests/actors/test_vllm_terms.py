@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment
-from async_rlhf.actors.vllm_engine.capabilities import Capabilities, probe
+from async_rlhf.actors.vllm_engine.arguments import Capabilities, engine_arguments, environment, probe
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import write_weights
 from async_rlhf.buffers.errors import ConfigError, EngineError

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.spans import SpanFile, read_spans
-from async_rlhf.buffers.stages import Activity, StageTime, pack, pack_ahead, stage_metrics, unpack
+from async_rlhf.buffers.stages import Activity, SpanFile, StageTime, pack, pack_ahead, read_spans, stage_metrics, unpack
 
 
 def test_stages_come_back_from_a_rollouts_timings_in_their_order() -> None:

@@ -1,17 +1,17 @@
-"""Looks at a model directory's files before any process is started: is what they say of themselves there?
-
-Headers, sizes and names only, without torch. Whether a model is one that can be trained is for the roles to say.
-"""
+"""A model directory before a run: its files by headers, sizes and names (no torch), and with `check --deep` its numbers."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.config import Config
 from async_rlhf.run.run_files import read_small
 
 _INDEX = "model.safetensors.index.json"
@@ -72,3 +72,30 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _wrong(path: Path, what: str) -> ConfigError:
     return ConfigError(f"model file {str(path)!r} cannot be used: {what}. Copy it again from where it came")
+
+
+def deep_check(config: Config) -> Iterator[str]:
+    """A line for each part that holds. Raises ConfigError for the first that does not."""
+    # Torch takes seconds to import, and nothing else of `check` needs it.
+    from transformers.utils import logging
+
+    from async_rlhf.actors.torch_engine.loading import load_engine
+    from async_rlhf.learner.model.files import load_model
+    from async_rlhf.learner.model.policy import Policy
+    from async_rlhf.learner.model.verification import check_policy
+    from async_rlhf.learner.step.machine import find_device
+
+    logging.disable_progress_bar()
+    began = time.monotonic()
+    policy = Policy(load_model(Path(config.model), find_device(config.learner.device)), config.learner)
+    check_policy(policy)
+    rows = "completions of a prompt share its computation" if policy.packs else "each completion has a row of its own"
+    yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
+    del policy
+    if config.engine.kind != "torch":
+        yield f"engine: {config.engine.kind} is held to the learner while the run goes on (engine.mismatch_limit)."
+        return
+    began = time.monotonic()
+    engine = load_engine(config.model, config.served_engine)
+    bits = ", the same bits alone and in a batch" if engine.is_batch_invariant else ""
+    yield f"engine: sampled log-probabilities are those of plain passes{bits} ({time.monotonic() - began:.1f} s)."

@@ -1,4 +1,4 @@
-"""Whether stop strings can end a completion at all; looked at before a run starts, without torch."""
+"""What a model directory says before a run: code of its own, which is never executed, and stop strings it can never reach."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
+
+
+def check_own_code(directory: Path, where: str) -> None:
+    """Raises ConfigError for a model or tokenizer that only its own code could load. where: what names the directory."""
+    if not any(map(_brings_code, (directory / "config.json", directory / "tokenizer_config.json"))):
+        return
+    from transformers import AutoConfig, AutoTokenizer  # slow to import, and few need it
+
+    kinds = [AutoConfig] + [AutoTokenizer] * (directory / "tokenizer_config.json").is_file()
+    for kind in kinds:
+        try:
+            kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where} = {str(directory)!r} needs its own code (auto_map), which is never run; use a model that "
+                f"transformers knows by itself ({kind.__name__}: {str(error)[:120]})"
+            ) from error
+
+
+def _brings_code(file: Path) -> bool:
+    """Whether the file names code. One that is not there or cannot be read is found where it is needed."""
+    try:
+        return bool(json.loads(file.read_text()).get("auto_map"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def check_stop_strings(stop: Sequence[str], model: Path) -> None:
