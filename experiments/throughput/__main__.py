@@ -104,7 +104,7 @@ def main(
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     options = ["--json", *(["--turns", str(turns)] if turns else []), *(["--small"] if small else [])]
     path = output or results.new_path(ROOT)
-    run, outcomes = results.describe_run(ROOT), list[Outcome]()
+    run, outcomes = results.describe_run(ROOT, small), list[Outcome]()
     for part in only or PARTS:
         outcomes.append(measure(part, options, quiet=not small))
         report(outcomes[-1], as_json)

@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -29,10 +30,11 @@ def new_path(root: Path) -> Path:
     return root / "runs" / "bench" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
 
-def describe_run(root: Path) -> dict[str, Any]:
-    """Date (UTC), commit (with "+" where files differ from it), machine and versions."""
+def describe_run(root: Path, small: bool) -> dict[str, Any]:
+    """Date (UTC), commit (with "+" where files differ from it), machine and versions. A small run is no measurement."""
     return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+        "small": small,
         "commit": _commit(root),
         "conditions": None,
         "machine": {
@@ -64,12 +66,12 @@ def _cpu_name() -> str | None:
 
 
 def _version(name: str, root: Path) -> str | None:
-    """Of this interpreter's package; TRL's from its own environment."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        found = sorted(root.glob(f".venv-trl/lib/python*/site-packages/{name}-*.dist-info"))
-        return found[-1].name.split("-")[1].removesuffix(".dist") if found else None
+    """Of this interpreter's package or its CPU build; TRL's from its own environment."""
+    for distribution in (name, f"{name}-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(distribution)
+    found = sorted(root.glob(f".venv-trl/lib/python*/site-packages/{name}-*.dist-info"))
+    return found[-1].name.split("-")[1].removesuffix(".dist") if found else None
 
 
 def write(path: Path, run: Mapping[str, Any], parts: Mapping[str, tuple[str, float]], rows: Sequence[Row]) -> None:
@@ -88,7 +90,12 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows of `new` replace those of the same part and load; runs without rows left are dropped."""
+    """Rows of `new` replace those of the same part and load; runs without rows left are dropped.
+
+    Raises ValueError when `new` holds a small run.
+    """
+    if small := [name for name, run in new["runs"].items() if run["small"]]:
+        raise ValueError(f"{', '.join(small)} ran with --small: that measures nothing")
     rows = {(row["part"], row["load"]): row for row in [*old["rows"], *new["rows"]]}
     used = {row["run"] for row in rows.values()}
     runs = {name: run for name, run in {**old["runs"], **new["runs"]}.items() if name in used}

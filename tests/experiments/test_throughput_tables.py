@@ -46,11 +46,17 @@ def test_a_cell_without_its_row_is_refused_with_the_row() -> None:
 
 
 def test_new_rows_replace_old_ones_and_a_run_without_rows_is_dropped() -> None:
-    old = {"runs": {"old": 1, "older": 2}, "rows": [row("a", "older", 1.0), row("b", "old", 1.0)]}
-    new = {"runs": {"new": 3}, "rows": [row("a", "new", 2.0)]}
+    old = {"runs": {"old": {}, "older": {}}, "rows": [row("a", "older", 1.0), row("b", "old", 1.0)]}
+    new = {"runs": {"new": {"small": False}}, "rows": [row("a", "new", 2.0)]}
     both = merged(old, new)
-    assert both["runs"] == {"old": 1, "new": 3}
+    assert both["runs"] == {"old": {}, "new": {"small": False}}
     assert [(each["load"], each["ratio"]) for each in both["rows"]] == [("a", 2.0), ("b", 1.0)]
+
+
+def test_a_small_run_is_not_taken_over() -> None:
+    new = {"runs": {"now": {"small": True}}, "rows": [row("a", "now", 2.0)]}
+    with pytest.raises(ValueError, match="now ran with --small"):
+        merged({"runs": {}, "rows": []}, new)
 
 
 def test_conditions_name_the_run_and_what_other_programs_used() -> None:
