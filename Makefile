@@ -28,7 +28,7 @@ help:
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
-	@echo "make bench   the benchmarks: ratios measured side by side (see README)"
+	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
 	@echo "make sweep   the small staleness sweep, with plot and report"
 
 setup: $(STAMP)

@@ -1,39 +1,29 @@
-"""Bytes of one published weight set: whole, with the adapters merged, and the adapters alone.
-
-python -m async_rlhf.experiments.throughput.adapters [--model DIR] [--rank 8] [--json]
-"""
+"""Bytes of one published weight set of a LoRA run: with the adapters merged, and the adapters alone."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.experiments.throughput.sides import MODEL
 from async_rlhf.learner.config import LearnerConfig, LoraConfig, LossConfig
-from async_rlhf.learner.step.controller import make_backend
 
 
-def published_bytes(model: Path, lora: LoraConfig) -> int:
-    """Bytes of the tensors that one publication carries."""
-    backend = make_backend(model, LearnerConfig(lora=lora), LossConfig())
-    return sum(len(tensor.data) for tensor in backend.tensors().values())
-
-
-def main(
+def adapters(
+    bench: Bench,
     model: Annotated[Path, typer.Option(help="Model directory.")] = MODEL,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line instead of a sentence.")] = False,
-) -> None:
-    """Count the bytes of one publication of a LoRA run, merged and as adapters alone."""
-    merged, alone = (published_bytes(model, LoraConfig(rank=rank, publish=how)) for how in ("merged", "adapter"))
-    if as_json:
-        typer.echo(json.dumps({"model": model.name, "rank": rank, "merged_bytes": merged, "adapter_bytes": alone}))
-    else:
-        typer.echo(f"{model.name}, rank {rank}: merged {merged:,} bytes, adapter {alone:,} bytes: 1/{merged / alone:.1f}")
+) -> Iterator[Row]:
+    """Count the bytes of one publication, merged and as adapters alone."""
+    sizes = {"merged": [published_bytes(model, rank, "merged")], "adapter": [published_bytes(model, rank, "adapter")]}
+    yield Row.of(f"{model.name}, rank {rank}", sizes, "bytes", counted=True)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def published_bytes(model: Path, rank: int, how: Literal["merged", "adapter"]) -> int:
+    """Bytes of the tensors that one publication carries."""
+    backend = make_backend(model, LearnerConfig(lora=LoraConfig(rank=rank, publish=how)), LossConfig())
+    return sum(len(tensor.data) for tensor in backend.tensors().values())

@@ -2,18 +2,15 @@
 
 Two things hold it up: the pause until training goes on, and what all steps made while the checkpoint is being written take
 longer than steps without (the copy that an update waits for, and what writing takes from the machine). Both are given as
-shares of the time the checkpoint takes; steps without one are timed before each. Run as
-`python -m async_rlhf.experiments.throughput.checkpoint`.
+shares of the time the checkpoint takes; steps without one are timed before each.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,13 +21,40 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.checkpoint.store import Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step.controller import Controller, make_backend
+from async_rlhf.learner.step.controller import Controller
 
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
+
+
+def checkpoint(
+    bench: Bench,
+    steps: Annotated[int, typer.Option(min=2, help="Steps timed without a checkpoint, before each.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of 4 completions.")] = 64,
+) -> Iterator[Row]:
+    """Time checkpoints in the background, each a turn, after one to warm up. The first row's goal is 5 % of the writing."""
+    torch.set_num_threads(1)
+    shape = bench.size(_WIDE, {**_WIDE, "hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 2})
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        AutoModelForCausalLM.from_config(LlamaConfig(**shape), trust_remote_code=False).save_pretrained(directory / "model")
+        backend = make_backend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
+        step = make_step(backend, tokens)
+        saver = CheckpointWriter(Checkpoints(directory / "checkpoints", keep_last=1), background=True)
+        step()
+        measured = [measure(backend, saver, step, number, steps) for number in range(bench.num_turns(3) + 1)][1:]
+    parameters = sum(p.numel() for p in backend.machine.policy.parameters())
+    writing = [each.save_s for each in measured]
+    pause = {"pause": [each.pause_s for each in measured], "writing": writing}
+    yield Row.of("until training goes on", pause, "s", at_most=0.05, figures={"parameters": parameters})
+    beside = statistics.median(each.steps_beside for each in measured)
+    step_s = statistics.median(each.step_s for each in measured)
+    slower = {"steps beside": [each.slowdown_s for each in measured], "writing": writing}
+    yield Row.of("steps beside it, longer by", slower, "s", figures={"steps": beside, "step_s": step_s})
 
 
 @dataclass(frozen=True)
@@ -71,34 +95,3 @@ def measure(backend: Controller, saver: CheckpointWriter, step: Callable[[], flo
         beside.append(step())
     saver.wait()
     return Measured(usual, pause, saver.seconds, len(beside), sum(beside) - usual * len(beside))
-
-
-def main(
-    steps: Annotated[int, typer.Option(min=2, help="Steps timed without a checkpoint, before each.")] = 4,
-    saves: Annotated[int, typer.Option(min=1, help="Checkpoints timed after one that warms up.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of 4 completions.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
-) -> None:
-    """Time checkpoints in the background (about two minutes)."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE), trust_remote_code=False).save_pretrained(directory / "model")
-        backend = make_backend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
-        step = make_step(backend, tokens)
-        saver = CheckpointWriter(Checkpoints(directory / "checkpoints", keep_last=1), background=True)
-        step()
-        measured = [measure(backend, saver, step, number, steps) for number in range(saves + 1)][1:]
-    middle = {field: statistics.median(getattr(each, field) for each in measured) for field in vars(measured[0])}
-    result = {
-        "parameters": sum(p.numel() for p in backend.machine.policy.parameters()),
-        **{field: round(value, 4) for field, value in middle.items()},
-        "pause_share_of_save": round(statistics.median(each.pause_s / each.save_s for each in measured), 5),
-        "slowdown_share_of_save": round(statistics.median(each.slowdown_s / each.save_s for each in measured), 4),
-        "machine_load": round(os.getloadavg()[0], 1),
-    }
-    typer.echo(json.dumps(result) if as_json else "\n".join(f"{name:<24}{value}" for name, value in result.items()))
-
-
-if __name__ == "__main__":
-    typer.run(main)

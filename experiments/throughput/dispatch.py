@@ -1,4 +1,4 @@
-"""Which waiting request should take a free slot? Orders of the waiting line compared by counting decode steps.
+"""Which waiting request should take a free slot? Orders of waiting requests compared by counting decode steps.
 
 One actor decodes groups for a learner that takes no time and takes batches in strict order; every running sequence gets a
 token a step. Lengths are log-normal, half of their variance (of the logarithm) the prompt's, cut at a limit. Nothing is
@@ -7,22 +7,21 @@ dropped and no token changes, whatever the order: only when a sequence begins.
 - submitted: in the order of group numbers, members together. What the engine does.
 - siblings: of the oldest batch, the group whose ended members were longest.
 - prompt: of the oldest batch, the group whose prompt's completions were longest when it came last, an epoch ago.
-- known: of the oldest batch, the request that will be longest. Nobody can know; it bounds what an order can gain.
-
-Run as `python -m async_rlhf.experiments.throughput.dispatch [--json]`.
+- known: of the oldest batch, the request that will be longest. No engine can know; it bounds what an order can gain.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import typer
+
+from async_rlhf.experiments.throughput.harness import Bench, Row
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,7 +70,7 @@ class Outcome:
     busy: float
 
 
-# What sorts the waiting line, lowest first: setting, work, lengths of ended siblings, (group, member).
+# What sorts the waiting requests, lowest first: setting, work, lengths of ended siblings, (group, member).
 Order = Callable[[Setting, Work, dict[int, list[int]], tuple[int, int]], Any]
 
 
@@ -123,42 +122,31 @@ def _batch(setting: Setting, values: Ints, number: int) -> Ints:
     return values[number * setting.groups_per_batch : (number + 1) * setting.groups_per_batch]
 
 
-def compare(setting: Setting, batches: int, seeds: int) -> dict[str, dict[str, float]]:
-    """For each order: steps until a group is whole, steps a batch (mean and p95), and the share of slots in use."""
-    results = {}
-    for name, order in ORDERS.items():
-        works = [Work.draw(batches * setting.groups_per_batch, setting.group_size, seed) for seed in range(seeds)]
-        outcomes = [simulate(setting, work, order) for work in works]
-        groups, between = (np.concatenate([getattr(each, part) for each in outcomes]) for part in ("group", "batch"))
-        results[name] = {
-            "group_mean": round(float(groups.mean()), 1),
-            "group_p95": round(float(np.percentile(groups, 95)), 1),
-            "batch_mean": round(float(between.mean()), 1),
-            "batch_p95": round(float(np.percentile(between, 95)), 1),
-            "busy": round(float(np.mean([each.busy for each in outcomes])), 3),
-        }
-    return results
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per setting instead of a table.")] = False,
-    batches: Annotated[int, typer.Option(min=1, help="Batches of 16 groups of 8 in each run.")] = 50,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each order.")] = 4,
-) -> None:
-    """Count the decode steps that each order of the waiting line takes."""
+def dispatch(
+    bench: Bench,
+    batches: Annotated[int | None, typer.Option(min=1, help="Batches of 16 groups of 8 in each run.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each order.")] = None,
+) -> Iterator[Row]:
+    """Count the decode steps a batch that each order takes, beside the order of submission."""
     for slots in (16, 64):
         for staleness in (0, 1, 2):
-            results = compare(Setting(slots, staleness), batches, seeds)
-            if as_json:
-                typer.echo(json.dumps({"slots": slots, "staleness": staleness, **results}))
-                continue
-            typer.echo(f"{slots} slots, staleness {staleness}: steps until a group is whole; steps a batch; slots in use")
-            for name, found in results.items():
-                group, batch = (
-                    f"{found[part + '_mean']:>8.1f} p95 {found[part + '_p95']:>6.1f}" for part in ("group", "batch")
-                )
-                typer.echo(f"  {name:<10}{group}   {batch}   {found['busy']:.3f}")
+            setting = Setting(slots, staleness)
+            outcomes = compare(setting, batches or bench.size(50, 2), seeds or bench.size(4, 1))
+            submitted = float(outcomes["submitted"].batch.mean())
+            for name, found in outcomes.items():
+                steps = {name: [float(found.batch.mean())]} | ({} if name == "submitted" else {"submitted": [submitted]})
+                p95 = {f"{part}_p95": float(np.percentile(getattr(found, part), 95)) for part in ("group", "batch")}
+                load, mean = f"{slots} slots, staleness {staleness}, {name}", float(found.group.mean())
+                yield Row.of(load, steps, "steps", counted=True, figures={"group_mean": mean, **p95, "busy": found.busy})
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def compare(setting: Setting, batches: int, seeds: int) -> dict[str, Outcome]:
+    """For each order, all runs together; every order is given the same work."""
+    works = [Work.draw(batches * setting.groups_per_batch, setting.group_size, seed) for seed in range(seeds)]
+    return {name: joined([simulate(setting, work, order) for work in works]) for name, order in ORDERS.items()}
+
+
+def joined(runs: list[Outcome]) -> Outcome:
+    """Steps of all runs; the mean share of slots in use."""
+    group, batch = (np.concatenate([getattr(each, part) for each in runs]) for part in ("group", "batch"))
+    return Outcome(group, batch, float(np.mean([each.busy for each in runs])))

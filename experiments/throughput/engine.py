@@ -11,16 +11,13 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 GGUF file, which is converted once.
 
 Only tokens that were asked for are counted. `generate` samples without top-k or top-p and returns no
-log-probabilities; the engine returns them. Run as `python -m async_rlhf.experiments.throughput.engine [--json]`.
+log-probabilities; the engine returns them.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,10 +29,37 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
 from async_rlhf.launch.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
 DType = Literal["float32", "bfloat16"]
+# Options of every part that generates.
+ModelOption = Annotated[Path | None, typer.Option("--model", help="A model directory or GGUF file instead of the tiny model.")]
+DTypeOption = Annotated[DType, typer.Option("--dtype", help="Type of weights and activations.")]
+SlotsOption = Annotated[int | None, typer.Option("--slots", min=1, help="Sequences decoded together.")]
+LoadOption = Annotated[Literal["equal", "mixed"] | None, typer.Option("--load", help="Only this load.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads, the same for all sides.")]
+
+
+def engine(
+    bench: Bench,
+    model: ModelOption = None,
+    dtype: DTypeOption = "float32",
+    slots: SlotsOption = None,
+    load: LoadOption = None,
+    threads: ThreadsOption = 1,
+) -> Iterator[Row]:
+    """Compare the built-in engine with transformers generate, in useful tokens a second.
+
+    The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
+    """
+    torch.set_num_threads(threads)
+    for each in loads_for(model, slots or bench.size(None, 8), load):
+        ours, plain = TorchEngine(make_model(model, dtype), slots=each.batch, max_length=512), make_model(model, dtype)
+        sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
+        seconds = alternate(sides, bench.num_turns(5))
+        yield Row.of(each.title(model, dtype), rates(sum(each.lengths), seconds), "tok/s")
 
 
 @dataclass(frozen=True)
@@ -55,23 +79,16 @@ class Load:
         lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 8 * batch)
         return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), batch)
 
+    def title(self, model: Path | None = None, dtype: str = "float32") -> str:
+        """The load's name in a row."""
+        return f"{self.name}, {self.batch} slots" + (f", {model.name} in {dtype}" if model else "")
+
 
 def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mixed"] | None) -> list[Load]:
     """Both loads, or the one of that name; slots: None for as many as suit the model."""
     usual = (128, 64) if model is None else (16, 16)
     loads = Load.equal(slots or usual[0]), Load.mixed(slots or usual[1])
     return [load for load in loads if only in (None, load.name)]
-
-
-@dataclass(frozen=True)
-class Result:
-    """Useful tokens per second, medians over the repeats, and their ratio."""
-
-    load: str
-    useful_tokens: int
-    generate_tokens_per_s: float
-    engine_tokens_per_s: float
-    ratio: float
 
 
 def make_model(model: Path | None = None, dtype: DType = "float32", num_key_heads: int = 4) -> PreTrainedModel:
@@ -128,66 +145,3 @@ def run_generate(model: PreTrainedModel, load: Load) -> None:
             max_new_tokens=longest,
         )
         assert out.shape == (len(batch), NUM_PROMPT_TOKENS + longest)
-
-
-def measure(load: Load, repeats: int, make: Callable[[], PreTrainedModel]) -> Result:
-    """Runs both in turns, so that a slow moment of the machine falls on both; the first turn warms up.
-
-    The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
-    """
-    engine, model = TorchEngine(make(), slots=load.batch, max_length=512), make()
-    runs: dict[str, Callable[[], None]] = {
-        "generate": lambda: run_generate(model, load),
-        "engine": lambda: run_engine(engine, load),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    useful = sum(load.lengths)
-    speed = {name: useful / statistics.median(times) for name, times in seconds.items()}
-    return Result(
-        load=load.name,
-        useful_tokens=useful,
-        generate_tokens_per_s=round(speed["generate"], 1),
-        engine_tokens_per_s=round(speed["engine"], 1),
-        ratio=round(speed["engine"] / speed["generate"], 3),
-    )
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per load instead of a table.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed turns of each after one to warm up.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for both.")] = 1,
-    model: Annotated[Path | None, typer.Option(help="A model directory or GGUF file instead of the tiny model.")] = None,
-    dtype: Annotated[DType, typer.Option(help="Type of weights and activations.")] = "float32",
-    slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded together.")] = None,
-    only: Annotated[Literal["equal", "mixed"] | None, typer.Option(help="Only this load.")] = None,
-) -> None:
-    """Compare the built-in engine with transformers generate."""
-    torch.set_num_threads(threads)
-    if not as_json:
-        typer.echo(f"{'load':<8}{'useful tokens':>14}{'generate tok/s':>16}{'engine tok/s':>14}{'ratio':>8}")
-    for load in loads_for(model, slots, only):
-        result = measure(load, repeats, partial(make_model, model, dtype))
-        if as_json:
-            settings = {
-                "threads": threads,
-                "repeats": repeats,
-                "model": model and str(model),
-                "dtype": dtype,
-                "slots": load.batch,
-            }
-            typer.echo(json.dumps(asdict(result) | settings))
-        else:
-            typer.echo(
-                f"{result.load:<8}{result.useful_tokens:>14}{result.generate_tokens_per_s:>16.0f}"
-                f"{result.engine_tokens_per_s:>14.0f}{result.ratio:>8.2f}"
-            )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -6,20 +6,16 @@ Lengths are long-tailed (log-normal, sigma 1, median 48, cut at 256 tokens; prom
 - shared: 8 completions of each prompt, which the learner computes once for all of them.
 
 Two models: the shipped tiny one, and one of 39 million random parameters with a vocabulary of 32,768. `learner_sides` says
-what the sides do. A rate is completion tokens per second: prompts and padding are work, not result. A ratio is the median over
-turns of the seconds of another side over ours, by the clock and of the processor; where other work uses the machine, the
-second is the one to read. Run as `python -m async_rlhf.experiments.throughput.learner [--json]`.
+what the sides do. A rate is completion tokens a second by the clock: prompts and padding are work, not result. `cpu_ratio` is
+the same ratio in processor time: read it where other programs use the machine.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -28,21 +24,23 @@ import numpy as np
 import torch
 import typer
 
+from async_rlhf.experiments.throughput.engine import ThreadsOption
+from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate
 from async_rlhf.experiments.throughput.learner_sides import (
     WIDE,
     Seconds,
     Side,
     Trl,
     bare,
+    diagnostics_seconds,
     long_tailed,
     make_groups,
     make_wide,
     off,
     ours,
-    share_of_diagnostics,
 )
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT
-from async_rlhf.experiments.throughput.trl_environment import SkippedError, trl_python
+from async_rlhf.experiments.throughput.trl_environment import trl_python
 
 GOALS = {"bare": 0.9, "trl": 1.3}
 MOST_OVERHEAD = 0.03
@@ -56,59 +54,45 @@ class Model(StrEnum):
     WIDE = "wide"
 
 
+class Sharing(StrEnum):
+    """Whether completions share prompts."""
+
+    ALONE = "alone"
+    SHARED = "shared"
+
+
 # Prompts of `shared`; a step of the wide model takes 50 times as long.
 _PROMPTS = {Model.TINY: 8, Model.WIDE: 2}
 _TURNS = {Model.TINY: 9, Model.WIDE: 3}
 
 
-@dataclass(frozen=True)
-class Result:
-    """tokens_per_s: of each side, median of the turns. ratio, cpu_ratio: the other side's seconds over ours, by its name.
-
-    overhead: share of our step's processor time that corrections, loss, entropy and diagnostics take, timed where they are
-    called; the side `off` is the same by difference. machine_load: at the end.
-    """
-
-    model: str
-    load: str
-    completion_tokens: int
-    turns: int
-    tokens_per_s: Mapping[str, float]
-    ratio: Mapping[str, float]
-    cpu_ratio: Mapping[str, float]
-    overhead: float
-    machine_load: float
+Loads = Annotated[list[Sharing] | None, typer.Option("--load", help="Only this load; may be repeated.")]
+Models = Annotated[list[Model] | None, typer.Option("--model", help="Only this model; may be repeated.")]
+UseTrl = Annotated[bool, typer.Option(help="Measure TRL's training part too (installed into .venv-trl on first use).")]
 
 
-def judged(model: str, load: str, tokens: int, seconds: Mapping[str, Sequence[Seconds]], overhead: float) -> Result:
-    """What the turns of all sides say; `seconds["ours"][i]` and the others' belong to the same turn."""
-    others = [name for name in seconds if name != "ours"]
-
-    def ratios(kind: str) -> dict[str, float]:
-        return {
-            name: statistics.median(
-                getattr(theirs, kind) / getattr(mine, kind) for theirs, mine in zip(seconds[name], seconds["ours"], strict=True)
-            )
-            for name in others
-        }
-
-    return Result(
-        model=model,
-        load=load,
-        completion_tokens=tokens,
-        turns=len(seconds["ours"]),
-        tokens_per_s={name: round(tokens / statistics.median(s.wall for s in each), 1) for name, each in seconds.items()},
-        ratio={name: round(ratio, 3) for name, ratio in ratios("wall").items()},
-        cpu_ratio={name: round(ratio, 3) for name, ratio in ratios("cpu").items()},
-        overhead=round(overhead, 4),
-        machine_load=round(os.getloadavg()[0], 1),
-    )
+def learner(
+    bench: Bench, model: Models = None, load: Loads = None, threads: ThreadsOption = 1, trl: UseTrl = True
+) -> Iterator[Row]:
+    """Compare a learner step with a bare training loop and with TRL's, in completion tokens a second."""
+    python, missing = None, None
+    try:
+        python = trl_python(ROOT) if trl else None
+    except MissingError as error:
+        missing = error
+    torch.set_num_threads(threads)
+    for each in model or bench.size(list(Model), [Model.TINY]):
+        for name in load or list(Sharing):
+            with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
+                yield from measure(each, name, python, bench.num_turns(_TURNS[each]), threads, Path(directory))
+    if missing is not None:
+        raise missing
 
 
-def measure(model: Model, load: str, python: Path | None, turns: int, threads: int, directory: Path) -> Result:
-    """All sides in turns, so that a slow moment of the machine falls on all; the first turn warms up."""
+def measure(model: Model, load: Sharing, python: Path | None, turns: int, threads: int, directory: Path) -> Iterator[Row]:
+    """All sides in turns; one row for each side beside ours, and one for the share of diagnostics."""
     lengths = long_tailed(_PROMPTS[model], _COMPLETIONS)
-    lengths = lengths.reshape(-1, 1) if load == "alone" else lengths
+    lengths = lengths.reshape(-1, 1) if load is Sharing.ALONE else lengths
     path = MODEL if model is Model.TINY else make_wide(directory / "model")
     groups = make_groups(lengths, 99 if model is Model.TINY else WIDE["vocab_size"])
     with ExitStack() as stack:
@@ -119,59 +103,18 @@ def measure(model: Model, load: str, python: Path | None, turns: int, threads: i
         }
         if python is not None:
             sides["trl"] = stack.enter_context(Trl(python, path, groups, threads, directory))
-        for side in sides.values():
-            side()
-        seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
-        for _ in range(turns):
-            for name, side in sides.items():
-                seconds[name].append(side())
-    return judged(model, load, int(np.sum(lengths)), seconds, share_of_diagnostics(path, groups, threads))
+        seconds = alternate(sides, turns)
+    yield from beside(f"{model}, {load}", int(np.sum(lengths)), seconds)
+    whole, diagnostics = diagnostics_seconds(path, groups, threads)
+    parts = {"diagnostics": [diagnostics], "step": [whole]}
+    yield Row.of(f"{model}, {load}: corrections and diagnostics", parts, "CPU s", at_most=MOST_OVERHEAD)
 
 
-def show(result: Result) -> str:
-    """A line for each side, with the goal where there is one."""
-    lines = [
-        f"{result.model}, {result.load}: {result.completion_tokens} completion tokens, {result.turns} turns, "
-        f"machine load {result.machine_load}",
-        f"  {'ours':<6}{result.tokens_per_s['ours']:>10.0f} tok/s",
-    ]
-    for name, ratio in result.ratio.items():
-        goal = f"   goal {GOALS[name]}" if name in GOALS else ""
-        lines.append(
-            f"  {name:<6}{result.tokens_per_s[name]:>10.0f} tok/s   ours is {ratio:.2f} x, in processor time "
-            f"{result.cpu_ratio[name]:.2f} x{goal}"
-        )
-    lines.append(f"  corrections and diagnostics: {result.overhead:.1%} of our step   goal {MOST_OVERHEAD:.0%} at most")
-    return "\n".join(lines)
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per model and load instead of lines.")] = False,
-    only: Annotated[list[Model] | None, typer.Option("--model", help="Only this model; may be repeated.")] = None,
-    load: Annotated[list[str] | None, typer.Option(help="Only this load: alone or shared; may be repeated.")] = None,
-    turns: Annotated[int | None, typer.Option(min=1, help="Timed turns after one to warm up; else 9 and 3.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads, the same for all.")] = 1,
-    trl: Annotated[bool, typer.Option(help="Measure TRL's training part too (installed into .venv-trl on first use).")] = True,
-    require_trl: Annotated[bool, typer.Option(help="Fail when TRL cannot be installed, rather than go on without.")] = False,
-) -> None:
-    """Compare a learner step with a bare training loop and with TRL's (about seven minutes)."""
-    loads = load or ["alone", "shared"]
-    if unknown := set(loads) - {"alone", "shared"}:
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are alone, shared")
-    python = None
-    try:
-        python = trl_python(ROOT) if trl else None
-    except SkippedError as reason:
-        typer.echo(f"without TRL: {reason}", err=True)
-        if require_trl:
-            raise typer.Exit(1) from reason
-    torch.set_num_threads(threads)
-    for model in only or list(Model):
-        for each in loads:
-            with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-                result = measure(model, each, python, turns or _TURNS[model], threads, Path(directory))
-            typer.echo(json.dumps(asdict(result)) if as_json else show(result))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def beside(load: str, tokens: int, seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
+    """A row for each other side; `seconds["ours"][i]` and the others' belong to the same turn."""
+    for name in [each for each in seconds if each != "ours"]:
+        pair = {"ours": seconds["ours"], name: seconds[name]}
+        rate = {side: [tokens / each.wall for each in turns] for side, turns in pair.items()}
+        cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
+        further = {"cpu_ratio": cpu, "tokens": tokens}
+        yield Row.of(f"{load}, beside {name}", rate, "tok/s", at_least=GOALS.get(name), figures=further)

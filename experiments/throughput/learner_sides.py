@@ -113,8 +113,8 @@ def ours(model: Path, groups: list[Group], threads: int) -> Side:
     return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0))
 
 
-def share_of_diagnostics(model: Path, groups: list[Group], threads: int) -> float:
-    """Of the processor time of one step, what corrections, the loss of its tokens, entropy and diagnostics take.
+def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple[float, float]:
+    """Processor seconds of one step, and of its corrections, token losses, entropy and diagnostics.
 
     Timed where they are called, which other work on the machine disturbs less than a difference of two steps.
     """
@@ -135,10 +135,10 @@ def share_of_diagnostics(model: Path, groups: list[Group], threads: int) -> floa
     side()
     with ExitStack() as stack:
         for name in ("logprobs._entropy_", "update.objective", "update.StepSums.add", "update.StepSums.report"):
-            found = pkgutil.resolve_name(f"learner.{name}")
-            stack.enter_context(mock.patch(f"learner.{name}", counted(found)))
+            found = pkgutil.resolve_name(f"async_rlhf.learner.{name}")
+            stack.enter_context(mock.patch(f"async_rlhf.learner.{name}", counted(found)))
         whole = side().cpu
-    return spent / whole
+    return whole, spent
 
 
 def off(model: Path, groups: list[Group], threads: int) -> Side:

@@ -8,28 +8,24 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
   learner, and is checked twice. Producers send headers that were encoded before, and the consumer does not unpack: what
   packing and unpacking cost is measured apart.
 
-Also: the time from put to take at a quarter of the goal's load each way, the hub's processor time, and its memory with 100,000
-rollouts queued. Run as `python -m async_rlhf.experiments.throughput.queue [--json] [--small]`.
+Also: the time from put to take at 10,000 rollouts a second, the processor time of the hub, and its memory with 100,000
+rollouts queued.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import psutil
-import typer
 import zmq
 
 from async_rlhf.buffers.clients.learner import LearnerClient
@@ -40,10 +36,12 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Span
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate
 from async_rlhf.experiments.throughput.queue_producer import produce
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
+_GOALS = {("2 KB", "off"): 0.1, ("64 KB", "off"): 0.3}
 _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it is sampled by version 0
 _LIMIT_S = 300.0
 _SPAWN = multiprocessing.get_context("spawn")
@@ -59,6 +57,49 @@ class Load:
     num_groups: int
     batch: int = 32
     rate: float = 0.0
+
+
+def queue(bench: Bench) -> Iterator[Row]:
+    """Compare the replay queue with raw pyzmq, in MB/s of groups (10^6 bytes of ids and log-probabilities)."""
+    scale = bench.size(1, 64)
+    loads = [
+        Load("2 KB", 2048, "off", 16384 // scale),
+        Load("2 KB", 2048, "interval", 16384 // scale),
+        Load("2 KB", 2048, "group", 16384 // scale),
+        Load("64 KB", 65536, "off", 2048 // scale),
+        Load("64 KB", 65536, "group", 2048 // scale),
+    ]
+    for load in bench.size(loads, loads[2:4]):
+        yield measure(load, bench.num_turns(3))
+    waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
+    yield Row.of(
+        "put to take at 10,000 rollouts a second",
+        {"wait": waits},
+        "ms",
+        turns=1,
+        figures={"p99_ms": waits[int(0.99 * len(waits))]},
+    )
+    queued = Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8)
+    before, after = memory_at(queued)
+    memory = {"queued": [after], "empty": [before]}
+    yield Row.of("hub memory", memory, "MiB", counted=True, figures={"rollouts": queued.num_groups * GROUP_SIZE})
+    for name, microseconds in packing_us(2048).items():
+        yield Row.of(f"{name} a group of 8 x 2 KB", {name: [microseconds]}, "us")
+
+
+def measure(load: Load, turns: int) -> Row:
+    """Raw and queue in turns, none to warm up: each starts processes of its own."""
+    size, cpu = load.rollout_bytes * GROUP_SIZE * load.num_groups / 1e6, list[float]()
+
+    def through_the_hub() -> float:
+        run = run_queue(load)
+        cpu.append(1000 * run.hub_cpu_s / (load.num_groups * GROUP_SIZE))
+        return size / run.seconds
+
+    rates = alternate({"queue": through_the_hub, "raw": lambda: size / run_raw(load)}, turns, warm_up=0)
+    per_s, goal = statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes, _GOALS.get((load.name, load.fsync))
+    figures = {"rollouts_per_s": round(per_s), "hub_cpu_s_per_1000": statistics.median(cpu)}
+    return Row.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
 
 
 @dataclass(frozen=True)
@@ -121,7 +162,7 @@ def run_queue(load: Load) -> Run:
     bound = Bound(load.batch, _MAX_STALENESS, load.num_groups)
     with _hub(load, bound) as (address, hub, learner), _running(_producers(load, address)):
         process, num_batches, wait_ms = psutil.Process(hub.pid), load.num_groups // load.batch, list[float]()
-        learner.take_packed(0)  # everybody has started
+        learner.take_packed(0)  # all producers have started
         began, cpu = time.perf_counter(), _cpu_s(process)
         for step in range(num_batches):
             frames = learner.take_packed(step)
@@ -232,80 +273,3 @@ def packing_us(rollout_bytes: int, repeats: int = 300) -> dict[str, float]:
             part()
         found[name] = round(1e6 * (time.perf_counter() - began) / repeats, 1)
     return found
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Medians over the repeats; mb: 10^6 bytes of groups (ids and log-probabilities). The ratio is the median of pairs."""
-
-    load: str
-    fsync: str
-    raw_mb_s: float
-    queue_mb_s: float
-    ratio: float
-    rollouts_s: float
-    hub_cpu_s_per_1000: float
-
-
-def measure(load: Load, repeats: int) -> Throughput:
-    """Raw and queue in turns, so that a slow moment of the machine falls on both."""
-    size = load.rollout_bytes * GROUP_SIZE * load.num_groups / 1e6
-    raw, queue, cpu = list[float](), list[float](), list[float]()
-    for _ in range(repeats):
-        raw.append(size / run_raw(load))
-        run = run_queue(load)
-        queue.append(size / run.seconds)
-        cpu.append(1000 * run.hub_cpu_s / (load.num_groups * GROUP_SIZE))
-    ratios = [mine / theirs for mine, theirs in zip(queue, raw, strict=True)]
-    speed = statistics.median(queue)
-    return Throughput(
-        load.name, load.fsync, round(statistics.median(raw), 1), round(speed, 1), round(statistics.median(ratios), 3),
-        round(speed * 1e6 / load.rollout_bytes), round(statistics.median(cpu), 4),
-    )  # fmt: skip
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a table.")] = False,
-    small: Annotated[bool, typer.Option(help="A few groups only: that it runs, not how fast.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of raw and queue.")] = 3,
-) -> None:
-    """Compare the replay queue with raw pyzmq."""
-    scale = 64 if small else 1
-    repeats = 1 if small else repeats
-    loads = [
-        Load("2 KB", 2048, "off", 16384 // scale),
-        Load("2 KB", 2048, "interval", 16384 // scale),
-        Load("2 KB", 2048, "group", 16384 // scale),
-        Load("64 KB", 65536, "off", 2048 // scale),
-        Load("64 KB", 65536, "group", 2048 // scale),
-    ]
-    loads = loads[2:4] if small else loads
-    say = typer.echo
-    if not as_json:
-        say(f"{'rollouts':<10}{'fsync':<10}{'raw MB/s':>10}{'queue MB/s':>12}{'ratio':>8}{'rollouts/s':>12}{'CPU s/1000':>14}")
-    for load in loads:
-        found = measure(load, repeats)
-        if as_json:
-            say(json.dumps(asdict(found)))
-        else:
-            say(
-                f"{found.load:<10}{found.fsync:<10}{found.raw_mb_s:>10.0f}{found.queue_mb_s:>12.0f}{found.ratio:>8.3f}"
-                f"{found.rollouts_s:>12}{found.hub_cpu_s_per_1000:>14.4f}"
-            )
-    waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
-    latency = {"p50_ms": round(waits[len(waits) // 2], 2), "p99_ms": round(waits[int(0.99 * len(waits))], 2)}
-    before, after = memory_at(Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8))
-    memory = {"empty_mib": round(before, 1), "queued_mib": round(after, 1), "rollouts": 12512 // (8 * scale) * 64}
-    with suppress(OSError):
-        memory["load_average"] = round(os.getloadavg()[0], 1)
-    if as_json:
-        say(json.dumps({"put_to_take": latency, "memory": memory, "packing_us": packing_us(2048)}))
-        return
-    p50, p99, empty, queued = *latency.values(), memory["empty_mib"], memory["queued_mib"]
-    say(f"put to take at 10,000 rollouts/s, batches of 4 groups, fsync group: p50 {p50} ms, p99 {p99} ms")
-    say(f"memory of the hub: {empty} MiB empty, {queued} MiB with {memory['rollouts']} rollouts queued")
-    say(f"microseconds a group of 8 x 2 KB: {packing_us(2048)}; load average {memory.get('load_average')}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,20 +1,17 @@
 """From a completion's last token to its score: a reward model that reads along beside one that begins at the end.
 
-    python -m async_rlhf.experiments.throughput.reading_along
-
 One torch engine decodes completions of 512 tokens, one begun every 64 steps, so that they end one after the other while
 others are being decoded; a reward model as large as the policy scores them in its worker process. Rounds with and without
-reading along take turns in one run. Random weights: the arithmetic is that of trained ones. `fusion` reports it too.
+reading along take turns in one run. Random weights: the arithmetic is that of trained ones.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +26,7 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate
 from async_rlhf.experiments.throughput.sides import MODEL
 
 GOAL = 0.3
@@ -39,25 +37,6 @@ _PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
-class Along:
-    """Medians over the completions, in seconds from the last token to the score. prefetched: mean share of tokens.
-
-    difference: largest between the two scores of one completion. tokens_per_s: of the engine.
-    """
-
-    parameters: int
-    completions: int
-    at_the_end_s: float
-    along_s: float
-    ratio: float
-    goal: float
-    prefetched: float
-    difference: float
-    tokens_per_s_at_the_end: float
-    tokens_per_s_along: float
-
-
-@dataclass(frozen=True)
 class _Round:
     exposed_s: list[float]
     scores: list[float]
@@ -65,8 +44,14 @@ class _Round:
     tokens_per_s: float
 
 
-def measure(completions: int, rounds: int, width: int, layers: int) -> Along:
-    """So many completions in each round of either kind."""
+def reading_along(
+    bench: Bench,
+    completions: Annotated[int, typer.Option(min=1, help="Completions in a turn.")] = 8,
+    width: Annotated[int, typer.Option(min=64, help="Width of both models.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of both models.")] = 8,
+) -> Iterator[Row]:
+    """Milliseconds from the last token to the score, reading along beside reading at the end."""
+    completions, layers = bench.size((completions, layers), (2, 2))
     tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
@@ -78,27 +63,34 @@ def measure(completions: int, rounds: int, width: int, layers: int) -> Along:
     engine = TorchEngine(LlamaForCausalLM(config), slots=16, version=0)  # without end tokens
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     requests = [Request(RolloutKey(n, 0, 0), tuple(tokenizer(PROMPT)["input_ids"]), LENGTH, 1.0, n) for n in range(completions)]
-    found: dict[int, list[_Round]] = {0: [], EVERY: []}
-    with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-        judge = LlamaForSequenceClassification(config)
+    with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as name:
+        directory, judge = Path(name), LlamaForSequenceClassification(config)
         judge.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        for every in [0, EVERY] * rounds:
-            found[every].append(_round(engine, _pool(Path(directory), every), requests, decode, every))
-    plain, along = found[0], found[EVERY]
-    medians = [statistics.median(s for each in side for s in each.exposed_s) for side in (plain, along)]
+        sides = {
+            side: partial(lambda every: _round(engine, _pool(directory, every), requests, decode, every), every)
+            for side, every in (("along", EVERY), ("at the end", 0))
+        }
+        found = alternate(sides, bench.num_turns(2), warm_up=0)
+    yield _row(found, sum(parameter.numel() for parameter in judge.parameters()))
+
+
+def _row(found: dict[str, list[_Round]], parameters: int) -> Row:
+    exposed = {name: [1000 * s for each in turns for s in each.exposed_s] for name, turns in found.items()}
+    along, plain = found["along"], found["at the end"]
     pairs = [(a, b) for one, two in zip(plain, along, strict=True) for a, b in zip(one.scores, two.scores, strict=True)]
-    return Along(
-        parameters=sum(parameter.numel() for parameter in judge.parameters()),
-        completions=completions * rounds,
-        at_the_end_s=round(medians[0], 4),
-        along_s=round(medians[1], 4),
-        ratio=round(medians[1] / medians[0], 3),
-        goal=GOAL,
-        prefetched=round(statistics.mean(share for each in along for share in each.prefetched), 3),
-        difference=max(abs(a - b) for a, b in pairs),
-        tokens_per_s_at_the_end=round(statistics.mean(each.tokens_per_s for each in plain), 1),
-        tokens_per_s_along=round(statistics.mean(each.tokens_per_s for each in along), 1),
+    return Row.of(
+        f"completions of {LENGTH} tokens, models of {parameters / 1e6:.1f} M",
+        exposed,
+        "ms",
+        at_most=GOAL,
+        turns=len(along),
+        figures={
+            "prefetched": statistics.mean(share for each in along for share in each.prefetched),
+            "largest_difference": max(abs(a - b) for a, b in pairs),
+            "along_tok_per_s": statistics.mean(each.tokens_per_s for each in along),
+            "at_the_end_tok_per_s": statistics.mean(each.tokens_per_s for each in plain),
+        },
     )
 
 
@@ -156,31 +148,3 @@ def _round(
     keys = [request.key for request in asked]
     in_order = [[values[key] for key in keys] for values in (exposed, scores, prefetched)]
     return _Round(in_order[0], in_order[1], in_order[2], len(asked) * LENGTH / decoded_s)
-
-
-def lines(found: Along) -> list[str]:
-    """What a person reads."""
-    verdict = "reached" if found.ratio <= found.goal else "missed"
-    return [
-        f"{found.completions} completions of {LENGTH} tokens, policy and reward model of {found.parameters / 1e6:.1f} M: "
-        f"from last token to score {found.at_the_end_s * 1e3:.0f} ms at the end, {found.along_s * 1e3:.0f} ms reading along",
-        f"ratio {found.ratio:.2f} (goal {found.goal:g}, {verdict}); {found.prefetched:.1%} of the tokens were read before the "
-        f"end; scores differ by {found.difference:.1e} at most; decoding {found.tokens_per_s_at_the_end:.0f} and "
-        f"{found.tokens_per_s_along:.0f} tokens/s",
-    ]
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
-    completions: Annotated[int, typer.Option(min=1, help="Completions in a round.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of either kind.")] = 2,
-    width: Annotated[int, typer.Option(min=64, help="Width of both models.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of both models.")] = 8,
-) -> None:
-    """Seconds from the last token to the score, with and without reading along (about two minutes)."""
-    found = measure(completions, rounds, width, layers)
-    typer.echo(json.dumps(asdict(found)) if as_json else "\n".join(lines(found)))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -9,25 +9,23 @@ from pathlib import Path
 
 import typer
 
+from async_rlhf.experiments.throughput.harness import MissingError
+
 REQUIREMENT = "trl==1.16.*"
 # The same torch and transformers as ours, so that what differs is the trainer.
 _PINNED_BY_CONSTRAINTS = ("torch", "transformers")
 _INSTALL_LIMIT_S = 900.0
 
 
-class SkippedError(Exception):
-    """TRL cannot be measured here; the message says why."""
-
-
 def trl_python(root: Path) -> Path:
     """The interpreter of `root/.venv-trl`, installed when it is not there or `root/constraints.txt` has changed since.
 
-    Raises SkippedError when it cannot be installed.
+    Raises MissingError when it cannot be installed.
     """
     constraints, directory = root / "constraints.txt", root / ".venv-trl"
     python, stamp = directory / "bin" / "python", directory / ".installed"
     if not constraints.is_file():
-        raise SkippedError(f"{constraints} does not exist; run this from a checkout of the repository")
+        raise MissingError(f"{constraints} does not exist; run this from a checkout of the repository")
     wanted = f"{REQUIREMENT}\n{constraints.read_text()}"
     if stamp.is_file() and python.exists() and stamp.read_text() == wanted:
         return python
@@ -47,7 +45,7 @@ def _install(command: Sequence[str]) -> None:
             command, capture_output=True, text=True, timeout=_INSTALL_LIMIT_S, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SkippedError(f"{REQUIREMENT} cannot be installed: {error}") from error
+        raise MissingError(f"{REQUIREMENT} cannot be installed: {error}") from error
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise SkippedError(f"{REQUIREMENT} cannot be installed: {last}")
+        raise MissingError(f"{REQUIREMENT} cannot be installed: {last}")

@@ -5,14 +5,10 @@
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
 - versions: deltas between consecutive versions of the shipped model, trained in float32 and published in bfloat16
-
-Run as `python -m async_rlhf.experiments.throughput.weights [--json] [--small]`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import statistics
 import subprocess
@@ -20,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Annotated, Any
 
@@ -37,10 +34,40 @@ from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+Megabytes = Annotated[int, typer.Option("--megabytes", min=1, help="Size of the set, in MiB.")]
+
+
+def weights(bench: Bench, megabytes: Megabytes = 1024) -> Iterator[Row]:
+    """Measure how fast weights travel, beside memcpy and raw ZeroMQ, in GB/s."""
+    torch.set_num_threads(1)
+    turns, num_bytes = bench.num_turns(5), bench.size(megabytes, 16) << 20
+
+    def beside(load: str, at_least: float | None, **sides: Callable[[], float]) -> Row:
+        speed = rates(num_bytes / 1e9, alternate(sides, turns))
+        return Row.of(load, speed, "GB/s", at_least=at_least, figures={"set_mb": num_bytes / 1e6})
+
+    copy = partial(memcpy_seconds, num_bytes)
+    held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
+    yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
+    del held, arrays
+    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+        yield beside("shared", 0.1, ours=lambda: fleet.publish()[0], memcpy=copy)
+    with Fleet.of("tcp", "chunks", num_bytes) as fleet:
+        raw = iter(raw_seconds(num_bytes, turns + 1))
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish()[1], raw=lambda: next(raw))
+        with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
+            for _ in range(2):
+                with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
+            yield beside("delta", None, ours=lambda: with_deltas.publish()[0], whole=lambda: fleet.publish()[0])
+    for learning_rate in (1e-4, 1e-5, 1e-6):
+        yield measure_versions(learning_rate, turns)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
@@ -172,102 +199,22 @@ def versions(learning_rate: float, steps: int) -> list[WeightSet]:
     return sets
 
 
-def measure_versions(learning_rate: float, repeats: int) -> dict[str, Any]:
-    """The last step's delta: share of elements changed and of bytes; GB of the set encoded and decoded a second."""
+def measure_versions(learning_rate: float, turns: int) -> Row:
+    """The last step's delta: its share of the set's bytes; GB of the set encoded, and applied and verified, a second."""
     old, new = versions(learning_rate, steps=8)[-2:]
     before, after = (np.frombuffer(each.blob, "<u2") for each in (old, new))
-    encoding, decoding, limit = [], [], len(new.blob)
-    for _ in range(repeats):
-        began = perf_counter()
-        data = delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, limit)
-        assert data is not None
-        encoding.append(perf_counter() - began)
-        began = perf_counter()
+    data = delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, len(new.blob))
+    assert data is not None
+
+    def apply() -> None:
         assembly = Assembly(new.announcement())
         assembly.patch(old, [data])
         assert assembly.whole() == new
-        decoding.append(perf_counter() - began)
-        size = len(data)
-    gigabytes = len(new.blob) / 1e9
-    return {
-        "part": "versions",
-        "learning_rate": learning_rate,
-        "changed": float((before != after).mean()),
-        "delta_share": size / len(new.blob),
-        "set_mb": gigabytes * 1e3,
-        "encode_gb_per_s": gigabytes / statistics.median(encoding),
-        "decode_and_verify_gb_per_s": gigabytes / statistics.median(decoding),
-    }
 
-
-def measure_beside(
-    part: str, seconds: Callable[[], float], beside: Callable[[], float], num_bytes: int, repeats: int
-) -> dict[str, Any]:
-    """Both in turns; the first turn warms up. Medians, and the median of the turns' ratios."""
-    turns = [(beside(), seconds()) for _ in range(repeats + 1)][1:]
-    return {
-        "part": part,
-        "set_mb": num_bytes / 1e6,
-        "gb_per_s": num_bytes / 1e9 / statistics.median(ours for _, ours in turns),
-        "beside_gb_per_s": num_bytes / 1e9 / statistics.median(theirs for theirs, _ in turns),
-        "ratio": statistics.median(theirs / ours for theirs, ours in turns),
-        "turns": [(round(theirs, 6), round(ours, 6)) for theirs, ours in turns],
-    }
-
-
-def measure_adopt(num_bytes: int, repeats: int) -> dict[str, Any]:
-    weights, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
-    return measure_beside(
-        "adopt", lambda: adopt_seconds(weights, arrays), lambda: memcpy_seconds(num_bytes), num_bytes, repeats
+    encode = timed(lambda: delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, len(new.blob)))
+    seconds = alternate({"encode": encode, "apply": timed(apply)}, turns)
+    speed = {f"{name}_gb_per_s": statistics.median(v) for name, v in rates(len(new.blob) / 1e9, seconds).items()}
+    sizes, changed = {"delta": [len(data)], "set": [len(new.blob)]}, float((before != after).mean())
+    return Row.of(
+        f"versions, learning rate {learning_rate:.0e}", sizes, "bytes", counted=True, figures={"changed": changed, **speed}
     )
-
-
-def measure_all(num_bytes: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """One dictionary a part."""
-
-    def copy() -> float:
-        return memcpy_seconds(num_bytes)
-
-    yield measure_adopt(num_bytes, repeats)
-    with Fleet.of("ipc", "shared", num_bytes) as fleet:
-        yield measure_beside("shared", lambda: fleet.publish()[0], copy, num_bytes, repeats)
-    with Fleet.of("tcp", "chunks", num_bytes) as fleet:
-        raw = iter(raw_seconds(num_bytes, repeats + 1))
-        yield measure_beside("tcp", lambda: fleet.publish()[1], lambda: next(raw), num_bytes, repeats)
-        with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
-            for _ in range(2):
-                with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
-            yield measure_beside("delta", lambda: with_deltas.publish()[0], lambda: fleet.publish()[0], num_bytes, repeats)
-    for learning_rate in (1e-4, 1e-5, 1e-6):
-        yield measure_versions(learning_rate, repeats)
-
-
-def show(row: Mapping[str, Any]) -> str:
-    if row["part"] == "versions":
-        return (
-            f"versions, lr {row['learning_rate']:.0e}: {row['changed']:.1%} of elements changed, the delta has "
-            f"{row['delta_share']:.1%} of the bytes; encoded at {row['encode_gb_per_s']:.2f}, applied and verified at "
-            f"{row['decode_and_verify_gb_per_s']:.2f} GB of the set a second"
-        )
-    beside = {"tcp": "raw ZeroMQ", "delta": "without deltas"}.get(row["part"], "memcpy")
-    return (
-        f"{row['part']}, {row['set_mb']:.0f} MB: {row['gb_per_s']:.2f} GB/s, {beside} {row['beside_gb_per_s']:.2f} GB/s, "
-        f"ratio {row['ratio']:.2f}"
-    )
-
-
-def main(
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")] = False,
-    small: Annotated[bool, typer.Option(help="16 MB and two turns: whether it works, not how fast it is.")] = False,
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of the set, in MiB.")] = 1024,
-    turns: Annotated[int, typer.Option(min=1, help="Of which the medians are given.")] = 5,
-) -> None:
-    """Measure how fast weights travel, beside memcpy and raw ZeroMQ."""
-    torch.set_num_threads(1)
-    for row in measure_all(16 << 20 if small else megabytes << 20, 2 if small else turns):
-        busy = {"load_average": os.getloadavg()[0], "cpus": os.cpu_count()}
-        typer.echo(json.dumps({**row, **busy}) if as_json else f"{show(row)} (load {busy['load_average']:.1f})")
-
-
-if __name__ == "__main__":
-    typer.run(main)

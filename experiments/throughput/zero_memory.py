@@ -3,7 +3,7 @@
 With P parameters and n ranks in mixed precision (2-byte weights and gradients; 4-byte master weights and both moments):
 16 P unshared; 4 P + 12 P / n at stage 1, 2 P + 14 P / n at stage 2, 16 P / n at stage 3 (Rajbhandari et al. 2020, arXiv
 1910.02054, figure 1). Counted are the storages that a rank holds between the backward pass and the update, when gradients are
-there; buffers of a fixed size are made small. Run as `python -m async_rlhf.experiments.throughput.zero_memory [--ranks 2]`.
+there; buffers of a fixed size are made small.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,9 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row
+
+_LIMIT_S = 300.0
 # Bytes per parameter that every rank holds, and those that are shared out.
 FORMULAS = {1: (4, 12), 2: (2, 14), 3: (0, 16)}
 # A transformer of so many parameters that everything else is little beside them.
@@ -32,6 +35,27 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_attention_heads": 8,
 }
+
+
+def zero_memory(
+    bench: Bench,
+    ranks: Annotated[int, typer.Option(min=1)] = 2,
+    stages: Annotated[list[int] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
+) -> Iterator[Row]:
+    """Count bytes per parameter on a rank at every ZeRO stage, beside the formula."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MissingError("deepspeed is not installed (the extra `deepspeed`)")
+    shape = bench.size(_SHAPE, {**_SHAPE, "num_hidden_layers": 4})
+    for stage in stages or bench.size([1, 2, 3], [2]):
+        whole, shared = FORMULAS[stage]
+        with tempfile.TemporaryDirectory() as directory:
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), trust_remote_code=False)
+            model.save_pretrained(Path(directory) / "model")
+            with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+                running = [pool.submit(measure, rank, ranks, stage, Path(directory)) for rank in range(ranks)]
+                held = max(each.result(_LIMIT_S) for each in running)
+        sides = {"held": [held], "formula": [whole + shared / ranks]}
+        yield Row.of(f"ZeRO-{stage}, {ranks} ranks, bfloat16", sides, "bytes per parameter", counted=True)
 
 
 def held_bytes() -> int:
@@ -45,8 +69,8 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]:
-    """One rank's part of a step, stopped before the update."""
+def measure(rank: int, size: int, stage: Any, directory: Path) -> float:
+    """Bytes per parameter that one rank holds in a step, stopped before the update."""
     from async_rlhf.learner.batch.partition import padding_batch
     from async_rlhf.learner.config import LearnerConfig
     from async_rlhf.learner.parallel.ranks import Ranks
@@ -66,52 +90,4 @@ def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]
             machine.apply(0, finite=True)
     held = held_bytes() - before
     parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in machine.policy.parameters())
-    return {"stage": stage, "rank": rank, "parameters": parameters, "bytes": held}
-
-
-def main(
-    ranks: Annotated[int, typer.Option(min=1)] = 2,
-    stages: Annotated[list[int], typer.Option("--stage", help="Only this stage; may be repeated.")] = [1, 2, 3],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    only: Annotated[str, typer.Option(help="RANK:STAGE:DIRECTORY: be one rank.")] = "",
-) -> None:
-    """Count bytes per rank at every ZeRO stage."""
-    if only:
-        own, at, place = only.split(":", 2)
-        typer.echo(json.dumps(measure(int(own), ranks, int(at), Path(place))))
-        return
-    if importlib.util.find_spec("deepspeed") is None:
-        typer.echo("ZeRO is not measured: deepspeed is not installed (the extra `deepspeed`)", err=True)
-        return
-    for stage, (whole, shared) in FORMULAS.items():
-        if stage not in stages:
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            AutoModelForCausalLM.from_config(LlamaConfig(**_SHAPE), trust_remote_code=False).save_pretrained(
-                Path(directory) / "model"
-            )
-            command = [sys.executable, "-m", "async_rlhf.experiments.throughput.zero_memory", f"--ranks={ranks}"]
-            started = [
-                subprocess.Popen(
-                    [*command, f"--only={rank}:{stage}:{directory}"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-                )
-                for rank in range(ranks)
-            ]
-            try:
-                said = [process.communicate(timeout=300)[0] for process in started]
-            finally:
-                for process in started:
-                    process.kill()
-        found = [json.loads(text.splitlines()[-1]) for text in said]
-        per_parameter = max(each["bytes"] / each["parameters"] for each in found)
-        result = {
-            "stage": stage,
-            "ranks": ranks,
-            "bytes_per_parameter": round(per_parameter, 2),
-            "formula": whole + shared / ranks,
-        }
-        typer.echo(json.dumps(result) if as_json else "  ".join(f"{name} {value}" for name, value in result.items()))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return held / parameters

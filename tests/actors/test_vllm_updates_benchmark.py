@@ -24,9 +24,10 @@ def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pyte
     busy = vllm_updates.Busy(vllm_engine, requests)
     try:
         for number, mode in enumerate(get_args(OnUpdate)):
-            result = vllm_updates.measure(busy, mode, raw_weights(make_model(1)), 1 + 3 * number, updates=2)
-            assert (result.mode, vllm_engine.version) == (mode, 3 + 3 * number)
-            assert 0 < result.gap_p50_ms <= result.gap_p99_ms and min(result.step_ms, result.adopted_p50_ms) > 0
+            row = vllm_updates.measure(busy, mode, raw_weights(make_model(1)), 1 + 3 * number, updates=2).row()
+            assert (row.load, vllm_engine.version) == (mode, 3 + 3 * number)
+            gap, step, last = row.sides["gap"], row.sides["step"], row.figures["gap_p99_ms"]
+            assert gap and step and last and 0 < gap <= last and (row.figures["adopted_p50_ms"] or 0) > 0
     finally:
         vllm_engine.abort([RolloutKey(n, 0, 0) for n in range(1000)])
         vllm_engine.on_update = "keep"

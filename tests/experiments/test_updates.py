@@ -14,13 +14,14 @@ def test_an_update_is_measured_in_every_mode(mode: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(updates, "SEQUENCES", 3)
     monkeypatch.setattr(updates, "STEPS_BETWEEN", 3)
     monkeypatch.setattr(updates, "COMPLETION_TOKENS", (3, 12))
-    result = updates.measure_update(mode, 2)
-    assert result.mode == mode and result.updates == 2
-    assert 0 < result.gap_p50_ms <= result.gap_p99_ms
-    assert result.gap_p50_ms <= result.all_on_p50_ms <= result.all_on_p99_ms
+    row = updates.measure_update(mode, 2).row()
+    assert (row.load, row.turns) == (mode, 2)
+    gap, last = row.sides["gap"], row.figures["all_on_p99_ms"]
+    assert gap is not None and last is not None and 0 < gap <= (row.figures["gap_p99_ms"] or 0) and gap <= last
 
 
 def test_the_first_token_is_measured_with_and_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LONG_PROMPT", 40)
-    result = updates.measure_first_token(1)
-    assert result.members == 8 and result.ratio == pytest.approx(result.apart_ms / result.shared_ms, rel=0.05)
+    row = updates.measure_first_token(1)
+    assert row.sides["apart"] and row.sides["shared"]
+    assert row.ratio == pytest.approx(row.sides["apart"] / row.sides["shared"], rel=0.05)

@@ -1,0 +1,130 @@
+"""Tables of the documents, generated from the committed results: `python -m async_rlhf.experiments.throughput.tables`.
+
+`tables.toml` names each table's document, columns and cells; a cell holds places `{PART/LOAD/FIELD}` or
+`{PART/LOAD/FIELD:FORMAT}`, where FIELD is `ratio`, `lowest`, `highest`, `turns`, `goal`, a side or a figure of that row, and
+FORMAT is Python's. A table stands in its document between `<!-- bench: NAME -->` and `<!-- end -->`, with the conditions of
+the runs that its rows come from below it. `--from FILE` takes the rows of a results file over first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from async_rlhf.experiments.throughput.harness import QUIET, shown
+from async_rlhf.experiments.throughput.results import COMMITTED, merged, save
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECIFICATION = Path(__file__).with_name("tables.toml")
+_PLACE = re.compile(r"\{([^/{}]+)/([^/{}]+)/([^:{}]+)(?::([^{}]+))?\}")
+
+
+class Results:
+    """Rows by part and load, and the runs that the rows read so far come from."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._rows: dict[tuple[str, str], dict[str, Any]] = {(row["part"], row["load"]): row for row in content["rows"]}
+        self._runs = content["runs"]
+
+    def cell(self, template: str) -> str:
+        """The template with every place filled. Raises KeyError with the row or field that does not exist."""
+        return _PLACE.sub(lambda found: self._value(*found.groups()), template)
+
+    def rows_of(self, templates: Iterable[str]) -> list[dict[str, Any]]:
+        """The rows that the templates name."""
+        return [self._row(part, load) for part, load, _, _ in _PLACE.findall("".join(templates))]
+
+    def conditions(self, rows: list[dict[str, Any]]) -> str:
+        """A sentence or two for each run, and how much of the machine other programs used."""
+        names = list(dict.fromkeys(row["run"] for row in rows))
+        parts = {name: ", ".join(dict.fromkeys(f"`{row['part']}`" for row in rows if row["run"] == name)) for name in names}
+        runs = [(f"{parts[name]}: " if len(names) > 1 else "") + run_text(self._runs[name]) for name in names]
+        foreign = max((row["foreign"] or 0.0 for row in rows if row["turns"]), default=0.0)
+        loud = [f"Other programs used up to {foreign:.0%} of the cores."] if foreign > QUIET else []
+        return " ".join([*runs, *loud])
+
+    def _row(self, part: str, load: str) -> dict[str, Any]:
+        if (part, load) not in self._rows:
+            raise KeyError(f"{COMMITTED.name} has no row of {part} for {load!r}")
+        return self._rows[part, load]
+
+    def _value(self, part: str, load: str, name: str, form: str | None) -> str:
+        row = self._row(part, load)
+        if name == "ratio" and form is None:
+            return ratio_text(row)
+        if name == "goal":
+            return next((f"{word} {row[key]:g}" for word, key in _GOALS if row[key] is not None), "")
+        value = {**row, **row["sides"], **row["figures"]}[name]
+        if isinstance(value, list):  # a range, where no more is known
+            return " to ".join(shown(each) for each in value)
+        return format(value, form) if form and value is not None else shown(value)
+
+
+_GOALS = (("at least", "at_least"), ("at most", "at_most"))
+
+
+def ratio_text(row: Mapping[str, Any]) -> str:
+    """The median, and in brackets the range and the number of turns, as far as they are known."""
+    spread = f"{row['lowest']:.3g} to {row['highest']:.3g}" if row["lowest"] != row["highest"] else ""
+    if row["ratio"] is None:
+        return spread or "unknown"
+    further = ", ".join(filter(None, (spread, f"{row['turns']} turns" if spread and row["turns"] else "")))
+    return f"{row['ratio']:.3g}" + (f" ({further})" if further else "")
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """Where and when a run was made; its stated conditions where these were written down by hand."""
+    if run["conditions"]:
+        return str(run["conditions"])
+    machine, versions = run["machine"], run["versions"]
+    known = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    return (
+        f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']:g} GiB, commit {run['commit']}, "
+        f"{run['date']} UTC, {known}."
+    )
+
+
+def render(table: Mapping[str, Any], results: Results) -> str:
+    """One table in Markdown, with its conditions below."""
+    lines = [table["columns"], ["---"] * len(table["columns"])]
+    lines += [[results.cell(cell) for cell in row] for row in table["rows"]]
+    conditions = results.conditions(results.rows_of(cell for row in table["rows"] for cell in row))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nConditions: {conditions}\n"
+
+
+def documents(content: Mapping[str, Any], root: Path = ROOT) -> dict[Path, str]:
+    """Every document with a table, as it must read. Raises ValueError where its markers are missing."""
+    results, texts = Results(content), dict[Path, str]()
+    for table in tomllib.loads(SPECIFICATION.read_text())["table"]:
+        path = root / table["document"]
+        begin, end = f"<!-- bench: {table['name']} -->\n", "<!-- end -->"
+        before, found, rest = texts.get(path, path.read_text()).partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{table['document']} has no {begin.strip()} ... {end}")
+        texts[path] = f"{before}{begin}\n{render(table, results)}\n{end}{after}"
+    return texts
+
+
+def main(
+    source: Annotated[Path | None, typer.Option("--from", help="A results file whose rows are taken over first.")] = None,
+) -> None:
+    """Write the tables of README.md, docs and experiments/throughput/README.md from results.json."""
+    content = json.loads(COMMITTED.read_text())
+    if source is not None:
+        content = merged(content, json.loads(source.read_text()))
+        save(COMMITTED, content)
+    for path, text in documents(content).items():
+        if text != path.read_text():
+            path.write_text(text)
+            typer.echo(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    typer.run(main)

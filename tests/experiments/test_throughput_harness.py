@@ -1,0 +1,127 @@
+"""Turns, rows and the run of all parts. No rate is measured here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from async_rlhf.experiments.throughput import __main__ as bench
+from async_rlhf.experiments.throughput.harness import (
+    MISSING,
+    Bench,
+    MissingError,
+    Row,
+    Watch,
+    alternate,
+    command,
+    line,
+    rates,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_sides_take_turns_in_alternating_order_and_the_first_turn_is_left_out() -> None:
+    calls = list[str]()
+
+    def side(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    found = alternate({"a": lambda: side("a"), "b": lambda: side("b")}, turns=2)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [4, 5], "b": [3, 6]}
+
+
+def test_a_ratio_is_the_median_of_the_turns_ratios_with_lowest_and_highest() -> None:
+    row = Row.of("load", rates(60.0, {"ours": [1.0, 2.0, 3.0], "other": [2.0, 2.0, 9.0]}), "tok/s", at_least=1.2)
+    assert row.sides == {"ours": 30.0, "other": 30.0}
+    assert (row.ratio, row.lowest, row.highest, row.turns) == (2.0, 1.0, 3.0, 3)
+    assert row.goal == "at least 1.2, reached"
+    assert line(row) == "load: ours 30 tok/s  other 30 tok/s; ratio 2 (1 to 3); turns 3; goal at least 1.2, reached"
+
+
+def test_a_row_measured_beside_other_programs_names_their_share_and_a_count_does_not() -> None:
+    timed = Row("load", {}, "s", 1.0, 1.0, 1.0, turns=3, foreign=0.4)
+    assert timed.note == "not quiet: other programs used 40%, measure again"
+    assert Row("load", {}, "bytes", 1.0, 1.0, 1.0, turns=None, foreign=0.4).note == ""
+
+
+def test_the_work_of_children_is_not_foreign() -> None:
+    watch = Watch()
+    subprocess.run([sys.executable, "-c", "sum(range(50_000_000))"], check=True, timeout=60)
+    foreign = watch.lap()["foreign"]
+    assert foreign is None or 0.0 <= foreign <= 1.0
+
+
+def invoke(part: object, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(command("mine", part))  # type: ignore[arg-type]
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_part_takes_its_own_options_beside_those_of_all() -> None:
+    def part(bench: Bench, size: Annotated[int, typer.Option()] = 1) -> Iterator[Row]:
+        yield Row.of("load", {"bytes": [size] * bench.num_turns(5)}, "bytes")
+
+    done = invoke(part, "--size", "7", "--turns", "2", "--json")
+    row = json.loads(done.stdout)
+    assert (row["part"], row["sides"], row["turns"]) == ("mine", {"bytes": 7}, 2)
+
+
+def test_a_part_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it() -> None:
+    def part(bench: Bench) -> Iterator[Row]:
+        yield Row.of("load", {"bytes": [1]}, "bytes")
+        raise MissingError("vLLM is not installed")
+
+    done = invoke(part)
+    assert done.exit_code == MISSING
+    assert "load: bytes 1 bytes" in done.output and "mine: vLLM is not installed" in done.output
+
+
+def test_help_lists_every_part_and_every_part_is_a_generator_function() -> None:
+    shown = CliRunner().invoke(bench.app, ["--help"]).stdout
+    for part in bench.PARTS:
+        assert part in shown
+        assert callable(bench.load(part))
+    assert "--model" in CliRunner().invoke(bench.app, ["engine", "--help"]).stdout
+
+
+def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(part: str, options: list[str], quiet: bool) -> bench.Outcome:
+        how = {"queue": "failed (1)", "vllm_side": "missing a package"}.get(part, "measured")
+        rows = (Row.of("load", {"a": [1.0], "b": [2.0]}, "s"),) if how == "measured" else ()
+        return bench.Outcome(part, how, rows, 1.0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    done = CliRunner().invoke(bench.app, ["--output", str(tmp_path / "all.json"), "--small"])
+    assert done.exit_code == 1
+    assert "not measured: vllm_side (missing a package), queue (failed (1))" in done.output
+    written = json.loads((tmp_path / "all.json").read_text())
+    ((_, run),) = written["runs"].items()
+    assert run["parts"].keys() == bench.PARTS.keys()
+    assert run["machine"]["cores"] and run["versions"]["torch"] and run["commit"]
+    assert len(written["rows"]) == len(bench.PARTS) - 2
+    assert written["rows"][0].keys() == {"run", *asdict(Row.of("load", {"a": [1.0]}, "s"))}
+
+
+def test_an_unknown_part_is_refused_with_the_names_of_all() -> None:
+    done = CliRunner().invoke(bench.app, ["--only", "speed"])
+    assert done.exit_code == 2 and "there are engine, invariance" in " ".join(done.output.split())
+
+
+def test_one_part_runs_in_its_own_process_and_its_rows_come_back() -> None:
+    outcome = bench.measure("dispatch", ["--json", "--small"], quiet=False)
+    assert outcome.how == "measured" and len(outcome.rows) == 24
+    assert {row.part for row in outcome.rows} == {"dispatch"}
