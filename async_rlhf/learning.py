@@ -60,17 +60,17 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
         yield Controller(_assemble(config, None))
         return
     processes = RankProcesses(LocalLauncher(run.lock), run.path, config.learner.ranks, run.log)
-    told = False
+    ended = False
     try:
         ranks = _join(config, 0, processes.directory)
         ranks.ended = processes.ended
         controller = Controller(_assemble(config, ranks))
         yield controller
         controller.close()
-        told = True
+        ended = True
         ranks.close()
     finally:
-        processes.close(told=told)
+        processes.close(told=ended)
 
 
 def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
