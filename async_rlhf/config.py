@@ -323,6 +323,10 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
     data = values.get("data")
     if isinstance(data, dict) and isinstance(source := data.get("source"), str) and not source.startswith("reasoning_gym:"):
         data["source"] = str(base / source)
+    for section in ("loss", "advantage"):
+        own = values.get(section)
+        if isinstance(own, dict) and isinstance(kind := own.get("kind"), str):
+            own["kind"] = absolute(kind, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple):
         rewards["functions"] = [absolute(str(function), base) for function in functions]

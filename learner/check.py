@@ -13,14 +13,14 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import LOSS_SPECS
+from async_rlhf.learner.registry import advantage_spec, loss_spec
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the rest of the configuration says about the data.
+    """The rest of the configuration, as far as it is about the data.
 
-    truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then says what was left.
+    truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then records what was left.
     normalised: the rewards that are measured by the learner's running statistics.
     """
 
@@ -46,7 +46,7 @@ def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, 
 
 
 def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    kind = LOSS_SPECS[loss.kind]
+    kind = loss_spec(loss.kind)
     if advantage.needs_critic and learner.critic.kind == "none":
         raise ConfigError(
             f"advantage.kind = {advantage.kind!r} needs a critic's values, and learner.critic.kind is 'none'. "
@@ -72,12 +72,12 @@ def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: Loss
 def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> None:
     if data.group_size > 1:
         return
-    if LOSS_SPECS[loss.kind].learns_from != "all":
+    if loss_spec(loss.kind).learns_from != "all":
         raise ConfigError(
             f"loss.kind = {loss.kind!r} compares completions of one prompt, and generation.group_size is 1. "
             "Lowest: generation.group_size = 2."
         )
-    if advantage.kind in {"group_relative", "leave_one_out"}:
+    if advantage_spec(advantage.kind).level == "group":
         raise ConfigError(
             f"advantage.kind = {advantage.kind!r} compares completions of one prompt, and generation.group_size is 1, so every "
             "advantage would be 0. Set generation.group_size = 2 or more, or advantage.kind = 'reinforce_pp'."
@@ -100,7 +100,7 @@ def _check_refill(advantage: AdvantageConfig, data: RunContext) -> None:
 
 
 def _check_corrections(loss: LossConfig) -> None:
-    kind = LOSS_SPECS[loss.kind]
+    kind = loss_spec(loss.kind)
     masks = {
         "token_mask": loss.token_mask,
         "sequence_mask": loss.sequence_mask,
@@ -134,7 +134,7 @@ def _check_corrections(loss: LossConfig) -> None:
 
 
 def _check_reduction(loss: LossConfig) -> None:
-    kind = LOSS_SPECS[loss.kind]
+    kind = loss_spec(loss.kind)
     if kind.level != "token" and loss.reduction != "token":
         raise ConfigError(
             f"loss.reduction = {loss.reduction!r} is about losses of tokens, and a term of loss.kind = {loss.kind!r} is a "
@@ -152,22 +152,22 @@ def _check_reduction(loss: LossConfig) -> None:
 def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> None:
     if data.max_staleness == 0 or loss.allow_uncorrected:
         return
-    weighed = LOSS_SPECS[loss.kind].corrects == "weights and masks" or loss.kind == "truncated_is"
+    weighed = loss_spec(loss.kind).corrects == "weights and masks" or loss_spec(loss.kind).truncates
     if weighed and loss.is_cap is None:
         raise ConfigError(
             f"queue.max_staleness = {data.max_staleness} without an importance weight trains on data of other "
             "weights as if it were its own. Set loss.is_cap = 2.0, or loss.allow_uncorrected = true to do it on purpose."
         )
-    if advantage.kind == "gae":
+    if not advantage_spec(advantage.kind).off_policy:
         raise ConfigError(
-            f"queue.max_staleness = {data.max_staleness} with advantage.kind = 'gae' fits the critic to the policies that "
-            "sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or "
+            f"queue.max_staleness = {data.max_staleness} with advantage.kind = {advantage.kind!r} fits the critic to "
+            "the policies that sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or "
             "loss.allow_uncorrected = true to do it on purpose."
         )
 
 
 def _check_sampling_mask(loss: LossConfig, data: RunContext) -> None:
-    if data.truncated is None or data.support_recorded or not LOSS_SPECS[loss.kind].takes_ratios or loss.allow_uncorrected:
+    if data.truncated is None or data.support_recorded or not loss_spec(loss.kind).takes_ratios or loss.allow_uncorrected:
         return
     raise ConfigError(
         f"{data.truncated} cuts off what is sampled, and vLLM does not say what is left unless top_k is set too: "

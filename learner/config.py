@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from async_rlhf.buffers.config import Section
+from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
+AdvantageKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "advantage"))]
+LossKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "loss"))]
 
 
 class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
-    kind: Literal["group_relative", "leave_one_out", "reinforce_pp", "gae", "v_trace", "traced"] = "group_relative"
+    kind: AdvantageKind = "group_relative"
     """From rewards alone: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a
-    critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights."""
+    critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights. One of your own:
+    `file.py:name` or `package.module:name`."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
@@ -42,25 +46,16 @@ class AdvantageConfig(Section):
 
     @property
     def needs_critic(self) -> bool:
-        return self.kind in {"gae", "v_trace", "traced"}
+        return advantage_spec(self.kind).needs_critic
 
 
 class LossConfig(Section):
     """The objective and its corrections for data sampled by other weights."""
 
-    kind: Literal[
-        "decoupled_ppo",
-        "ppo_clip",
-        "cispo",
-        "gspo",
-        "topr",
-        "truncated_is",
-        "proximal_rloo",
-        "online_dpo",
-        "best_of_n",
-    ] = "decoupled_ppo"
+    kind: LossKind = "decoupled_ppo"
     """`decoupled_ppo` clips around the policy at the start of the step and weighs against the one that sampled; `ppo_clip`
-    clips around the one that sampled. The table in `docs/learner.md` has all of them."""
+    clips around the one that sampled. The table in `docs/learner.md` has all of them. One of your own: `file.py:name` or
+    `package.module:name`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio that a loss clips is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -105,7 +100,7 @@ class LossConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities under the frozen initial model are wanted."""
-        return self.kl_coef > 0 or self.kind == "online_dpo"
+        return self.kl_coef > 0 or "reference" in loss_spec(self.kind).needs
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""

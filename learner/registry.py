@@ -1,57 +1,265 @@
-"""What each loss is, apart from its formula: enough to refuse what makes no sense before torch is imported."""
+"""Losses and advantage estimators by name: what each declares, read without importing it, and the function itself.
+
+`kind` is the name of a shipped one, or names a user's own as `file.py:name` or `package.module:name`. A declaration is the
+decorator `@loss(...)` or `@advantage(...)`. Its arguments are literals: configurations are checked in processes without torch,
+which read the source and do not import it. No torch here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+LossLevel = Literal["token", "sequence", "pair"]
+Corrects = Literal["weights and masks", "masks", "nothing"]
+LearnsFrom = Literal["all", "pair", "best"]
+Needs = Literal["proximal", "behaviour", "reference"]
+AdvantageLevel = Literal["group", "batch", "completion", "tokens"]
+
+_OBJECTIVE = "async_rlhf.learner.objective"
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """One line of the table."""
+    """What a loss is, apart from its formula."""
 
-    level: Literal["token", "sequence", "pair"] = "token"
+    level: LossLevel = "token"
     """What one term of the loss belongs to: a token, a whole completion, or two completions of a group."""
-    corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
-    """What it multiplies its terms by. A loss with the ratio to the behaviour policy in itself takes masks only."""
-    learns_from: Literal["all", "pair", "best"] = "all"
+    corrects: Corrects = "weights and masks"
+    """What its terms are multiplied by. A loss that has the ratio to the behaviour policy in itself takes masks only."""
+    learns_from: LearnsFrom = "all"
     """Members of a group that it is given."""
+    needs: tuple[Needs, ...] = ("proximal",)
+    """The log-probabilities that it reads beside the current ones."""
+    truncates: bool = False
+    """Whether its own ratio to the behaviour policy is truncated at `is_cap`."""
 
     @property
     def takes_ratios(self) -> bool:
         """Whether it compares the policy with the one that sampled, and so with what that one really sampled from."""
         return self.corrects != "nothing"
 
-
-LOSS_SPECS: dict[str, LossSpec] = {
-    "decoupled_ppo": LossSpec(),
-    "ppo_clip": LossSpec(corrects="masks"),
-    "cispo": LossSpec(),
-    "gspo": LossSpec(level="sequence"),
-    "topr": LossSpec(corrects="masks"),
-    "truncated_is": LossSpec(corrects="masks"),
-    "proximal_rloo": LossSpec(level="sequence", corrects="masks"),
-    "online_dpo": LossSpec(level="pair", corrects="nothing", learns_from="pair"),
-    "best_of_n": LossSpec(corrects="nothing", learns_from="best"),
-}
-
-_LOSSES = "async_rlhf.learner.objective.losses"
-_PLACES = {
-    "decoupled_ppo": "clipped",
-    "ppo_clip": "clipped",
-    "cispo": "reinforce",
-    "gspo": "clipped",
-    "topr": "reinforce",
-    "truncated_is": "reinforce",
-    "proximal_rloo": "clipped",
-    "online_dpo": "preference",
-    "best_of_n": "preference",
-}
+    def check(self, name: str) -> None:
+        """Raises ConfigError for a declaration without meaning."""
+        choices = {"level": LossLevel, "corrects": Corrects, "learns_from": LearnsFrom}
+        for field, choice in choices.items():
+            _check_choice(name, field, [getattr(self, field)], choice)
+        _check_choice(name, "needs", self.needs, Needs)
+        if "behaviour" in self.needs and self.corrects == "weights and masks":
+            raise ConfigError(
+                f"loss {name!r} reads the behaviour policy and is weighed against it as well: the ratio would count twice. "
+                'Declare corrects = "masks", or leave "behaviour" out of needs'
+            )
+        if self.level == "pair" and self.learns_from != "pair":
+            raise ConfigError(f'loss {name!r} has level = "pair": declare learns_from = "pair" too')
 
 
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """What an advantage estimator is, apart from its formula."""
+
+    level: AdvantageLevel = "group"
+    """What it is called with: the rewards of one group (None: does not count); those of all groups of the batch; rewards and
+    values of the tokens of one completion; or rewards, values, log-ratios proximal / behaviour and ends of all tokens."""
+    off_policy: bool = True
+    """False: it takes data as the policy's own."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.level in ("completion", "tokens")
+
+    def check(self, name: str) -> None:
+        """Raises ConfigError for a declaration without meaning."""
+        _check_choice(name, "level", [self.level], AdvantageLevel)
+
+
+def loss(
+    *,
+    level: LossLevel = "token",
+    corrects: Corrects = "weights and masks",
+    learns_from: LearnsFrom = "all",
+    needs: tuple[Needs, ...] = ("proximal",),
+    truncates: bool = False,
+) -> Callable[[Function], Function]:
+    """Declare a loss, see `LossSpec`: a function `(inputs: LossInputs, weight_N, config: LossConfig)` that returns terms (of
+    tokens, completions or pairs) and sums over tokens to record."""
+    LossSpec(level, corrects, learns_from, needs, truncates).check("loss")
+    return lambda function: function
+
+
+def advantage(*, level: AdvantageLevel = "group", off_policy: bool = True) -> Callable[[Function], Function]:
+    """Declare an advantage estimator, see `AdvantageSpec`. Its keyword-only parameters are settings of `[advantage]`."""
+    AdvantageSpec(level, off_policy).check("advantage")
+    return lambda function: function
+
+
+@cache
+def losses() -> Mapping[str, str]:
+    """The shipped losses by name, and the module of each."""
+    return _shipped("losses", "loss")
+
+
+@cache
+def advantages() -> Mapping[str, str]:
+    """The shipped estimators by name, and the module of each."""
+    return _shipped("advantages", "advantage")
+
+
+def check_kind(kind: str, section: Literal["loss", "advantage"]) -> str:
+    """Raises ValueError for what is neither shipped nor names a user's own."""
+    shipped = losses() if section == "loss" else advantages()
+    if kind in shipped or all(kind.rpartition(":")[::2]):
+        return kind
+    raise ValueError(f"{kind!r} is none of {', '.join(shipped)} and names no 'file.py:name' or 'package.module:name'")
+
+
+@cache
+def loss_spec(kind: str) -> LossSpec:
+    """Raises ConfigError for a function that is not there or not declared with `@loss`."""
+    spec = LossSpec(**_declared(kind, losses(), "loss"))
+    spec.check(kind)
+    return spec
+
+
+@cache
+def advantage_spec(kind: str) -> AdvantageSpec:
+    """Raises ConfigError for a function that is not there or not declared with `@advantage`."""
+    spec = AdvantageSpec(**_declared(kind, advantages(), "advantage"))
+    spec.check(kind)
+    return spec
+
+
+@cache
 def load_loss(kind: str) -> Callable[..., Any]:
-    """The function; imports torch."""
-    function: Callable[..., Any] = getattr(import_module(f"{_LOSSES}.{_PLACES[kind]}"), kind)
+    """The function; imports torch, and a user's own file. Raises ConfigError."""
+    return _load(kind, losses(), "loss")
+
+
+@cache
+def load_advantage(kind: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The function and the settings of `[advantage]` that it takes. Raises ConfigError."""
+    function = _load(kind, advantages(), "advantage")
+    parameters = inspect.signature(function).parameters.values()
+    return function, tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def _shipped(place: str, decorator: str) -> dict[str, str]:
+    """Every function with this decorator in a file or folder of `objective/`."""
+    root = Path(__file__).parent / "objective" / place
+    files = sorted(root.glob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
+    found: dict[str, str] = {}
+    for file in files:
+        module = f"{_OBJECTIVE}.{place}" + (f".{file.stem}" if root.is_dir() else "")
+        found |= {node.name: module for node in _functions(file) if _decorator(node, decorator) is not None}
+    return found
+
+
+def _declared(kind: str, shipped: Mapping[str, str], decorator: str) -> dict[str, Any]:
+    """The arguments of a function's decorator, read from its source."""
+    place, name = _place(kind, shipped)
+    file = Path(place) if place.endswith(".py") else _module_file(place, kind, decorator)
+    node = next((each for each in _functions(file) if each.name == name), None)
+    if node is None:
+        names = [each.name for each in _functions(file)]
+        hint = did_you_mean(name, names) if names else "it defines no function"
+        raise ConfigError(f"{decorator}.kind = {kind!r}: no function {name!r} at the top level of {place}; {hint}")
+    call = _decorator(node, decorator)
+    if call is None:
+        raise ConfigError(
+            f"{decorator}.kind = {kind!r} is not declared: write @{decorator}() above its 'def' "
+            f"(from async_rlhf import {decorator})"
+        )
+    try:
+        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except ValueError as error:
+        raise ConfigError(
+            f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples of "
+            "strings): they are read without running the file"
+        ) from error
+    known = set((LossSpec if decorator == "loss" else AdvantageSpec).__dataclass_fields__)
+    if call.args or set(given) - known:
+        unknown = min(set(given) - known, default="a positional argument")
+        raise ConfigError(f"{decorator}.kind = {kind!r}: @{decorator} has no {unknown!r}; it takes {', '.join(sorted(known))}")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def _place(kind: str, shipped: Mapping[str, str]) -> tuple[str, str]:
+    if kind in shipped:
+        return shipped[kind], kind
+    place, _, name = kind.rpartition(":")
+    return place, name
+
+
+def _module_file(module: str, kind: str, section: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{section}.kind = {kind!r}: {error}; install it, or name its file ('path.py:name')") from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"{section}.kind = {kind!r}: there is no module {module!r}; name its file ('path.py:name')")
+    return Path(spec.origin)
+
+
+def _functions(file: Path) -> list[ast.FunctionDef]:
+    try:
+        tree = ast.parse(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}; paths are relative to the configuration's folder"
+        ) from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no Python: {error}") from error
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _decorator(node: ast.FunctionDef, name: str) -> ast.Call | None:
+    """The call of `@name(...)` or `@anything.name(...)`."""
+    for each in node.decorator_list:
+        if isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name:
+            return each
+    return None
+
+
+def _load(kind: str, shipped: Mapping[str, str], section: str) -> Callable[..., Any]:
+    place, name = _place(kind, shipped)
+    try:
+        module = _file_module(Path(place)) if place.endswith(".py") else import_module(place)
+        function: Callable[..., Any] = getattr(module, name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{section}.kind = {kind!r}: importing {place} raised {type(error).__name__}: {error}") from error
     return function
+
+
+def _file_module(path: Path) -> Any:
+    """Import a file once, under a private name."""
+    name = "_async_rlhf_learner_file_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} does not exist")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_choice(name: str, field: str, values: Iterable[str], choice: Any) -> None:
+    for value in values:
+        if value not in get_args(choice):
+            raise ConfigError(f"{name!r} declares {field} = {value!r}; it is one of {', '.join(map(repr, get_args(choice)))}")

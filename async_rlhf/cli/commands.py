@@ -29,9 +29,9 @@ rollouts_app = typer.Typer(
 app.add_typer(rollouts_app, name="rollouts")
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys for a hub that listens to other machines.")
 app.add_typer(keys_app, name="keys")
-
 rewards_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rewards before a run depends on them.")
 app.add_typer(rewards_app, name="rewards")
+app.add_typer(loss_app := typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at a loss."), name="loss")
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, for example configs/quick.toml.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
@@ -283,6 +283,19 @@ def rewards_try(
         typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
         if trial.num_failed:
             raise typer.Exit(REWARDS_FAILED)
+
+
+@loss_app.command("try")
+def loss_try(
+    loss: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A loss, as in loss.kind.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section loss.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias. Exit code 1 when one fails."""
+    with _errors():
+        from async_rlhf.loss_trial import run_trial
+
+        raise typer.Exit(run_trial(loss, overrides or [], typer.echo, as_json=as_json))
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 from async_rlhf.actors.model_directory import check_stop_strings
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
@@ -39,6 +39,8 @@ def train(
     config: str | Path,
     *,
     rewards: Sequence[Callable[..., Any]] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     from_step: int | None = None,
@@ -47,14 +49,29 @@ def train(
     """Run the configuration in a TOML file to its end.
 
     rewards: functions instead of those the file names; they must be importable by another process (no lambda, no
-    closure). overrides: dotted keys. resume: go on with its run directory, from the newest checkpoint or from that of
+    closure). loss, advantage: functions of your own, declared with `@loss` and `@advantage`; importable too. overrides:
+    dotted keys. resume: go on with its run directory, from the newest checkpoint or from that of
     `from_step` steps. Raises ConfigError before any process starts, and what ended the run otherwise
     (see `async_rlhf.exit_codes`).
     """
     changed = dict(overrides or {})
     if rewards is not None:
         changed["rewards.functions"] = [spec_of(function) for function in rewards]
+    for section, own in (("loss", loss), ("advantage", advantage)):
+        if own is not None:
+            changed[f"{section}.kind"] = _importable(section, own)
     return run(load(config, changed), resume=resume, from_step=from_step, quiet=quiet)
+
+
+def _importable(section: str, function: Callable[..., Any]) -> str:
+    """The name by which the learner's process imports it. Raises ConfigError."""
+    try:
+        return spec_of(function)
+    except RewardError as error:
+        raise ConfigError(
+            f"{section}: {error}. In a notebook, begin its cell with '%%writefile my_{section}.py' and give "
+            f"overrides={{'{section}.kind': 'my_{section}.py:{getattr(function, '__name__', 'name')}'}}"
+        ) from error
 
 
 def start(

@@ -12,7 +12,7 @@ from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
-from async_rlhf.learner.registry import LOSS_SPECS
+from async_rlhf.learner.registry import loss_spec
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
@@ -37,7 +37,7 @@ def _reference(config: Config) -> RewardSpec:
     options = {
         "path": config.model,
         "temperature": config.generation.temperature,
-        "restricted": LOSS_SPECS[config.loss.kind].takes_ratios,
+        "restricted": loss_spec(config.loss.kind).takes_ratios,
         **config.scoring.reference.model_dump(),
     }
     settings = config.scoring.stages[REFERENCE].given
@@ -77,7 +77,7 @@ def _check(config: Config) -> None:
 def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
     generation = config.generation
     truncated = is_truncated(generation.top_k, generation.top_p, generation.min_p)
-    if truncated and LOSS_SPECS[config.loss.kind].takes_ratios:
+    if truncated and loss_spec(config.loss.kind).takes_ratios:
         raise ConfigError(
             f"{where}.stream_tokens = {stream_tokens}: with top-k, top-p or min-p it is known only at a completion's end what "
             "each token was chosen among; set stream_tokens = 0, or sample from all tokens"

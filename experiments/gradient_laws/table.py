@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from async_rlhf.experiments.gradient_laws import policy
 from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.loss import LossInputs
 

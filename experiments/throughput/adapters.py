@@ -11,6 +11,7 @@ import typer
 from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.experiments.throughput.sides import MODEL
 from async_rlhf.learner.config import LearnerConfig, LoraConfig, LossConfig
+from async_rlhf.learner.step.controller import make_backend
 
 
 def adapters(

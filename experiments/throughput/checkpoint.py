@@ -26,7 +26,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.checkpoint.store import Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.step.controller import Controller, make_backend
 
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
 

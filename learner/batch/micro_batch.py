@@ -32,7 +32,7 @@ class MicroBatch:
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token.
     target_N: int64 token ids. sequence_N: int64, ascending from 0. version_N: int64.
     logp_behaviour_N, advantage_N, temperature_N: float32. member_S: int64, which completion of the batch it is.
-    group_S: int64, number of its group. What follows is float32 [N], None where nobody asked for it; at last the tokens
+    group_S: int64, number of its group. What follows is float32 [N], None where the step has no use for it; at last the tokens
     that each was chosen among, as in `SamplingMasks`, None where nothing was cut off.
     """
 

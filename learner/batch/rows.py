@@ -18,7 +18,7 @@ from async_rlhf.learner.objective.estimation import TokenTargets
 
 @dataclass(frozen=True)
 class Member:
-    """One completion to learn from: its rollout, its advantage, its index in the batch, and what is believed by token."""
+    """One completion to learn from: its rollout, its advantage, its index in the batch, and its targets by token."""
 
     rollout: Rollout
     advantage: float

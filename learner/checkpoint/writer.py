@@ -59,7 +59,7 @@ class Snapshot:
                         held = memory[number] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     made[place] = held.copy_(tensor.detach())
                 self._copied[name] = made[place]
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._failure = error
 
 

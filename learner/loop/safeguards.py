@@ -23,7 +23,7 @@ from async_rlhf.learner.step.report import StepReport
 _log = logging.getLogger(__name__)
 # Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
-# Of fewer tokens a mean says little.
+# Of fewer tokens a mean is noise.
 _MIN_TOKENS = 64
 
 
@@ -125,7 +125,7 @@ def adjusted(
     """The target after a step with these metrics, and why it moved (None when it did not).
 
     `lowest` is the smallest staleness at which the run still goes on, `highest` the hard bound. A metric that is missing or
-    None says nothing; a step about which nothing is known changes nothing.
+    None does not count; a step about which nothing is known changes nothing.
     """
     bad, known, clearly_good = _judge(metrics, config)
     if not known:

@@ -36,7 +36,7 @@ class Critic(nn.Module):
 
 
 def make_critic(config: CriticConfig, trunk: nn.Module, width: int) -> Critic | None:
-    """The critic asked for beside a policy with this trunk, or None."""
+    """The critic of this configuration beside a policy with this trunk, or None."""
     if config.kind == "none":
         return None
     own = copy.deepcopy(trunk) if config.kind == "model" else None

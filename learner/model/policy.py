@@ -159,7 +159,7 @@ def _checkpoint_gradients(model: nn.Module) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that sampling_mask it; use false")
+        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that support it; use false")
     cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode

@@ -18,14 +18,16 @@ import numpy.typing as npt
 from async_rlhf.buffers.composition import EPSILON
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.learner.objective.corrections import MAX_LOG_RATIO
+from async_rlhf.learner.registry import advantage
 
 
+@advantage()
 def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
-    """A_i = r_i - mean(r), divided by std(r) when asked; mean and (population) std over the members that count.
+    """A_i = r_i - mean(r), divided by std(r) with `scale_by_std`; mean and (population) std over the members that count.
 
     Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
     division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). None stays None. A group that is constant,
-    or in which fewer than two members count, has advantage 0: it says nothing about which completion is better.
+    or in which fewer than two members count, has advantage 0: no completion is known to be better.
     """
     counting = [reward for reward in rewards if reward is not None]
     if len(counting) < 2:
@@ -38,6 +40,7 @@ def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> li
     return [None if reward is None else (reward - mean) / scale for reward in rewards]
 
 
+@advantage()
 def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     """A_i = r_i - mean of the others' rewards, over the members that count.
 
@@ -52,6 +55,7 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
 
+@advantage(level="batch")
 def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """A_i = (r_i - mean) / std over all completions of the batch that count.
 
@@ -85,7 +89,7 @@ def constant(rewards: Rewards) -> bool:
 
 
 def pair(rewards: Rewards) -> list[float | None]:
-    """The best member and the worst keep their reward; the first of equals. Nobody, in a constant group."""
+    """The best member and the worst keep their reward; the first of equals. None of a constant group."""
     if constant(rewards):
         return [None for _ in rewards]
     counting = [(reward, m) for m, reward in enumerate(rewards) if reward is not None]
@@ -95,7 +99,7 @@ def pair(rewards: Rewards) -> list[float | None]:
 
 
 def best(rewards: Rewards) -> list[float | None]:
-    """The best member keeps its reward; the first of equals. Nobody, in a constant group: none of it is better."""
+    """The best member keeps its reward; the first of equals. None of a constant group."""
     if constant(rewards):
         return [None for _ in rewards]
     first = max((reward, -m) for m, reward in enumerate(rewards) if reward is not None)
@@ -111,6 +115,7 @@ def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
     return [[None for _ in rewards] if constant(rewards) else list(rewards) for rewards in groups]
 
 
+@advantage(level="completion", off_policy=False)
 def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: float) -> tuple[Float32Array, Float32Array]:
     """Advantages and returns [T] of one completion.
 
@@ -129,6 +134,7 @@ def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: flo
 BoolArray = npt.NDArray[np.bool_]
 
 
+@advantage(level="tokens")
 def v_trace(
     reward_N: Float32Array,
     value_N: Float32Array,
@@ -163,6 +169,7 @@ def v_trace(
     return advantage_N.astype(np.float32), target_N.astype(np.float32)
 
 
+@advantage(level="tokens")
 def traced(
     reward_N: Float32Array,
     value_N: Float32Array,

@@ -142,7 +142,7 @@ def correct(inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequen
     """The correction of proximal against behaviour that a loss multiplies its terms by.
 
     weigh: False for a loss that has the ratio to the behaviour policy in it already: it takes masks only.
-    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` says.
+    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` is.
     """
     proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
     geometric = config.sequence_ratio == "geometric"

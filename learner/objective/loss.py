@@ -2,7 +2,7 @@
 
 Axes: N loss-bearing tokens of one call (a micro-batch, packed, no padding), S completions ("sequences") among them.
 
-*Cutting.* A sequence is never cut between two calls. When `LOSS_SPECS[kind].level` is "pair", neither is a group.
+*Cutting.* A sequence is never cut between two calls. When the `level` of its declaration is "pair", neither is a group.
 
 *Adding.* A loss returns a **sum**. The machine divides every sum of an update by one number, `denominator(config, counts)`,
 where `counts` are those of the whole update over all micro-batches and ranks; masked tokens count too, so that a mask never
@@ -10,9 +10,9 @@ changes the learning rate of what is left. So micro-batches, minibatches and ran
 needs to be known inside a call. Metrics in `sums` are sums over tokens: divide by `counts.num_tokens`.
 
 *Looking at the whole batch.* What cannot be computed within one call (a critic's advantages, KL in the reward, the second
-moment mask) is computed before the first update: the trainer asks `Backend.observe(rows)` for an `PolicyEvaluation` of every
-completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `observe` is called
-only when `needs_evaluation` says so; otherwise the backend finds log p_proximal itself as it goes.
+moment mask) is computed before the first update: the trainer takes from `Backend.evaluate(rows)` a `PolicyEvaluation` of every
+completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is called
+only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Protocol
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.registry import LOSS_SPECS
+from async_rlhf.learner.registry import loss_spec
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """float32 [N] unless said otherwise; only `logp_current_N` and `entropy_N` carry a gradient.
+    """float32 [N] unless noted otherwise; only `logp_current_N` and `entropy_N` carry a gradient.
 
     logp_current_N, logp_proximal_N, logp_behaviour_N: log-probabilities of the chosen tokens at the sampling temperature,
     now, at the start of the step, and when sampled. logp_reference_N: under the frozen reference (`needs_reference`).
@@ -82,7 +82,7 @@ def denominator(config: LossConfig, counts: Counts) -> float:
     token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
     number of completions times `fixed_length`, so that it does not move with the lengths (Dr. GRPO, arXiv 2503.20783).
     """
-    level = LOSS_SPECS[config.kind].level
+    level = loss_spec(config.kind).level
     if level == "pair":
         return counts.num_groups
     if level == "sequence" or config.reduction == "sequence":

@@ -1,4 +1,4 @@
-"""One number to differentiate: correction, loss, reduction, KL and entropy terms, as the configuration asks."""
+"""One number to differentiate: correction, loss, reduction, KL and entropy terms, as configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import correct, interpolated
 from async_rlhf.learner.objective.kl import kl_loss
 from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
-from async_rlhf.learner.registry import LOSS_SPECS, load_loss
+from async_rlhf.learner.registry import load_loss, loss_spec
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -19,7 +19,7 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     sum over terms of the loss, times its correction, + kl_coef KL(current | reference) - entropy_coef entropy per token.
     """
-    kind = LOSS_SPECS[config.kind]
+    kind = loss_spec(config.kind)
     if config.proximal == "interpolate":
         between_N = interpolated(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.staleness_N)
         inputs = replace(inputs, logp_proximal_N=between_N)
@@ -59,7 +59,7 @@ def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) 
 
 
 def _reduced(loss_N: Tensor, sequence_N: Tensor, level: str, config: LossConfig) -> Tensor:
-    """Scalar: per-token terms summed so that the division by `denominator` makes the reduction asked for.
+    """Scalar: per-token terms summed so that the division by `denominator` makes the configured reduction.
 
     Beside a loss of whole completions or pairs they are averaged over each completion.
     """

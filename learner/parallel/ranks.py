@@ -1,13 +1,13 @@
-"""The processes that share a gradient: who they are, what they say to each other, and who is to blame when one is missing.
+"""The processes that share a gradient: who they are, what they send each other, and who is to blame when one is missing.
 
     owns        the process group (gloo over loopback, and nccl beside it on cuda), the file of progress counters
-    waits for   every other rank, at each collective, for `timeout_s`; a follower for its next command, for `idle_timeout_s`
+    waits for   every other rank, at each collective, for `timeout_s`; a worker rank for its next command, for `idle_timeout_s`
     woken by    the last rank to arrive, or the end of a connection
     on close    the group is left
 
-Rank 0 leads: it alone talks to the hub, and sends each rank a command and its tensors as JSON and raw bytes; nothing is
-pickled. Before each collective a rank counts one up in its slot of a file that all map, so that whoever is waited for can
-be named by those who waited.
+Rank 0 controls: it alone talks to the hub, and sends each rank a command and its tensors as JSON and raw bytes; nothing is
+pickled. Before each collective a rank counts one up in its slot of a file that all map, so that those
+who waited can name the rank that did not come.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class RankLostError(AsyncRLHFError):
 
 
 class Ranks:
-    """This process's place among `size` ranks; a single one (`Ranks()`) says and waits for nothing.
+    """This process's place among `size` ranks; a single one (`Ranks()`) sends nothing and waits for nothing.
 
-    `ended` names a rank that has ended, and how, where somebody can know.
+    `ended` names a rank that has ended, and how, where that is known.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -79,7 +79,7 @@ class Ranks:
 
     @contextmanager
     def named(self, what: str, *, counted: bool = True) -> Iterator[None]:
-        """Around something ranks do together: a failure of it says `what` it was and who was missing.
+        """Around something ranks do together: a failure names `what` it was and who was missing.
 
         Counted is what all of them do equally often.
         """
@@ -123,13 +123,13 @@ class Ranks:
             return [dict(tensors), *(self._receive(rank)[1][0] for rank in range(1, self.size))]
 
     def command(self, header: Mapping[str, Any], parts: Sequence[Sequence[Tensors]] = ()) -> None:
-        """Rank 0: tell every other what to do next, and give rank r its `parts[r]`."""
+        """Rank 0: send every worker rank its next command, and give rank r its `parts[r]`."""
         for rank in range(1, self.size):
             with self.named(f"the command to rank {rank}", counted=False):
                 self._send(rank, header, parts[rank] if parts else [])
 
     def commanded(self) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-        """The others: what rank 0 says next."""
+        """Worker ranks: rank 0's next command."""
         with self.named("rank 0's next command", counted=False):
             return self._receive(0)
 
@@ -151,9 +151,9 @@ class Ranks:
         payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
         dist.recv(payload, source, group=self._control)
         start = int(sizes[0])
-        said = json.loads(payload[:start].numpy().tobytes())
+        message = json.loads(payload[:start].numpy().tobytes())
         parts: list[dict[str, Tensor]] = []
-        for shapes in said["parts"]:
+        for shapes in message["parts"]:
             part = {}
             for name, (kind, shape) in shapes.items():
                 dtype = getattr(torch, kind)
@@ -161,7 +161,7 @@ class Ranks:
                 part[name] = payload[start : start + size].clone().view(dtype).reshape(shape)
                 start += size
             parts.append(part)
-        return said["header"], parts
+        return message["header"], parts
 
     def _blame(self) -> str:
         """Who was missing: a rank that has ended or is stopped, else those that came to fewer collectives than others."""

@@ -23,7 +23,7 @@ from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.objective.loss import Counts
 from async_rlhf.learner.parallel.ranks import Ranks, Tensors
-from async_rlhf.learner.registry import LOSS_SPECS
+from async_rlhf.learner.registry import loss_spec
 from async_rlhf.learner.step.machine import Machine, MachineSettings, make_machine
 from async_rlhf.learner.step.report import StepReport
 from async_rlhf.learner.step.update import Step
@@ -63,7 +63,7 @@ class Controller:
     def __init__(self, parts: RankParts) -> None:
         self.machine, self._step, self._ranks = parts.machine, parts.step, parts.ranks
         loss, config = self._step.loss, self._step.learner
-        spec = LOSS_SPECS[loss.kind]
+        spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
         self._recorded = self._step.reference_recorded
         self._packing = Packing(

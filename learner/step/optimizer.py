@@ -35,7 +35,7 @@ def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -
 
 
 def parameter_groups(policy: Mapping[str, nn.Parameter], critic: Mapping[str, nn.Parameter]) -> list[dict[str, object]]:
-    """Those that learn, the critic's apart: it has a learning rate of its own. Each group says whose it is."""
+    """Those that learn, the critic's apart: it has a learning rate of its own. Each group has the name of its owner."""
     named = {"policy": policy, "critic": critic}
     wanted = {name: [p for p in parameters.values() if p.requires_grad] for name, parameters in named.items()}
     return [{"params": parameters, "name": name} for name, parameters in wanted.items() if parameters]

@@ -17,13 +17,13 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
-from async_rlhf.experiments.gradient_laws import policy
 from async_rlhf.experiments.gradient_laws.table import CASES, Case
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.loss import LossInputs
 from async_rlhf.learner.objective.objective import objective
 from async_rlhf.learner.step.controller import make_backend

@@ -10,14 +10,17 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
 from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.registry import loss
 
 
+@loss(corrects="masks", needs=("behaviour",))
 def ppo_clip(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - w_t S(r_t, A_t) with r = p_current / p_behaviour: `ppo_clip`. The clip region is that of the stale policy."""
     loss_N, outside_N = surrogate(inputs.logp_current_N, inputs.logp_behaviour_N, inputs.advantage_N, config)
     return weight_N * loss_N, {"clip_ratio/region_mean": outside_N.float().sum()}
 
 
+@loss()
 def decoupled_ppo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - w_t S(r_t, A_t) with r = p_current / p_proximal, and w the correction of proximal against behaviour.
 
@@ -49,6 +52,7 @@ def clipped_surrogate(r: Tensor, advantage: Tensor, config: LossConfig) -> tuple
     return -value, outside
 
 
+@loss(level="sequence")
 def gspo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[S]: - w S(s, A) with s the geometric mean of p_current / p_proximal over a completion's tokens.
 
@@ -58,6 +62,7 @@ def gspo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tens
     return _of_sequences(inputs, weight_N, inputs.logp_proximal_N, config, mean=True)
 
 
+@loss(level="sequence", corrects="masks", needs=("behaviour",))
 def proximal_rloo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[S]: - m S(s, A) with s = p_current(y) / p_behaviour(y), the whole completion being one action, m the masks.
 

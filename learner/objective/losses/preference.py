@@ -10,8 +10,10 @@ from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.registry import loss
 
 
+@loss(level="pair", corrects="nothing", learns_from="pair", needs=("reference",))
 def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[P]: - log sigmoid(beta (h(best) - h(worst))), h(y) = log p_current(y) - log p_reference(y), for P groups.
 
@@ -37,6 +39,7 @@ def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tupl
     return -logsigmoid(margin_P), sums
 
 
+@loss(corrects="nothing", learns_from="best", needs=())
 def best_of_n(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - log p_current, of the only completion that the trainer leaves in each group (arXiv 2410.18252, section 4.1).
 

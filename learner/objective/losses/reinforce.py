@@ -10,8 +10,10 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
 from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.registry import loss
 
 
+@loss()
 def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - w_t sg(min(r_t, 1 + high)) A_t log p_current, with r = p_current / p_proximal.
 
@@ -24,6 +26,7 @@ def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Ten
     return loss_N, {"clip_ratio/region_mean": (r_N > high).float().sum()}
 
 
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
 def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - m_t sg(min(r_t, cap)) A_t log p_current, with r = p_current / p_behaviour and m the masks.
 
@@ -38,6 +41,7 @@ def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tu
     return loss_N, {"clip_ratio/region_mean": above_N.sum()}
 
 
+@loss(corrects="masks", needs=("behaviour",))
 def topr(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N]: - m_t a A_t log p_current with a = 1 for A > 0 and sg(min(R, 1)) for A <= 0, m the masks.
 

@@ -1,0 +1,229 @@
+"""A loss before a run depends on it: the laws that every shipped one obeys, and its bias on a policy small enough to enumerate.
+
+The laws are those that micro-batches, ranks and refusals rest on. Numbers are float64, so that
+what differs is no rounding; those of the law about finite numbers are float32, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective import enumerable
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import load_loss, loss_spec
+
+STALENESS = (0, 1, 4, 16)
+_CLOSE = 1e-9
+# Of three groups of two completions; where a loss is given the best alone, each second one is left out.
+_LENGTHS = (3, 1, 4, 2, 5, 3)
+_DIRECTION = 0.99
+
+
+@dataclass(frozen=True)
+class Law:
+    """holds: None where it does not apply. detail: the number behind it, or what went wrong."""
+
+    name: str
+    holds: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class LossTrial:
+    """bias, bias_of_none: of the gradient's expectation against the exact on-policy gradient, relative, by staleness; without
+    correction in `bias_of_none`. Empty for a loss that learns from a part of each group."""
+
+    kind: str
+    declaration: Mapping[str, Any]
+    laws: Sequence[Law]
+    bias: Mapping[int, float]
+    bias_of_none: Mapping[int, float]
+
+    @property
+    def holds(self) -> bool:
+        return all(law.holds is not False for law in self.laws)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "holds": self.holds}
+
+
+def try_loss(config: LossConfig) -> LossTrial:
+    """Run the laws that apply to the loss of this configuration. Raises ConfigError when it cannot be loaded."""
+    spec = loss_spec(config.kind)
+    load_loss(config.kind)
+    laws = [
+        _law("one term for each " + {"token": "token", "sequence": "completion", "pair": "pair"}[spec.level], _terms, config),
+        _law("adds up over micro-batches", _adds_up, config),
+        _law("finite however far the policies are apart", _finite, config),
+        _law("a log-probability that is no number is not hidden", _not_hidden, config),
+        _law("reads only the log-probabilities it declares", _declared_only, config),
+        _law("a masked completion gives no gradient and changes no other", _masks, config),
+        _law("the exact direction on data of its own", _direction, config),
+    ]
+    bias = bias_of_none = dict[int, float]()
+    if spec.learns_from == "all" and laws[0].holds:
+        bias, bias_of_none = _bias(config), _bias(LossConfig(is_cap=None))
+    return LossTrial(config.kind, asdict(spec), laws, bias, bias_of_none)
+
+
+def lines(trial: LossTrial) -> list[str]:
+    """A trial as a table."""
+    declared = ", ".join(f"{name} = {value!r}" for name, value in trial.declaration.items())
+    found = [f"{trial.kind}: {declared}", ""]
+    words = {True: "holds", False: "FAILS", None: "does not apply"}
+    width = max(len(law.name) for law in trial.laws)
+    found += [f"  {law.name:<{width}}  {words[law.holds]:<15}{law.detail}".rstrip() for law in trial.laws]
+    if trial.bias:
+        found += ["", "  bias of the gradient    " + "".join(f"{f'staleness {n}':>14}" for n in trial.bias)]
+        for name, of in (("this loss", trial.bias), ("none (no correction)", trial.bias_of_none)):
+            found.append(f"  {name:<24}" + "".join(f"{value:>14.3f}" for value in of.values()))
+    return found
+
+
+def _law(name: str, check: Callable[[LossConfig], tuple[bool | None, str]], config: LossConfig) -> Law:
+    try:
+        return Law(name, *check(config))
+    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
+        return Law(name, False, f"raised {type(error).__name__}: {error}")
+
+
+def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
+    """Made-up completions of three groups, as many of each as the loss learns from."""
+    random = torch.Generator().manual_seed(0)
+    spec = loss_spec(config.kind)
+    kept = [n for n in range(len(_LENGTHS)) if spec.learns_from != "best" or n % 2 == 0]
+    lengths = torch.tensor([_LENGTHS[n] for n in kept])
+    sequence_N = torch.arange(len(kept)).repeat_interleave(lengths)
+    now = -torch.rand(len(sequence_N), generator=random, dtype=torch.float64) * 3 - 0.1
+
+    def near() -> Tensor:
+        return now + scale * torch.randn(len(now), generator=random, dtype=torch.float64)
+
+    worth = torch.tensor([1.0 if n % 2 == 0 else -0.7 for n in kept], dtype=torch.float64)
+    return LossInputs(
+        logp_current_N=now.clone().requires_grad_(),
+        logp_proximal_N=near(),
+        logp_behaviour_N=near(),
+        logp_reference_N=near(),
+        advantage_N=worth[sequence_N],
+        sequence_N=sequence_N,
+        group_S=torch.tensor([n // 2 for n in kept]),
+        staleness_N=torch.ones_like(sequence_N),
+        entropy_N=torch.rand(len(now), generator=random, dtype=torch.float64),
+    )
+
+
+def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """The sum, and its gradient [N]."""
+    leaf = inputs.logp_current_N.detach().requires_grad_()
+    total = objective(replace(inputs, logp_current_N=leaf), config).total
+    total.backward()  # type: ignore[no-untyped-call]
+    return total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _terms(config: LossConfig) -> tuple[bool, str]:
+    inputs = _inputs(config)
+    terms, _ = load_loss(config.kind)(inputs, torch.ones_like(inputs.advantage_N), config)
+    counts = {"token": len(inputs.sequence_N), "sequence": len(inputs.group_S), "pair": len(set(inputs.group_S.tolist()))}
+    expected = counts[loss_spec(config.kind).level]
+    return tuple(terms.shape) == (expected,), f"shape {tuple(terms.shape)}, expected ({expected},)"
+
+
+def _adds_up(config: LossConfig) -> tuple[bool, str]:
+    inputs = _inputs(config)
+    whole, gradient = _gradient(inputs, config)
+    parts = [_gradient(_of_groups(inputs, [group]), config) for group in sorted(set(inputs.group_S.tolist()))]
+    apart = abs(float(sum(total for total, _ in parts) - whole))
+    apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
+    return apart < _CLOSE, f"largest difference {apart:.1g}"
+
+
+def _of_groups(inputs: LossInputs, groups: Sequence[int]) -> LossInputs:
+    kept_S = torch.isin(inputs.group_S, torch.tensor(groups))
+    kept_N = kept_S[inputs.sequence_N]
+    cut: dict[str, Tensor] = {}
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        if value is not None:
+            cut[field.name] = value[kept_S if field.name == "group_S" else kept_N]
+    cut["sequence_N"] = torch.unique(cut["sequence_N"], return_inverse=True)[1]
+    return replace(inputs, **cut)
+
+
+def _finite(config: LossConfig) -> tuple[bool, str]:
+    inputs = _inputs(config, scale=60.0)
+    numbers = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    single = {name: x.float() for name, x in numbers.items() if x is not None and x.is_floating_point()}
+    inputs = replace(inputs, **single)
+    total, gradient = _gradient(inputs, config)
+    return bool(torch.isfinite(total) and torch.isfinite(gradient).all()), f"log-ratios up to 200, sum {float(total):.3g}"
+
+
+def _not_hidden(config: LossConfig) -> tuple[bool, str]:
+    inputs = _inputs(config)
+    spoilt = inputs.logp_current_N.detach().clone()
+    spoilt[0] = torch.nan
+    total, gradient = _gradient(replace(inputs, logp_current_N=spoilt), config)
+    hidden = bool(torch.isfinite(total) and torch.isfinite(gradient).all())
+    return not hidden, "the sum is finite: the step would not be refused" if hidden else ""
+
+
+def _declared_only(config: LossConfig) -> tuple[bool, str]:
+    inputs, needs = _inputs(config), loss_spec(config.kind).needs
+    function, weight_N = load_loss(config.kind), torch.ones_like(inputs.advantage_N)
+    terms, _ = function(inputs, weight_N, config)
+    for name in ("proximal", "behaviour", "reference"):
+        if name not in needs:
+            hidden = torch.full_like(weight_N, torch.nan)
+            found, _ = function(replace(inputs, **{f"logp_{name}_N": hidden}), weight_N, config)
+            if not torch.equal(found, terms):
+                return False, f"logp_{name}_N is read: declare needs = {(*needs, name)!r}"
+    return True, ""
+
+
+def _masks(config: LossConfig) -> tuple[bool | None, str]:
+    if not loss_spec(config.kind).takes_ratios:
+        return None, "it takes no masks"
+    inputs = _inputs(config)
+    masked_N = inputs.sequence_N == 1
+    _, before = _gradient(inputs, config)
+    _, after = _gradient(replace(inputs, mask_N=(~masked_N).double()), config)
+    left, moved = float(after[masked_N].abs().max()), float((after - before)[~masked_N].abs().max())
+    if left > 0 and config.kl_coef == config.entropy_coef == 0:
+        return False, "the gradient of masked tokens is not 0: multiply the terms by weight_N"
+    return moved < _CLOSE, f"others move by {moved:.1g}"
+
+
+def _direction(config: LossConfig) -> tuple[bool | None, str]:
+    if loss_spec(config.kind).learns_from != "all":
+        return None, "it learns from a part of each group"
+    found, exact = _expected(config, 0)
+    cosine = float(torch.nn.functional.cosine_similarity(found, exact, dim=0))
+    return cosine > _DIRECTION, f"cosine {cosine:.4f}"
+
+
+def _bias(config: LossConfig) -> dict[int, float]:
+    """|E g - g*| / |g*|, g in the unit in which it fits best on data of its own."""
+    own, exact = _expected(config, 0)
+    unit = float(own @ exact / exact.square().sum()) or 1.0
+    found = {staleness: _expected(config, staleness) for staleness in STALENESS}
+    return {n: float((gradient / unit - of).norm() / of.norm()) for n, (gradient, of) in found.items()}
+
+
+def _expected(config: LossConfig, staleness: int) -> tuple[Tensor, Tensor]:
+    """[P] twice: the expected gradient over completions of a policy that is `staleness` steps behind, and the exact one."""
+    reward, behaviour = enumerable.rewards(), enumerable.initial()
+    current = enumerable.later(behaviour, reward, staleness)
+    weights = enumerable.probabilities(behaviour)
+    inputs = enumerable.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
+    inputs = replace(inputs, logp_reference_N=enumerable.logprobs(behaviour).flatten())
+    found = (weights[:, None] * enumerable.gradients(inputs, config, current)).sum(0)
+    return found, enumerable.exact_gradient(current, reward)
