@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.prompts import load_rows
-from async_rlhf.actors.rewards import spec_of
 from async_rlhf.actors.stop_strings import check_stop_strings
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.caller_rewards import served, split
 from async_rlhf.child import MAX_DEATHS
 from async_rlhf.config import Config, load
 from async_rlhf.daemon import Progress, Supervisor
@@ -47,15 +47,16 @@ def train(
 ) -> TrainResult:
     """Run the configuration in a TOML file to its end.
 
-    rewards: functions instead of those the file names; they must be importable by another process (no lambda, no
-    closure). overrides: dotted keys. resume: go on with its run directory, from the newest checkpoint or from that of
-    `from_step` steps. Raises ConfigError before any process starts, and what ended the run otherwise
-    (see `async_rlhf.exit_codes`).
+    rewards: functions instead of those the file names; one that no other process can import (a lambda, a closure, a bound
+    method) is served by threads of this process (`caller_rewards`). overrides: dotted keys. resume: go on with its run
+    directory, from the newest checkpoint or from that of `from_step` steps. Raises ConfigError before any process starts, and
+    what ended the run otherwise (see `async_rlhf.exit_codes`).
     """
-    changed = dict(overrides or {})
+    changed, own = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:
-        changed["rewards.functions"] = [spec_of(function) for function in rewards]
-    return run(load(config, changed), resume=resume, from_step=from_step, quiet=quiet)
+        changed["rewards.functions"], own = split(rewards)
+    with served(own, load(config, changed)) as resolved:
+        return run(resolved, resume=resume, from_step=from_step, quiet=quiet)
 
 
 def start(
