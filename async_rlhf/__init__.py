@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
-    from async_rlhf.api import TrainResult, train
-    from async_rlhf.reward_trial import Trial, try_rewards
+    from async_rlhf.inspect.reward_trial import Trial, try_rewards
+    from async_rlhf.run.api import TrainResult, train
 
 __all__ = ["Score", "Stream", "TrainResult", "TransientError", "Trial", "reward", "train", "try_rewards"]
 
 
 _HOMES = {
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
-    **dict.fromkeys(("TrainResult", "train"), "async_rlhf.api"),
-    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.reward_trial"),
+    **dict.fromkeys(("TrainResult", "train"), "async_rlhf.run.api"),
+    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.reward_trial"),
 }
 
 

@@ -23,10 +23,9 @@ from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.learner.check import Circumstances
+from async_rlhf.learner.check import RunContext, check_division, check_machine
 from async_rlhf.learner.check import check as check_learning
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.machine_check import check_division, check_machine
 
 # Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
 _ENDLESS = 1 << 62
@@ -237,7 +236,7 @@ def check(config: Config) -> None:
         )
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
-    data = Circumstances(
+    data = RunContext(
         group_size=config.generation.group_size,
         max_staleness=config.queue.max_staleness,
         lowest_staleness=bound.lowest_staleness,

@@ -1,4 +1,4 @@
-"""What each layer of a model attends to, as its configuration says, and how long a text may be. Values only, no torch.
+"""What each layer of a model attends to, by its configuration, and how long a text may be. Values only, no torch.
 
 Learner, reference and torch engine make their masks from this. A family is listed when its layers keep nothing but keys and
 values, and attend to all before, to a window, or to a chunk, as `layer_types` or `sliding_window` say; each is held to plain

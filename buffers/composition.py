@@ -42,9 +42,9 @@ class Composition:
     def check(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a name that is no reward's, and for a range that is empty."""
         known = sorted(names)
-        asked = [("weights", name) for name in self.weights] + [("gates", name) for name in self.gates]
-        asked += [("clip", name) for name in self.clip if name != TOTAL] + [("normalise", name) for name in self.normalise]
-        for section, name in asked:
+        named = [("weights", name) for name in self.weights] + [("gates", name) for name in self.gates]
+        named += [("clip", name) for name in self.clip if name != TOTAL] + [("normalise", name) for name in self.normalise]
+        for section, name in named:
             if name not in known:
                 raise ConfigError(
                     f"rewards.{section} names {name!r}, which is no reward of this run; {did_you_mean(name, known)}"

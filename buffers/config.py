@@ -51,7 +51,7 @@ class QueueConfig(Section):
     """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     max_bytes: int = Field(default=16 << 30, ge=1)
     """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
-    what they have finished; that can make actors wait, and never the learner (`buffers/queue/budget.py` says why)."""
+    what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False
@@ -75,7 +75,7 @@ class WeightsConfig(Section):
     delta: bool = True
     """Where sets are sent, send only what changed when that is less than half; an actor then keeps the set it serves."""
     adopt_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds an actor may go on without having adopted anything it was told to; then its groups are given to others."""
+    """Seconds an actor may go on without adopting the weights announced to it; then its groups are given to others."""
 
 
 class SecurityConfig(Section):

@@ -5,7 +5,7 @@
     ├── RecordError          a rollout or group that breaks its own invariants; raised where it is made
     ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
     ├── DeadlineError        a named wait that ran out of time
-    ├── RefusedError         the hub said no, with a reason a caller can branch on
+    ├── RefusedError         the hub refused, with a reason a caller can branch on
     ├── StalenessError       a token older than the bound was about to be trained on
     ├── WeightsError         a weight set that is not the one its manifest names
     ├── JournalError         the durable queue cannot be read or written
@@ -16,7 +16,7 @@
     ├── NonFiniteError       a loss or gradient that is not a number
     └── MismatchError        engine and learner disagree about the same tokens and weights
 
-Messages say what was asked, the value, the limit and what to do, in that order.
+Messages give the request, the value, the limit and what to do, in that order.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
-    """Where each line begins and ends, last to first, and what it says: None for what is no line."""
+    """Where each line begins and ends, last to first, and its content: None for what is no line."""
     with path.open("rb") as file:
         end = None
         for found in _line_ends(file):

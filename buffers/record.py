@@ -193,3 +193,14 @@ def staleness(version: int, step: int) -> int:
     after it was restored from an older checkpoint) is as foreign to it as an old one.
     """
     return abs(step - version)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of a group that was put, what the queue decides by."""
+
+    attempt: int
+    oldest_version: int
+    newest_version: int
+    num_tokens: int
+    num_bytes: int = 0

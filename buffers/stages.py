@@ -1,7 +1,7 @@
 """When each stage of a rollout ran: its generation, each of its rewards. Written by actors, read by the learner and a trace.
 
 In a record they are plain numbers under `timings`: `<stage>.began` and `<stage>.ended` in seconds since the epoch, and
-`<stage>.hidden_s`, the seconds of it during which the actor's engine was decoding, so that nobody waited for it there. A
+`<stage>.hidden_s`, the seconds of it during which the actor's engine was decoding, so that it cost no time there. A
 reward that read the completion along while it was being generated has done so for `<stage>.ahead_s` seconds more.
 """
 
@@ -75,7 +75,7 @@ def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class Activity:
     """Intervals in which something was busy, and how much of another interval they cover. Times only rise.
 
-    Owns one entry for each stretch without a pause; `forget` drops what nobody will ask about any more.
+    Owns one entry for each stretch without a pause; `forget` drops what is older than every open question.
     """
 
     def __init__(self, intervals: Iterable[tuple[float, float]] = ()) -> None:

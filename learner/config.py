@@ -107,7 +107,7 @@ class LossConfig(Section):
         """Whether log-probabilities under the frozen initial model are wanted."""
         return self.kl_coef > 0 or self.kind == "online_dpo"
 
-    def needs_observation(self, advantage: AdvantageConfig) -> bool:
+    def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""
         in_reward = self.kl_coef > 0 and self.kl_in == "reward"
         return advantage.needs_critic or in_reward or self.second_moment is not None

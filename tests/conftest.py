@@ -102,7 +102,7 @@ class Command:
                 line = child.cmdline()
             except psutil.NoSuchProcess:
                 continue
-            if "async_rlhf.roles" in line and line[line.index("async_rlhf.roles") + 1] == role:
+            if "async_rlhf.run.roles" in line and line[line.index("async_rlhf.run.roles") + 1] == role:
                 found.append(child)
         return found
 

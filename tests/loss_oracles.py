@@ -39,7 +39,7 @@ class Completion:
 
 
 def objective(completions: Sequence[Completion], config: LossConfig) -> Tensor:
-    """Twin of `async_rlhf.learner.losses.objective` over `denominator`: the whole batch's loss, with gradient."""
+    """Twin of `async_rlhf.learner.objective.objective` over `denominator`: the whole batch's loss, with gradient."""
     is_of_tokens = config.kind not in {"online_dpo", "gspo", "proximal_rloo"}
     if config.kind == "online_dpo":
         own = online_dpo(completions, config)

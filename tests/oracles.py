@@ -17,7 +17,7 @@ from async_rlhf.learner.config import LossConfig
 
 
 def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
-    """Twin of `async_rlhf.learner.advantages.group_relative`."""
+    """Twin of `async_rlhf.learner.objective.advantages.group_relative`."""
     counting = [reward for reward in rewards if reward is not None]
     if len(counting) < 2 or statistics.pstdev(counting) < 1e-6:
         return [None if reward is None else 0.0 for reward in rewards]
@@ -26,7 +26,7 @@ def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> li
 
 
 def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
-    """Twin of `async_rlhf.learner.advantages.leave_one_out`."""
+    """Twin of `async_rlhf.learner.objective.advantages.leave_one_out`."""
     found: list[float | None] = []
     for i, reward in enumerate(rewards):
         others = [other for j, other in enumerate(rewards) if j != i and other is not None]
@@ -35,7 +35,7 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Twin of `async_rlhf.learner.advantages.reinforce_pp`."""
+    """Twin of `async_rlhf.learner.objective.advantages.reinforce_pp`."""
     counting = [reward for group in groups for reward in group if reward is not None]
     std = statistics.pstdev(counting) if counting else 0.0
     mean = statistics.mean(counting) if counting else 0.0
@@ -43,7 +43,7 @@ def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | 
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Twin of `async_rlhf.learner.advantages.gae`: A_t as the written-out sum of discounted temporal differences."""
+    """Twin of `async_rlhf.learner.objective.advantages.gae`: A_t as the written-out sum of discounted temporal differences."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
@@ -52,7 +52,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 def v_trace(
     rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, rho: float, c: float
 ) -> list[float]:
-    """Twin of the targets of `async_rlhf.learner.advantages.v_trace`, of one episode: equation 1 of the paper as it stands."""
+    """Twin of the targets of `async_rlhf.learner.objective.advantages.v_trace`: equation 1 of the paper as it stands."""
     after = [*values[1:], 0.0]
     targets = []
     for s in range(len(rewards)):
@@ -68,7 +68,7 @@ def v_trace(
 def traced(
     rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, c: float
 ) -> list[float]:
-    """Twin of the advantages of `async_rlhf.learner.advantages.traced`, of one episode."""
+    """Twin of the advantages of `async_rlhf.learner.objective.advantages.traced`, of one episode."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
     return [
@@ -89,18 +89,18 @@ def second_moment_mask(log_ratios: Sequence[float], limit: float) -> list[bool]:
 
 
 def value_loss(value: float, old: float, target: float, clip: float | None) -> float:
-    """Twin of `async_rlhf.learner.losses.value.value_loss`, of one token."""
+    """Twin of `async_rlhf.learner.model.critic.value_loss`, of one token."""
     held = value if clip is None else min(max(value, old - clip), old + clip)
     return max((value - target) ** 2, (held - target) ** 2) / 2
 
 
 def ratio(logp_a: float, logp_b: float) -> float:
-    """Twin of `async_rlhf.learner.corrections.ratio`, of one token."""
+    """Twin of `async_rlhf.learner.objective.corrections.ratio`, of one token."""
     return math.exp(max(-20.0, min(20.0, logp_a - logp_b)))
 
 
 def effective_sample_size(weights: Sequence[float]) -> float:
-    """Twin of `async_rlhf.learner.corrections.effective_sample_size`."""
+    """Twin of `async_rlhf.learner.objective.corrections.effective_sample_size`."""
     return math.fsum(weights) ** 2 / (len(weights) * math.fsum(weight**2 for weight in weights))
 
 

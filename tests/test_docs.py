@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(

@@ -25,7 +25,6 @@ ROOMS = {
     "zmq": (
         "buffers/transport/",
         "buffers/hub/hub.py",
-        "buffers/hub/authenticator.py",
         "buffers/weights/relay.py",
         "actors/scoring/remote.py",
         "actors/scoring/remote_executor.py",
@@ -43,12 +42,12 @@ ROOMS = {
         "experiments/",
     ),
     "vllm": ("actors/vllm_engine/",),
-    "deepspeed": ("learner/deepspeed_backend.py",),
+    "deepspeed": ("learner/step/deepspeed_machine.py",),
     "ray": ("async_rlhf/launch/ray.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pebble": ("actors/scoring/process_executor.py",),
     "matplotlib": ("experiments/",),
-    "subprocess": ("async_rlhf/launch/", "async_rlhf/run_dir.py", "experiments/"),
+    "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "experiments/"),
 }
 FORBIDDEN = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle")
 
@@ -89,6 +88,23 @@ def test_a_file_imports_only_downwards_and_stays_in_its_room(path: Path) -> None
             assert top not in FORBIDDEN, f"{name} imports {module}: nothing is pickled here"
 
 
+def test_no_two_folders_import_each_other() -> None:
+    """The package's own `__init__` and `__main__` are doors: they lead to everything."""
+    known: set[tuple[Path, Path]] = set()
+    for path in sources():
+        if path.name == "__main__.py" or path == REPOSITORY / "async_rlhf" / "__init__.py":
+            continue
+        for module in imports(path):
+            first, *parts = module.split(".")
+            if first == "async_rlhf":
+                top = REPOSITORY if parts and parts[0] in FLOORS else REPOSITORY / first
+                target = top.joinpath(*parts)
+                known.add((path.parent, target.parent if target.with_suffix(".py").is_file() else target))
+    both = {tuple(sorted((str(a.relative_to(REPOSITORY)), str(b.relative_to(REPOSITORY)))))
+            for a, b in known if a != b and (b, a) in known}  # fmt: skip
+    assert not both
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_a_file_holds_one_idea_at_a_readable_length(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
@@ -115,7 +131,7 @@ def test_code_that_a_model_brings_is_refused_wherever_a_model_is_loaded(path: Pa
 
 
 @pytest.mark.parametrize(
-    "module", ["async_rlhf.cli", "async_rlhf.config", "async_rlhf.api", "async_rlhf", "async_rlhf.buffers.hub.hub"]
+    "module", ["async_rlhf.cli.commands", "async_rlhf.config", "async_rlhf.run.api", "async_rlhf", "async_rlhf.buffers.hub.hub"]
 )
 def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -23,7 +23,7 @@ from async_rlhf.actors.scoring.event_loop_worker import SHOW_STACK, LoopWatchdog
 from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
 from async_rlhf.actors.scoring.processes import WorkerContext, ended
 from async_rlhf.buffers.errors import DeadlineError, RewardError
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.frames import Waker
 
 logger = logging.getLogger(__name__)
 

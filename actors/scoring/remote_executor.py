@@ -41,7 +41,7 @@ from async_rlhf.actors.scoring.messages import (
     unpack,
 )
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.frames import Waker
 
 _log = logging.getLogger(__name__)
 _BEAT_MS = 1000

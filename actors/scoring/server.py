@@ -19,7 +19,6 @@ import queue
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,12 +51,12 @@ from async_rlhf.actors.scoring.messages import (
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import ConfigError, RewardError, WireError
-from async_rlhf.buffers.hub.authenticator import Authenticator
 from async_rlhf.buffers.transport import keys
-from async_rlhf.buffers.transport.waker import Waker
+from async_rlhf.buffers.transport.server import ServerSocket
 
 _log = logging.getLogger(__name__)
-_POLL_MS, _LOOK_S = 500, 0.5
+_LOOK_S = 0.5
+_MAX_UNREAD = 1000
 _BUSY_RETRY_S = 1.0
 # Refused handshakes are logged once in so many seconds.
 _REPORT_S = 10.0
@@ -127,32 +126,28 @@ class ScoringServer:
         self._events: queue.SimpleQueue[partial[None]] = queue.SimpleQueue()
         self._rewards = {spec.name: RewardCounters() for spec in specs}
         self.counters = {"asked": 0, "answered": 0, "refused": 0, "too_late": 0}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, service.channel.max_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, service.send_limit)
-        self._authenticator = Authenticator(self._context, self._socket, access)
-        self._waker = Waker()
+        most = service.channel.max_bytes
         try:
-            self._socket.bind(address)
+            self._socket = ServerSocket(
+                address,
+                access,
+                max_part_bytes=most,
+                max_message_bytes=2 * most,
+                max_unread=_MAX_UNREAD,
+                max_unsent=service.send_limit,
+                linger_ms=500,
+            )
         except zmq.ZMQError as error:
-            self._close_sockets()
             raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = self._socket.address
         self._dispatcher = Dispatcher(specs, config, self._answered, self._shown, functions=functions)
 
     def run(self) -> None:
         """Serve until `stop`; raises RewardError when the workers of a stage do not come up."""
-        poller = zmq.Poller()
-        for waited_for in (self._socket, *self._authenticator.sockets, self._waker.descriptor):
-            poller.register(waited_for, zmq.POLLIN)
         looked = reported = time.monotonic()
         try:
             while not self._stopped:
-                if self._waker.descriptor in dict(poller.poll(_POLL_MS)):
-                    self._waker.clear()
-                self._authenticator.attend()
+                self._socket.wait(_LOOK_S)
                 self._dispatcher.check()
                 self._receive()
                 for _ in range(self._events.qsize()):
@@ -162,32 +157,32 @@ class ScoringServer:
                     looked = now
                     self._drop_late(now)
                     self._drop_silent(now)
+                    self._socket.cut_unfinished()
                 if now - reported > _REPORT_S:
                     reported = now
-                    self._authenticator.report()
+                    self._socket.report()
         finally:
             self._dispatcher.close(5.0)
-            self._close_sockets()
+            self._socket.close()
 
     def stop(self) -> None:
         """End `run`; may be called from a signal handler or another thread."""
         self._stopped = True
-        self._waker.ring()
+        self._socket.wake()
 
     def _receive(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    if len(frames) != 2:
-                        raise WireError(f"what is no message: {len(frames)} frames, not 2")
-                    message = unpack(frames[1], self._service.channel)
-                    self._handle(self._meet(peer), message)
-                except (WireError, RewardError) as error:
-                    self.counters["refused"] += 1
-                    _log.warning("refused: %s", error)
-                    if len(frames) == 2 and frames[0].isdigit() and len(frames[0]) < len(str(NUM_IDS)):
-                        self._respond(peer, int(frames[0]), (Answer(None, str(error)),))
+        while (received := self._socket.receive()) is not None:
+            peer, *frames = map(bytes, received[0])
+            try:
+                if len(frames) != 2:
+                    raise WireError(f"what is no message: {len(frames)} frames, not 2")
+                message = unpack(frames[1], self._service.channel)
+                self._handle(self._meet(peer), message)
+            except (WireError, RewardError) as error:
+                self.counters["refused"] += 1
+                _log.warning("refused: %s", error)
+                if len(frames) == 2 and frames[0].isdigit() and len(frames[0]) < len(str(NUM_IDS)):
+                    self._respond(peer, int(frames[0]), (Answer(None, str(error)),))
 
     def _meet(self, peer: bytes) -> _Client:
         now = time.monotonic()
@@ -261,7 +256,7 @@ class ScoringServer:
     def _answered(self, task_id: int, answers: Answers) -> None:
         """Called from the dispatcher's thread."""
         self._events.put(partial(self._settle, task_id, answers))
-        self._waker.ring()
+        self._socket.wake()
 
     def _settle(self, task_id: int, answers: Answers) -> None:
         offset, request_id = divmod(task_id, NUM_IDS)
@@ -314,11 +309,5 @@ class ScoringServer:
         self._send(peer, ScoreResponse(id=request_id, answers=[to_fields(answer) for answer in answers]))
 
     def _send(self, peer: bytes, message: Message) -> None:
-        with suppress(zmq.Again):  # A reward server's client that does not read sends its request again.
-            self._socket.send_multipart([peer, pack(message, self._service.channel)], zmq.NOBLOCK)
-
-    def _close_sockets(self) -> None:
-        self._authenticator.close()
-        self._socket.close()
-        self._context.term()
-        self._waker.close()
+        """Dropped where a reward server's client does not read: it sends its request again."""
+        self._socket.send([[peer, pack(message, self._service.channel)]])

@@ -31,7 +31,7 @@ def model_directory(model: str) -> str:
     directory = cache / f"{file.stem}-{_digest(file)}"
     if not (directory / "config.json").is_file():
         print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201
-        command = [sys.executable, "-P", "-m", "async_rlhf.learner.gguf", str(file), str(directory)]
+        command = [sys.executable, "-P", "-m", "async_rlhf.learner.model.gguf", str(file), str(directory)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL, check=False

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_rlhf.launch.program import Node
+from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.tether import environment
-from async_rlhf.run_lock import RunLock
 
 _KILL_S = 30.0
 # Of a log's end; a role's reason is its last lines.
@@ -67,7 +67,7 @@ class LocalLauncher:
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
         lock = None if self._lock is None else self._lock.descriptor
-        command = [sys.executable, "-P", "-m", "async_rlhf.roles", node.role, str(run_dir), *node.arguments]
+        command = [sys.executable, "-P", "-m", "async_rlhf.run.roles", node.role, str(run_dir), *node.arguments]
         with node.log.open("ab") as log:
             hears, beats = os.pipe()
             variables = {

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.roles ROLE RUN_DIR *arguments`, logging to `log`."""
+    """One process of the run: `async_rlhf.run.roles ROLE RUN_DIR *arguments`, logging to `log`."""
 
     name: str
     role: str

@@ -2,7 +2,7 @@
 
     owns        the processes of ranks 1 to n - 1, the folder they meet in, a thread that looks at them every 0.2 s
     waits for   `close`: their end, for `_CLOSE_S`
-    woken by    the thread: when one ends that should not, the learner ends with it, and says which it was
+    woken by    the thread: when a rank ends unexpectedly, the learner ends too and names it
     on close    no rank is left; they also end when this process does, since it holds their standard input open
 
 A learner that lost a rank is not mended: the supervisor starts it again, with all ranks, from its last checkpoint.
@@ -62,10 +62,10 @@ class RankProcesses:
                 return f"rank {rank} ended with code {code} ({process.last_words()})"
         return None
 
-    def close(self, *, told: bool) -> None:
-        """Wait for them to end when they were told to; kill who does not, and all when they were not."""
+    def close(self, *, orderly: bool) -> None:
+        """orderly: the ranks have the command to end, and get time for it; whatever still runs then is killed."""
         self._closing.set()
-        deadline = time.monotonic() + (_CLOSE_S if told else 0.0)
+        deadline = time.monotonic() + (_CLOSE_S if orderly else 0.0)
         for process in self._processes.values():
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 
-from async_rlhf.run_lock import RunLock
+from async_rlhf.launch.run_lock import RunLock
 
 _VARIABLE = "ASYNC_RLHF_TETHER"
 _BEAT_S = 1.0
@@ -38,7 +38,7 @@ class Tether:
 
     @classmethod
     def from_environment(cls) -> Tether:
-        """What the launcher said. Processes that this one starts inherit none of it."""
+        """What the launcher passed on. Processes that this one starts inherit none of it."""
         beats, lock = (int(text) for text in os.environ.pop(_VARIABLE, "-1 -1").split())
         if beats < 0:
             return cls()

@@ -1,4 +1,4 @@
 """The other ends of the hub: what an actor, the learner and the supervisor say, and what they do with the answers.
 
-Every wait has a deadline and says for what it waited. One thread only; frames go over a `link`.
+Every wait has a deadline and a name. One thread only; frames go over a `link`.
 """

@@ -135,7 +135,7 @@ class ActorClient:
             )
 
     def put(self, group: Group, *, constant: bool = False) -> None:
-        """Send a group; it is kept and repeated until the hub says what became of it. constant: as in `wire.Put`."""
+        """Send a group; it is kept and repeated until the hub has answered. constant: as in `wire.Put`."""
         header, arrays = packing.pack_group(group)
         with self._using:
             self._unacknowledged[group.number] = (wire.Put(group=header, constant=constant), arrays)
@@ -171,7 +171,7 @@ class ActorClient:
         self._beaten = self._link.clock()
         self._weight_receiver.reset()
         self._credits.clear()
-        self._later.clear()  # it is said again below
+        self._later.clear()  # repeated below
         hello = wire.Hello(
             actor=self._name,
             life=self._life,
@@ -238,4 +238,4 @@ class ActorClient:
             case wire.Refused(reason=reason, detail=detail):
                 raise RefusedError(reason, detail)
             case _:
-                pass  # Done says only that the hub lives; parts of superseded sets are dropped
+                pass  # Done means only that the hub lives; parts of superseded sets are dropped

@@ -31,7 +31,7 @@ class Patience:
         self._silent_s, self._looked_at = 0.0, self._clock()
 
     def is_over(self) -> bool:
-        """To be asked whenever the link has been looked at."""
+        """Checked whenever the link was read."""
         now = self._clock()
         self._silent_s += min(_MAX_GAP_S, now - self._looked_at)
         self._looked_at = now
@@ -47,7 +47,7 @@ class Connection:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._last_request = 0
-        self.max_frame_bytes = wire.MAX_FRAME_BYTES  # until the hub says what it takes
+        self.max_frame_bytes = wire.MAX_FRAME_BYTES  # until the hub announces its own
 
     def send(self, message: wire.Message, arrays: wire.Frames | None = None) -> int:
         """Send without waiting for an answer; returns the request number that the answer will carry."""
@@ -66,7 +66,7 @@ class Connection:
         """Send and wait for the answer, repeating the request while the hub is away.
 
         A Waiting answer proves the hub alive and moves the deadline, and so do bytes of an answer that is not whole yet.
-        Raises RefusedError, or DeadlineError naming what was asked.
+        Raises RefusedError, or DeadlineError naming the request.
         """
         self._last_request += 1
         patience = Patience(self.link.clock, timeout_s)
@@ -116,7 +116,7 @@ class Connection:
                     self._send(request, message, arrays)
 
     def _is_answer(self, request: int, message: wire.Message) -> bool:
-        """Whether this is about what was asked last; a request that the hub cannot read it refuses without its number."""
+        """Whether this answers the last request; a request that the hub cannot read it refuses without its number."""
         return request == self._last_request or (request == _UNREADABLE and isinstance(message, wire.Refused))
 
     def _send(self, request: int, message: wire.Message, arrays: wire.Frames | None) -> None:
@@ -147,7 +147,7 @@ class _Again:
         return True
 
     def put_off(self) -> None:
-        """Something came: the hub is there and knows what was asked."""
+        """Something came: the hub is there and has the request."""
         self._at = self._link.clock() + self._pause_s
 
 

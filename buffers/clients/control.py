@@ -36,7 +36,7 @@ class Control:
         return answer.status
 
     def drain(self) -> None:
-        """No new credits; the learner is told when no batch can be completed any more."""
+        """No new credits; the learner's next Take ends when no batch can be completed any more."""
         self._connection.ask(wire.Drain(), timeout_s=self._timeout_s)
 
     def gone(self, actor: str) -> None:

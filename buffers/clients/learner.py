@@ -91,7 +91,7 @@ class LearnerClient:
         return answer, frames
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained on. Does not wait: should it be lost, what is asked next says it too."""
+        """Batch `step` has been trained on. Does not wait: should it be lost, the next request implies it."""
         self._connection.send(wire.Trained(fence=self.fence, step=step))
 
     def commit(self, step: int) -> None:

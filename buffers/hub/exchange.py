@@ -8,11 +8,11 @@ fits the run (`schema`). The actors' comings and goings are `sessions`', the lea
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
                        the hub's own, with its traceback in the log, once for each place it comes from
     a full disk        a Put is answered with Later, what else must be remembered with Waiting; nothing is acknowledged and
-                       nothing given or published until there is room, and the status says so
+                       nothing given or published until there is room; the status shows it
 
 Rule: nothing that rests on a decision leaves before the decision is in the journal as `queue.fsync` promises. `settle` decides
 for everything received since the last time, makes the journal durable once (group commit), and only then hands out what
-was held back: acknowledgements, batches, credits. So a crash at any moment forgets only what nobody was told.
+was held back: acknowledgements, batches, credits. So a crash loses only what was never sent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError,
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.hub.peers import Peers
-from async_rlhf.buffers.hub.refusals import Refusals
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
 from async_rlhf.buffers.transport import roles
+from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
 
@@ -217,7 +217,7 @@ class Exchange:
                 self._quarantine.write(self._admission.fleet.failures.quarantined)
 
     def tick(self) -> None:
-        """Time has passed: silent actors lose their leases, a waiting learner is told for whom it waits."""
+        """Time has passed: silent actors lose their leases, a waiting learner gets the reason."""
         self._sessions.tick(self._clock())
         self._refusals.report()
         self._retry = True

@@ -1,4 +1,4 @@
-"""The hub's shell: one ROUTER socket around `exchange`, which says what to answer.
+"""The hub's shell: one ROUTER socket around `exchange`, which decides the answers.
 
     owns        the socket, and through the exchange the journal and the weight store; one thread
     waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk)
@@ -10,7 +10,7 @@ groups arrived together.
 
 Memory, whatever peers do: of what waits in the queue only numbers (the groups are in the journal); of a round `_ROUND_BYTES`
 and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits; of a message that does not end the
-largest that may be and `UNREAD_BY_ZMQ` (`unfinished`), then it is cut.
+largest that may be and `UNREAD_BY_ZMQ` (`transport.authenticator`), then it is cut.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import zmq
 
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub import status
-from async_rlhf.buffers.hub.authenticator import UNREAD_BY_ZMQ, Authenticator
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
-from async_rlhf.buffers.transport import frames, keys
+from async_rlhf.buffers.transport import keys
+from async_rlhf.buffers.transport.server import ServerSocket
 from async_rlhf.buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ _TICK_S = 0.5
 _LOOK_S = 0.1  # between two looks at messages that do not end
 _ROUND, _ROUND_BYTES = 256, 8 << 20  # taken in before the exchange settles
 _UNREAD_BYTES = 256 << 20
-# HWM counts messages, not bytes: a peer too slow to read so many loses the rest and its lease ends.
-_SEND_HWM = 1000
 
 
 class Hub:
@@ -77,60 +75,47 @@ class Hub:
             clock=clock,
         )
         store = WeightStore(directory / "weights" if config.exact else None)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)  # beyond it ZeroMQ cuts the peer by itself
-        self._socket.setsockopt(zmq.RCVHWM, max(2, min(_ROUND, _UNREAD_BYTES // config.max_frame_bytes)))
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        # A peer that was cut comes back under its name before the old connection is known to be dead.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._authenticator = Authenticator(self._context, self._socket, access)
-        # The largest message is a Put: a header and two arrays.
-        self._max_unfinished = MAX_HEADER_BYTES + 2 * config.max_frame_bytes + UNREAD_BY_ZMQ
+        max_unread = max(2, min(_ROUND, _UNREAD_BYTES // config.max_frame_bytes))
+        try:
+            self._socket = ServerSocket(
+                addresses,
+                access,
+                max_part_bytes=2 * config.max_frame_bytes,
+                max_message_bytes=MAX_HEADER_BYTES + 2 * config.max_frame_bytes,  # a Put: a header and two arrays
+                max_unread=max_unread,
+                linger_ms=1000,
+            )
+        except zmq.ZMQError:
+            self._journal.close()
+            raise
         state = self._journal.replay.state
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
             Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
-            self._authenticator.counters, schema, shared,
+            self._socket.counters, schema, shared,
         )  # fmt: skip
-        try:
-            for address in [addresses] if isinstance(addresses, str) else addresses:
-                self._socket.bind(address)
-        except zmq.ZMQError:
-            self._authenticator.close()
-            self._context.destroy(linger=0)
-            self._journal.close()
-            raise
 
     def run(self) -> None:
         """Serve until a Halt; returns with everything on disk."""
-        poller = zmq.Poller()
-        for waited_for in (self._socket, *self._authenticator.sockets):
-            poller.register(waited_for, zmq.POLLIN)
         next_tick = next_look = self._clock()
         try:
             while not self._exchange.stopped:
-                wait = max(0.0, min(next_tick, next_look) - self._clock())
-                if poller.poll(int(wait * 1000) + 1):
-                    self._authenticator.attend()
+                self._socket.wait(max(0.0, min(next_tick, next_look) - self._clock()) + 0.001)
                 if self._take_in() and self._clock() >= next_look:
                     next_look = self._clock() + _LOOK_S
-                    self._authenticator.cut_endless(self._max_unfinished)
-                    for identity in self._authenticator.arriving():
+                    for identity in self._socket.cut_unfinished():
                         self._exchange.arrives(identity)
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
                     self._beat()
                     self._exchange.tick()
-                    self._authenticator.report()
+                    self._socket.report()
                     self._write_ledger()
                 self._exchange.settle()
-                self._send_out()
+                self._socket.send(self._exchange.outbox.messages)
+                self._exchange.outbox.messages.clear()
         finally:
-            self._authenticator.close()
             self._socket.close()
-            self._context.term()
             try:
                 self._journal.close()
             finally:
@@ -146,7 +131,7 @@ class Hub:
         for _ in range(_ROUND):
             if num_bytes > _ROUND_BYTES:
                 return False
-            if (received := self._authenticator.receive()) is None:
+            if (received := self._socket.receive()) is None:
                 return True
             message, holder = received
             num_bytes += sum(map(len, message))
@@ -154,14 +139,8 @@ class Hub:
         return False
 
     def _write_ledger(self) -> None:
-        """A full disk costs the file, not the hub: who asks over the socket is told all the same."""
+        """A full disk costs the file, not the hub: a request for the status is answered all the same."""
         try:
             status.write(self._ledger, self.status())
         except OSError as error:
             _log.debug("%s cannot be written: %s", self._ledger, error)
-
-    def _send_out(self) -> None:
-        """Never blocks: a peer that is gone, or too slow to read a thousand messages, loses them and its lease ends."""
-        for message in self._exchange.outbox.messages:
-            frames.send(self._socket, message)
-        self._exchange.outbox.messages.clear()

@@ -1,6 +1,6 @@
 """The learner's side of the hub: who the present learner is, and what it asks for. One at a time, by its fence.
 
-Knows no socket and no clock, like `exchange`, which passes on what a learner says and asks for the answer to a Take whenever
+Knows no socket and no clock, like `exchange`, which passes on a learner's messages and looks for the answer to a Take whenever
 something has changed. What rests on a decision is held back in the outbox until the journal is durable.
 """
 
@@ -11,10 +11,10 @@ import logging
 from async_rlhf.buffers.errors import RefusedError, WireError
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class LearnerSession:
             overtaken = request < self._newest_request
             self._newest_request = max(self._newest_request, request)
             if overtaken and isinstance(message, wire.Take | wire.Tried):
-                return None  # repeated, and what was said since decides
-        # Who goes on from here has trained on the batch before, also when the message that said so was lost.
+                return None  # repeated; a later message decides
+        # A learner that goes on from here has trained on the batch before, also when its message was lost.
         if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
             admission.trained(admission.step)
         match message:
@@ -136,9 +136,9 @@ class LearnerSession:
             return wire.Waiting(step=register.step, detail=full)
         if self._registration is not None and self._registration[:2] == (identity, request):
             self._outbox.hold(identity, self._registration[2], request)
-            return None  # asked again while the hub was away: one registration, one fence
+            return None  # repeated while the hub was away: one registration, one fence
         admission = self._admission
-        # Somebody has taken this learner's place since it was given its fence: two that live must not take it in turns.
+        # Another process has this learner's place since it got its fence: two living ones must not alternate.
         if register.fence > 0 and register.learner != admission.owner:
             raise _fenced(register.fence, admission.fence)
         fence = admission.fence + 1

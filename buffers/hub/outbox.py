@@ -1,4 +1,4 @@
-"""What the hub says, and what it must not say before the journal is durable. Sends nothing: `hub` empties `messages`."""
+"""Messages of the hub, and those held back until the journal is durable. Sends nothing: `hub` empties `messages`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Kept:
 
 
 class Outbox:
-    """messages: what may be sent now, each [identity, header, arrays...], in order."""
+    """messages: to be sent now, each [identity, header, arrays...], in order."""
 
     def __init__(self) -> None:
         self.messages: list[wire.Frames] = []
@@ -54,7 +54,7 @@ class Outbox:
         return [group for kept in self._kept.values() for group in kept.groups]
 
     def release(self, read: Callable[[int], memoryview]) -> None:
-        """The journal is durable: say what was held back. read: the bytes of a group, by number."""
+        """The journal is durable: send what was held back. read: the bytes of a group, by number."""
         for identity, kept in self._kept.items():
             self.say(identity, wire.Ack(groups=kept.groups), request=kept.request)
         self._kept.clear()

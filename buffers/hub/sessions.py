@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.errors import RefusedError
-from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What an operator sees of the hub: one dictionary of plain values, asked for over the wire and written as `ledger.json`.
+"""What an operator sees of the hub: one dictionary of plain values, sent on request and written as `ledger.json`.
 
 Only reads; called by `exchange`.
 """
@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.hub.peers import Peers
 from async_rlhf.buffers.queue.admission import Admission
+from async_rlhf.buffers.transport.peers import Peers
 
 
 def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
 
 
 def waiting_for(admission: Admission) -> str:
-    """For whom the learner waits, in words."""
+    """What the learner waits for, in words."""
     ledger = admission.ledger
     if not admission.fleet.actors:
         return "no actor has joined"

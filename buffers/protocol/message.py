@@ -30,7 +30,7 @@ class Telemetry(MessageBase):
     """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
 
     scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
-    selection_*: how much what is trained differs in length from what was begun (see `async_rlhf.actors.length_bias`).
+    selection_*: how much what is trained differs in length from what was begun (see `async_rlhf.actors.loop.length_bias`).
     """
 
     busy_s: Amount = 0.0

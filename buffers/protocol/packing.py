@@ -17,8 +17,7 @@ from pydantic import JsonValue
 from async_rlhf.buffers.errors import RecordError, WireError
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
-from async_rlhf.buffers.queue.ledger import Entry
-from async_rlhf.buffers.record import MAX_LOGPROB, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.record import MAX_LOGPROB, Entry, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32

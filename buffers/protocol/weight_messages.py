@@ -1,4 +1,4 @@
-"""What is said about weights. Framing, and all other messages, are in `wire`.
+"""Messages about weights. Framing, and all other messages, are in `wire`.
 
     learner -> hub    Publish, Chunk (+ bytes), Check      hub -> learner    Wanted, Checked, Done
     actor   -> hub    Fetch, FetchChunk                    hub -> actor      Adopt, Manifest, Chunk (+ bytes)
@@ -25,9 +25,9 @@ class TensorSpec(MessageBase):
 
 
 class Canary(MessageBase):
-    """A fixed probe and what the publisher's own model says of it: log-probability of each token but the first.
+    """A text and its log-probabilities under the publisher's own model, of each token but the first.
 
-    Whoever adopts the weights must find the same, to the precision of its arithmetic.
+    An engine that adopts the weights must compute the same, to the precision of its arithmetic.
     """
 
     ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field(min_length=2, max_length=4096)

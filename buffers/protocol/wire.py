@@ -133,7 +133,7 @@ class Bye(MessageBase):
 
 
 class Welcome(MessageBase):
-    """The actor is known; whatever it was credited before and did not name in its Hello is somebody else's now."""
+    """The actor is known; whatever it was credited before and did not name in its Hello belongs to other actors now."""
 
     type: Literal["welcome"] = "welcome"
     incarnation: str

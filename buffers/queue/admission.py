@@ -11,7 +11,7 @@ Life of a group number:
                |          |                            again, in the same batches
                +----------+--- the actor was lost (failed) or the bound could not be kept (stale): credited again,
                |               until it has ended `max_attempts` actors: quarantined, never consumed
-               +-------------- it says nothing and another is to take its place: filtered, never consumed
+               +-------------- it carries no gradient and another is to take its place: filtered, never consumed
 
 Rules
     1. Everything that decides about a group lives in this file; nothing here does anything about it.
@@ -26,16 +26,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from async_rlhf.buffers.errors import RefusedError
-from async_rlhf.buffers.queue.batches import Batches
-from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.budget import ByteBudget
+from async_rlhf.buffers.queue.bound import Bound, ByteBudget
+from async_rlhf.buffers.queue.failures import Trials
+from async_rlhf.buffers.queue.fleet import Actor as Actor
+from async_rlhf.buffers.queue.fleet import Credit as Credit
 from async_rlhf.buffers.queue.fleet import Fleet
-from async_rlhf.buffers.queue.leases import Actor as Actor
-from async_rlhf.buffers.queue.leases import Credit as Credit
-from async_rlhf.buffers.queue.ledger import Entry, Ledger, QueueSnapshot
-from async_rlhf.buffers.queue.order import ConsumptionOrder
-from async_rlhf.buffers.queue.trials import Trials
-from async_rlhf.buffers.record import staleness
+from async_rlhf.buffers.queue.ledger import Ledger, QueueSnapshot
+from async_rlhf.buffers.queue.order import Batches, ConsumptionOrder
+from async_rlhf.buffers.record import Entry, staleness
 
 
 class Admission:
@@ -188,7 +186,7 @@ class Admission:
     def register(self, fence: int, step: int, committed: int, owner: str = "") -> list[int]:
         """A learner (re)starts at `step` under a higher fence: batches from `step` on are offered again, as they were.
 
-        committed: as `commit` takes it, for a hub that was not told.
+        committed: as `commit` takes it, for a hub that missed it.
         owner: names the learner's process. Another one than held the batch of the present step ended with it.
         Returns what `commit` returns. Raises RefusedError: `fenced`, `committed` or `unknown-step`.
         """

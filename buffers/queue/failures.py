@@ -1,4 +1,4 @@
-"""How often each group was lost and why; which are suspects, which were quarantined. Values only; `admission` owns one.
+"""Groups that end actors (`Failures`) or the learner (`Trials`). Values only; `admission` owns one of each.
 
 Every attempt that is lost has a number of its own. Whether it counts is another question: silence proves nothing about a
 group, so only the end of its actor that was seen counts, and a lack of progress. And a group that was lost with its actor is
@@ -8,6 +8,7 @@ it ends an actor alone is it quarantined.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 # Of each group this many reasons are kept, the newest, each so long.
@@ -68,9 +69,9 @@ class Failures:
         """Never to be made or consumed again."""
         if reason:
             self._note(number, reason)
-        told = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
+        record = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
         self.forget([number])
-        self.quarantined[number] = told
+        self.quarantined[number] = record
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These were committed, or will not be made again."""
@@ -97,3 +98,46 @@ class Failures:
     def _suspect(self, number: int) -> None:
         if self._counts[number] >= max(1, self._max_attempts - 1):
             self.suspects.add(number)
+
+
+class Trials:
+    """Batches that end the learner, and which of their groups does it.
+
+    A batch that was held by `max_attempts` learners that ended before they had trained on it is tried group by group: the
+    learner is given each one alone, to do all of a step but the update. The group that ends it alone is taken out of the
+    batch; one that passes is never suspected again. When all that is left has passed, the batch is given as it then is.
+    Not in the journal: a new hub counts from 0.
+
+    trying: the group that the learner works on alone now, by its own account.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._ended: Counter[int] = Counter()  # batch -> learners that ended with it
+        self._passed: set[int] = set()
+        self.trying: int | None = None
+
+    def ended(self, step: int) -> int | None:
+        """A learner that held batch `step` has ended; the group that it had alone, if it was trying one."""
+        guilty, self.trying = self.trying, None
+        if guilty is None:
+            self._ended[step] += 1
+        return guilty
+
+    def next(self, step: int, numbers: Iterable[int]) -> int | None:
+        """The group of this batch to be tried now, or None when the whole may be given."""
+        self.trying = None
+        if self._ended[step] < self._max_attempts:
+            return None
+        return next((number for number in sorted(numbers) if number not in self._passed), None)
+
+    def passed(self, number: int) -> None:
+        """This group alone did not end the learner."""
+        self._passed.add(number)
+        self.trying = None
+
+    def forget(self, step: int, numbers: Iterable[int]) -> None:
+        """Batch `step` has been trained on."""
+        self._ended.pop(step, None)
+        self._passed.difference_update(numbers)
+        self.trying = None

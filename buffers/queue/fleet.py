@@ -1,7 +1,7 @@
 """The actors, what each is making, and how that ends. Owned by `admission`, which decides who may begin what.
 
-A pure state machine over the line of numbers; time enters as an argument. A lease ends when its group is put, given up, or
-lost; what of that counts against the group is said in `failures`:
+A pure state machine over the consumption order; time enters as an argument. A lease ends when its group is put, given up, or
+lost; `failures` counts it:
 
     its actor's end was seen            counts
     its actor is silent                 counts only if its end is seen later (`Silences`)
@@ -12,10 +12,114 @@ lost; what of that counts against the group is said in `failures`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 from async_rlhf.buffers.queue.failures import Failures
-from async_rlhf.buffers.queue.leases import Actor, Credit, Silences
 from async_rlhf.buffers.queue.order import ConsumptionOrder
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Permission to begin one group, whose first token must come from `lowest_version` or newer."""
+
+    number: int
+    attempt: int
+    lowest_version: int
+
+
+@dataclass
+class Actor:
+    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when it was last heard.
+
+    life: names its process. stuck: groups that it made no progress with for too long, and how far they were; it is given
+    nothing while it holds one that has not moved since.
+    """
+
+    capacity: int
+    fence: int
+    version: int
+    heard_at: float
+    leases: dict[int, Credit] = field(default_factory=dict)
+    life: str = ""
+    stuck: dict[int, int] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    """Those of its leases that are made and wait for room in the queue."""
+    _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
+    _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
+
+    def has_room(self, number: int, suspects: AbstractSet[int]) -> bool:
+        """Whether it can take one more. A suspect is made alone: only then does losing it prove anything."""
+        if self.stuck:
+            return False
+        making = self.leases.keys() - self.finished
+        if number in suspects:
+            return not making and self.capacity > 0
+        return len(self.leases) < self.capacity and suspects.isdisjoint(making)
+
+    def lease(self, credit: Credit) -> None:
+        """It may begin this group, perhaps once more."""
+        self.leases[credit.number] = credit
+        self.finished.discard(credit.number)
+        self._moved.pop(credit.number, None)
+
+    def progressed(self, amounts: Iterable[tuple[int, int]], now: float) -> None:
+        """How far each of the groups is that it works on."""
+        self._works_on = known = dict(amounts)
+        for number in self.leases.keys() & known.keys():
+            if known[number] > self._moved.get(number, (-1, 0.0))[0]:
+                self._moved[number] = known[number], now
+        self.stuck = {number: amount for number, amount in self.stuck.items() if known.get(number, amount + 1) <= amount}
+
+    def has_put(self, number: int, now: float) -> None:
+        """It has made this group, which perhaps must wait for room: that is no lack of progress."""
+        if number in self.leases:
+            self._moved[number] = self._moved.get(number, (0, now))[0], now
+            self.finished.add(number)
+
+    def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:
+        """Its groups that made no progress for so long, counted from the first look at each, and whether it works on them: it
+        may never have got the credit."""
+        self._moved = {number: self._moved.get(number, (-1, now)) for number in self.leases}
+        late = {number: amount for number, (amount, since) in self._moved.items() if now - since > timeout_s}
+        self.stuck |= {number: amount for number, amount in late.items() if number in self._works_on}
+        return [(number, number in self._works_on) for number in late]
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """So long nothing was listened to: it proves nothing about this actor."""
+        self.heard_at = min(now, self.heard_at + seconds)
+        self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
+
+
+class Silences:
+    """What actors held whose leases ended because they were silent. Silence counts against no group; an end that is seen
+    later does: the supervisor's word, or the actor's return under its name as another process.
+    """
+
+    MAX_NAMES = 1024
+    """Remembered at most; the oldest are forgotten first."""
+
+    def __init__(self) -> None:
+        self._silent: dict[str, tuple[Actor, list[Credit]]] = {}
+
+    def note(self, name: str, actor: Actor) -> None:
+        self._silent.pop(name, None)
+        if actor.leases or actor.stuck:
+            self._silent[name] = actor, list(actor.leases.values())
+        while len(self._silent) > self.MAX_NAMES:
+            del self._silent[next(iter(self._silent))]
+
+    def ended(self, name: str) -> list[Credit]:
+        """What the silent actor `name` held, once."""
+        return self._silent.pop(name)[1] if name in self._silent else []
+
+    def back(self, name: str, actor: Actor) -> list[Credit]:
+        """As `ended`, when another process comes under its name; the same process is as stuck as it was."""
+        before, held = self._silent.pop(name, (actor, []))
+        if before.life != actor.life:
+            return held
+        actor.stuck |= before.stuck
+        return []
 
 
 class Fleet:
@@ -24,15 +128,15 @@ class Fleet:
     on_burial: called when a number was quarantined, which moves those behind it up.
     """
 
-    def __init__(self, line: ConsumptionOrder, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
-        self._order, self._lease_s, self._on_burial = line, lease_s, on_burial
+    def __init__(self, order: ConsumptionOrder, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
+        self._order, self._lease_s, self._on_burial = order, lease_s, on_burial
         self.actors: dict[str, Actor] = {}
         self.failures = Failures(max_attempts)
         self._silences = Silences()
         self.newest = self.credited = self.failed = 0
 
     def join(self, name: str, actor: Actor, holding: Iterable[tuple[int, int]] = ()) -> None:
-        """An actor (re)joins and says which (number, attempt) it works on.
+        """An actor (re)joins with the (number, attempt) of each group it works on.
 
         Leases it no longer holds are lost; work that no other actor has is leased to it (after the hub was restarted), unless
         no version exists that could have begun it.
@@ -56,7 +160,7 @@ class Fleet:
                 self.lease(actor, number, attempt)
 
     def leave(self, name: str, reason: str = "left", *, seen: bool = True) -> None:
-        """An actor is gone, why says `reason`: its groups are lost and will be credited again.
+        """An actor is gone: its groups are lost and will be credited again.
 
         seen: whether its end was seen. Else it may be alive and slow, which counts against none of its groups, until its end
         is seen after all.
@@ -70,7 +174,7 @@ class Fleet:
             self._lose(number, f"{name} {reason}", counts=seen)
 
     def drop(self, name: str, reason: str) -> None:
-        """Give the groups of a living actor to others. Should it end later, that says nothing of them."""
+        """Give the groups of a living actor to others. Its end, should it come later, does not count against them."""
         for number in list(self.actors[name].leases):
             self._lose(number, f"{name} {reason}", counts=False)
         self._silences.note(name, self.actors.pop(name))
@@ -120,7 +224,7 @@ class Fleet:
         return any(actor.leases.pop(number, None) for actor in self.actors.values())
 
     def _lose(self, number: int, reason: str, *, counts: bool) -> None:
-        """The lease of `number` ended without a group. counts: whether that says something of the group."""
+        """The lease of `number` ended without a group. counts: towards its quarantine."""
         self.end_lease(number)
         self._lost(number, self.failures.lost(number, reason, counts=counts))
 

@@ -1,6 +1,6 @@
 """The queue's memory on disk: an append-only log of groups and decisions, replayed after a crash.
 
-Never decides anything and knows no message format: payloads are bytes. Owned by one process (an exclusive lock says so).
+Never decides anything and knows no message format: payloads are bytes. Owned by one process (by an exclusive lock).
 A directory of segments `000001.log`, `000002.log`, …; what they look like inside is `segment`'s. Every segment begins with
 a STATE record, so that older segments can be deleted as soon as nothing in them is live.
 
@@ -13,13 +13,13 @@ What is promised when `sync` returns, by `fsync`:
                (`sync(durable=True)`) are on disk with everything before them, so nothing that was trained on is lost
     off        everything appended is with the operating system, and nothing is promised when the power fails
 
-After each fsync a mark is appended that says up to which byte the segment is on disk. What is no whole record on open is cut
+After each fsync a mark is appended: up to which byte the segment is on disk. What is no whole record on open is cut
 off, with all behind it, where no mark vouches for it: a disk writes the pages of an unfinished round in any order. Before a
 mark, in an older segment, or where a segment is missing it is damage (DamagedError, with file and offset): something that
 was acknowledged would be lost.
 
 A full disk raises DiskFullError from `sync`, and changes nothing: what was appended stays in memory, and the
-next call cuts off what was half written and writes all of it again. So whoever waits until `sync` returns is never lied to.
+next call cuts off what was half written and writes all of it again. So what was written before `sync` returned is on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, JournalError
 from async_rlhf.buffers.files import DISK, FULL, File, Files
 from async_rlhf.buffers.queue import segment
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 _log = logging.getLogger(__name__)
 # Parts smaller than this are joined before they are written: a system call costs as much as copying some kilobytes.

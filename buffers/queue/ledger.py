@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-
-@dataclass(frozen=True)
-class Entry:
-    """What admission knows of a group that was put."""
-
-    attempt: int
-    oldest_version: int
-    newest_version: int
-    num_tokens: int
-    num_bytes: int = 0
+from async_rlhf.buffers.record import Entry
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Ledger:
     credited = trained + queued + in_flight + leased + stale + filtered + failed + quarantined
 
     trained: in a step the learner has done; in_flight: taken and not yet trained; leased: being generated or scored;
-    stale: given up because the bound could not be kept; filtered: it said nothing, and another took its place; failed: the
+    stale: given up because the bound could not be kept; filtered: it had no advantage, and another took its place; failed: the
     actor was lost; quarantined: it ended its maker, or the learner, as often as allowed, or an operator took it back. Token
     counts are of completion tokens that reached the hub in a group that was admitted or filtered.
     """

@@ -1,6 +1,6 @@
-"""The line of group numbers: which were begun, which are open again, which a batch has, which are dead.
+"""The order in which groups are consumed, and the batches they were consumed in. Pure; `admission` owns one of each.
 
-Pure arithmetic over numbers; it knows no actor, group or batch. `admission` owns one. A number is
+A number is
 
     fresh (>= `next`), open (begun before, to be credited again), consumed (a batch has it), dead (quarantined or
     filtered: never to be consumed), or in `admission`'s hands (leased or queued)
@@ -12,10 +12,11 @@ is not ready, as the proof in `bound` needs it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 
 class ConsumptionOrder:
@@ -36,7 +37,7 @@ class ConsumptionOrder:
         return self._bound.lowest_version(number, self.dead_below(number))
 
     def next_number(self) -> int | None:
-        """The lowest number that nobody works on, or None when all that are needed have been begun."""
+        """The lowest number that no actor works on, or None when all that are needed have been begun."""
         if self.open:
             return self.open[0]
         exists = self.next < self._bound.num_numbers
@@ -50,7 +51,7 @@ class ConsumptionOrder:
         return number < self.head or number in self.consumed or self.is_dead(number)
 
     def begin(self, number: int) -> None:
-        """Somebody works on this open number now."""
+        """An actor works on this open number now."""
         if number >= self.next:
             self.open.extend(range(self.next, number))
             self.next = number + 1
@@ -58,7 +59,7 @@ class ConsumptionOrder:
             self.open.remove(number)
 
     def reopen(self, number: int) -> None:
-        """Nobody works on this number any more."""
+        """No actor works on this number any more."""
         bisect.insort(self.open, number)
 
     def quarantine(self, number: int) -> None:
@@ -75,7 +76,7 @@ class ConsumptionOrder:
         return number - (self._number_at(before - 1) + 1 if before else 0) < self._bound.refills * size
 
     def filter(self, number: int) -> None:
-        """This number says nothing and will never be consumed: everything behind it moves up."""
+        """This number has no advantage and will never be consumed: everything behind it moves up."""
         bisect.insort(self.filtered, number)
         self._advance()
 
@@ -120,7 +121,7 @@ class ConsumptionOrder:
         return lowest
 
     def forget_below(self, floor: int) -> None:
-        """Of the filtered numbers below the floor only how many there are is still asked."""
+        """Of the filtered numbers below the floor only the count is kept."""
         place = bisect.bisect_left(self.filtered, floor)
         self.filtered_before += place
         del self.filtered[:place]
@@ -153,3 +154,53 @@ class ConsumptionOrder:
 def _holds(numbers: Sequence[int], number: int) -> bool:
     place = bisect.bisect_left(numbers, number)
     return place < len(numbers) and numbers[place] == number
+
+
+class Batches:
+    """Those the learner may still go back to: a batch is committed when every checkpoint that is kept was made after its step.
+
+    `of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained. `removed`:
+    groups that were taken out of one, for good."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Mapping[int, Entry]] = {}
+        self.taken: set[int] = set()
+        self.removed: set[int] = set()
+        self.committed_groups = self.committed_tokens = 0
+
+    @property
+    def numbers(self) -> set[int]:
+        """The groups of all batches that are not committed."""
+        return {number for batch in self.of.values() for number in batch}
+
+    @property
+    def num_consumed(self) -> int:
+        """Groups that are in a batch, committed or not, or were taken out of one."""
+        return self.committed_groups + sum(map(len, self.of.values())) + len(self.removed)
+
+    def step_of(self, number: int) -> int | None:
+        """The uncommitted batch that has this group."""
+        return next((step for step, batch in self.of.items() if number in batch), None)
+
+    def remove(self, step: int, number: int) -> None:
+        """Take a group out of its batch; none comes in its place, so that the other batches stay as they are."""
+        self.of[step] = {other: entry for other, entry in self.of[step].items() if other != number}
+        self.removed.add(number)
+
+    def commit(self, step: int) -> list[int]:
+        """Commit the batches before `step`; returns their groups."""
+        numbers: list[int] = []
+        for index in sorted(index for index in self.of if index < step):
+            batch = self.of.pop(index)
+            self.taken.discard(index)
+            numbers += batch
+            self.committed_tokens += sum(entry.num_tokens for entry in batch.values())
+        self.committed_groups += len(numbers)
+        return numbers
+
+    def split(self, step: int) -> tuple[list[Entry], list[Entry], list[Entry]]:
+        """Groups trained on when the learner has done `step` steps, those it holds, and those it is to be offered again."""
+        trained, held, waiting = list[Entry](), list[Entry](), list[Entry]()
+        for index, batch in self.of.items():
+            (trained if index < step else held if index in self.taken else waiting).extend(batch.values())
+        return trained, held, waiting

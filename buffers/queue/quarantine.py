@@ -3,7 +3,7 @@
     {"group": 17, "prompt": 5, "attempts": 3, "reasons": ["attempt 0: actor-1 was silent for 15 s", ...]}
 
 prompt: the row of the data set. reasons: of the newest attempts. The journal decides what is quarantined; the file is written
-before the journal says so, as a whole, under another name first. So after a crash it has a line for every quarantined group,
+before the journal has it, as a whole, under another name first. So after a crash it has a line for every quarantined group,
 perhaps one too many, which is taken out when the hub begins.
 """
 
@@ -55,7 +55,7 @@ class Quarantine:
             records = [json.loads(line) for line in self._files.read(self._path).decode().splitlines()]
             return {record["group"]: record for record in records}
         except (ValueError, KeyError, TypeError):
-            return {}  # somebody edited it; the journal knows the numbers
+            return {}  # edited by hand; the journal knows the numbers
 
     def _write(self) -> None:
         temporary = self._path.with_suffix(".tmp")

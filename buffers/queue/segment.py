@@ -22,7 +22,8 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 HEAD = struct.Struct("<BIQ")
 STATE, PUT, TAKE, MARK = 1, 2, 3, 4

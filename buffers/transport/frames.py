@@ -5,9 +5,11 @@ A frame that was received by reference keeps its message alive; one that is sent
 
 from __future__ import annotations
 
+import os
 import socket as sockets
 import struct
 import sys
+from contextlib import suppress
 from typing import cast
 
 import zmq
@@ -58,7 +60,7 @@ def _data(parts: list[zmq.Frame]) -> Frames:
 
 
 def send(socket: zmq.Socket[bytes], frames: Frames) -> bool:
-    """False when so much waits already that the message does not fit; a ROUTER drops what is for nobody."""
+    """False when so much waits already that the message does not fit; a ROUTER drops what is for an unknown identity."""
     try:
         for frame in frames[:-1]:
             socket.send(frame, _NOW_AND_MORE, copy=len(frame) < _LARGE)
@@ -74,3 +76,25 @@ def bytes_received(connection: sockets.socket) -> int:
         return 0
     information = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
     return int(_BYTES_RECEIVED.unpack(information)[0]) if len(information) == _BYTES_RECEIVED.size else 0
+
+
+class Waker:
+    """Owns a pipe. Register `descriptor` for reading with a poller; `ring` from anywhere, `clear` when the poller saw it."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._ringer = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._ringer, False)
+
+    def ring(self) -> None:
+        """End a waiting poll, or the next one."""
+        with suppress(BlockingIOError):  # a full pipe rings already
+            os.write(self._ringer, b"w")
+
+    def clear(self) -> None:
+        """Forget that it rang; call it only when it did."""
+        os.read(self.descriptor, 4096)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._ringer)

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from zmq.utils import z85
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
@@ -26,7 +29,6 @@ from async_rlhf.buffers.transport.roles import ROLES, Holder, is_actor_of, roles
 LOCAL = "local"
 """The name of the hub's own machine in the list of those allowed."""
 ZAP_DOMAIN = b"async-rlhf"
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _MAKE = "make a directory with: async-rlhf keys new DIR"
 
@@ -175,9 +177,7 @@ def _bytes(key: bytes) -> bytes:
     """The 32 bytes of a key in Z85; raises ValueError for what is none."""
     if len(key) != 40:
         raise ValueError("length")
-    text = key.decode("ascii")
-    blocks = [text[i : i + 5] for i in range(0, 40, 5)]
-    numbers = [sum(_Z85.index(character) * 85 ** (4 - i) for i, character in enumerate(block)) for block in blocks]
-    if max(numbers) >= 1 << 32:
-        raise ValueError("range")
-    return b"".join(number.to_bytes(4, "big") for number in numbers)
+    try:
+        return z85.decode(key)
+    except (KeyError, struct.error) as error:
+        raise ValueError("character or range") from error

@@ -21,9 +21,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.frames import bytes_received, receive, send
+from async_rlhf.buffers.transport.frames import Waker, bytes_received, receive, send
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
-from async_rlhf.buffers.transport.waker import Waker
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
 # actor holds, after which `send` says no. Received: an actor asks for a few chunks of weights of 1 MiB at a time.
@@ -44,7 +43,7 @@ class Link(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
-        """The next message; None after `timeout_s`, or earlier when somebody called `wake` or the connection was made."""
+        """The next message; None after `timeout_s`, or earlier after `wake` or when the connection was made."""
         ...
 
     def was_remade(self) -> bool:

@@ -5,7 +5,7 @@
     learner    registers, takes batches, publishes weights
     control    asks for the status, drains, halts, takes groups back
 
-A stolen key is worth its role and nothing more. Without keys there is nobody but this machine, and nothing is asked.
+A stolen key is worth its role and nothing more. Without keys only this machine connects, and roles are not checked.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
     wanted = set(words)
     found = frozenset(role for role in ROLES if role in wanted)
     if not found or len(found) != len(wanted):
-        said = " ".join(sorted(wanted)) or "none"
-        raise ConfigError(f"{where}: roles = {said}; give one or more of {', '.join(ROLES)}")
+        given = " ".join(sorted(wanted)) or "none"
+        raise ConfigError(f"{where}: roles = {given}; give one or more of {', '.join(ROLES)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Brings the bytes of one announced weight set together, wherever they come from, and lets nobody see them unverified.
+"""Brings the bytes of one announced weight set together, wherever they come from; nothing unverified leaves it.
 
 Work is done in pieces, when `advance` is called: an actor goes on decoding and the hub goes on serving while a large set is
 verified. What arrives in order is verified while it is still in the processor's cache.

@@ -1,6 +1,6 @@
 """A relay's weight sets: each is fetched from the hub once, verified, and served to all who ask. Knows no socket.
 
-Waits for nothing: `proxy` hands it what actors ask and what the hub says, and calls `advance` when it has time.
+Waits for nothing: `proxy` hands it the messages of actors and hub, and calls `advance` when it has time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class WeightCache:
         self._kept: list[Target] = []
         self.answers: list[wire.Frames] = []
 
-    def ask(self, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+    def ask(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
         """Answer an actor now, or when the set has come."""
-        target = asked.fence, asked.version
-        if isinstance(asked, wire.Fetch) and target not in self._kept:
-            self._waiting.setdefault(target, []).append((identity, request, asked))
+        target = wanted.fence, wanted.version
+        if isinstance(wanted, wire.Fetch) and target not in self._kept:
+            self._waiting.setdefault(target, []).append((identity, request, wanted))
             self._fetch_next()
         else:
-            self._answer(identity, request, asked)
+            self._answer(identity, request, wanted)
 
     def hear(self, frames: wire.Frames) -> None:
         """A message of the hub about the set that is fetched."""
@@ -72,8 +72,8 @@ class WeightCache:
         self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
         store.keep_only([version for _, version in self._kept])
         self._current = None
-        for identity, request, asked in self._waiting.pop(target, []):
-            self._answer(identity, request, asked)
+        for identity, request, wanted in self._waiting.pop(target, []):
+            self._answer(identity, request, wanted)
         self._fetch_next()
 
     def again(self) -> None:
@@ -88,16 +88,16 @@ class WeightCache:
             self._weight_receiver.adopt(self._current)
 
     def _give_up(self, why: str) -> None:
-        """The set that is fetched will not come; who waits for it is told, and will be told of a newer one."""
+        """The set that is fetched will not come; who waits for it is answered, and gets a newer target."""
         refused = [] if self._current is None else self._waiting.pop(self._current, [])
         self._current = None
         for identity, request, _ in refused:
             self._say(identity, wire.Refused(reason="weights", detail=why), request)
         self._fetch_next()
 
-    def _answer(self, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+    def _answer(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
         try:
-            message, arrays = self._weight_server.serve(asked)
+            message, arrays = self._weight_server.serve(wanted)
         except WeightsError as error:
             message, arrays = wire.Refused(reason="weights", detail=str(error)), []
         self._say(identity, message, request, arrays)

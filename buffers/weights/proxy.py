@@ -1,6 +1,6 @@
 """What a relay does with every message. Knows no socket on the actors' side, and none of the hub's but through links.
 
-What actors say goes to the hub over a link of their own, and what the hub says goes back, unchanged; but what they ask about
+Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; but requests about
 weights is answered here (`cache`). Only what actors say is let through.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.hub.refusals import Refusals
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.transport.link import Link
 from async_rlhf.buffers.transport.roles import Holder, check
 from async_rlhf.buffers.weights.cache import WeightCache
 
 _log = logging.getLogger(__name__)
-_IDLE_S = 60.0  # of an actor that says nothing; a living one beats every second or so
+_IDLE_S = 60.0  # of a silent actor; a living one beats every second or so
 _ANY_REQUEST = 1 << 62  # above every request number of an actor's
 _FORWARDED = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye)
 
@@ -79,7 +79,7 @@ class RelayProxy:
         return self._cache.has_work
 
     def turn(self) -> None:
-        """Take in what the hub says; a piece of verification. Raises DeadlineError when the hub does not let this relay in."""
+        """Take in the hub's messages; a piece of verification. Raises DeadlineError when the hub does not let this relay in."""
         while (frames := self._fetch_link.receive(0)) is not None:
             self._cache.hear(frames)
         if self._fetch_link.was_remade():
@@ -101,10 +101,6 @@ class RelayProxy:
         now = self._fetch_link.clock()
         for identity in [identity for identity, line in self._lines.items() if now - line.heard_at > _IDLE_S]:
             self._hang_up(identity)
-
-    def wake(self) -> None:
-        """End a wait for the hub; may be called from any thread until `close`."""
-        self._fetch_link.wake()
 
     def close(self) -> None:
         for identity in list(self._lines):

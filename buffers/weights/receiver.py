@@ -1,4 +1,4 @@
-"""An actor's half of the weight channel: gets the set it was told to adopt, and gives it out whole and verified.
+"""An actor's half of the weight channel: gets the set announced to it, and gives it out whole and verified.
 
 Waits for nothing: `client` hands it the messages about weights, sends what it wants sent, and calls `advance` when it has
 time. One set at a time; a newer target supersedes an unfinished one, and a set that comes damaged is fetched again. It is
@@ -18,7 +18,7 @@ from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_l
 from async_rlhf.buffers.weights.store import Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
 
-_CHUNKS_AHEAD = 8  # chunks asked for before the first has come
+_CHUNKS_AHEAD = 8  # chunks requested before the first has come
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 
@@ -46,7 +46,7 @@ class WeightReceiver:
         self._num_damaged = 0
 
     def reset(self) -> None:
-        """The hub does not know any more what it was asked for; what came of an unfinished set is kept, in case it is the
+        """The hub has forgotten the requests; what came of an unfinished set is kept, in case it is the
         one to be adopted still."""
         self._target = None
 
@@ -97,7 +97,7 @@ class WeightReceiver:
             self._fetch_again()
 
     def refused(self, request: int) -> None:
-        """The hub has not (any more) what was asked for under this number: a newer target is on its way."""
+        """The hub has not (any more) what this request is for: a newer target is on its way."""
         if request >= self._request:  # else it is about a set that is not wanted any more
             self._target = None
             self._drop()

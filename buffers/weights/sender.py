@@ -28,7 +28,7 @@ class Asks(Protocol):
 
 
 class WeightSender:
-    """Owns the set published last, while a delta to it may be asked for."""
+    """Owns the set published last, while a delta to it may be requested."""
 
     def __init__(self, connection: Asks, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
@@ -59,7 +59,7 @@ class WeightSender:
         return None if data is None else Delta(before.digest, weights.digest, data)
 
     def _check(self, fence: int, version: int) -> None:
-        """The hub verifies as it has time; it says when it is done."""
+        """The hub verifies as it has time, and answers when it is done."""
         while True:
             checked, _ = self._connection.ask(wire.Check(fence=fence, version=version), timeout_s=self._timeout_s)
             if not isinstance(checked, wire.Checked) or checked.done:

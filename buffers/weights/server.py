@@ -1,8 +1,8 @@
 """The hub's half of the weight channel: takes in what the learner publishes, serves it, and tells actors what to adopt.
 
-Knows no socket and no group: `exchange` hands it the messages about weights, and `admission` says who should serve what. A
-set is whole and verified before anybody hears of it. Nobody is waited for: an actor fetches when it can, and one that has
-adopted nothing for too long is dropped from the set of actors, as if it were dead, until it says Hello again.
+Knows no socket and no group: `exchange` hands it the messages about weights, and `admission` decides who should serve what. A
+set is whole and verified before it is announced. No actor is waited for: an actor fetches when it can, and one that has
+adopted nothing for too long is dropped from the set of actors, as if it were dead, until its next Hello.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
-from async_rlhf.buffers.hub.peers import Peer, Peers
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.transport.peers import Peer, Peers
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
 from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
@@ -54,7 +54,7 @@ class WeightServer:
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
         self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
         self._incoming: _Incoming | None = None
-        self._sends_chunks = False  # somebody fetches what could be a delta
+        self._sends_chunks = False  # an actor fetches what could be a delta
         self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
 
     def forget(self) -> None:
@@ -141,34 +141,34 @@ class WeightServer:
 
     # -- to the actors -----------------------------------------------------------------------------------------------
 
-    def serve(self, asked: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
-        """The manifest or the chunk that was asked for; raises WeightsError when it is not here."""
-        if isinstance(asked, wire.Fetch):
-            return self._manifest(asked), []
-        if asked.delta is None:
-            data = self.store.get(asked.version).chunk(asked.index)
+    def serve(self, request: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
+        """The requested manifest or chunk; raises WeightsError when it is not here."""
+        if isinstance(request, wire.Fetch):
+            return self._manifest(request), []
+        if request.delta is None:
+            data = self.store.get(request.version).chunk(request.index)
         else:
-            data = chunk_of(self.store.delta(asked.delta).data, asked.index, "the delta")
+            data = chunk_of(self.store.delta(request.delta).data, request.index, "the delta")
         self._counters["served_bytes"] += len(data)
-        chunk = wire.Chunk(fence=asked.fence, version=asked.version, index=asked.index, delta=asked.delta)
+        chunk = wire.Chunk(fence=request.fence, version=request.version, index=request.index, delta=request.delta)
         return chunk, cast("wire.Frames", [data])  # a view is sent like bytes
 
-    def _manifest(self, asked: wire.Fetch) -> wire.Manifest:
+    def _manifest(self, request: wire.Fetch) -> wire.Manifest:
         """Where the set can be mapped, or by which deltas it can be made of what the asker holds, or neither."""
-        weights = self.store.get(asked.version)
+        weights = self.store.get(request.version)
         manifest = weights.manifest()
         deltas: list[wire.DeltaSpec] = []
-        place = manifest.place if asked.maps and self._config.transport != "chunks" else None
+        place = manifest.place if request.maps and self._config.transport != "chunks" else None
         if place is None:
             self._sends_chunks = True
-            if asked.holds is not None:
-                deltas = [step.spec for step in self.store.path(asked.holds, weights.digest)]
+            if request.holds is not None:
+                deltas = [step.spec for step in self.store.path(request.holds, weights.digest)]
                 if sum(step.num_bytes for step in deltas) > MAX_DELTA_SHARE * manifest.num_bytes:
                     deltas = []
-        return manifest.model_copy(update={"fence": asked.fence, "place": place, "deltas": deltas})
+        return manifest.model_copy(update={"fence": request.fence, "place": place, "deltas": deltas})
 
     def adoptions(self, admission: Admission, peers: Peers, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
-        """(identity, message) for every actor that should serve something else than it serves or was told last."""
+        """(identity, message) for every actor that should serve something else than it serves or was announced to it."""
         for name, actor in admission.fleet.actors.items():
             version, peer = admission.target(name), peers[name]
             if version is None or version not in self.store:
@@ -182,7 +182,7 @@ class WeightServer:
             # step would fetch for ever and adopt nothing.
             if self._fetches(peer, serving, admission) is not None:
                 continue
-            # Also when it is to stay after all: it may be about to leave for what it was told before.
+            # Also when it is to stay after all: it may be about to leave for an earlier target.
             if target != (peer.announced or serving):
                 peer.announced = target
                 yield peer.identity, wire.Adopt(fence=target[0], version=version)
@@ -205,15 +205,15 @@ class WeightServer:
 
     @staticmethod
     def serves(actor: Actor, peer: Peer, fence: int, version: int) -> None:
-        """The actor says which weights it serves."""
+        """The weights that the actor serves."""
         if (fence, version) not in ((actor.fence, actor.version), peer.announced):
-            peer.announced = None  # it had already left for what it was told earlier: it is told again
+            peer.announced = None  # it had already left for an earlier target: announce again
         if (fence, version) != (actor.fence, actor.version):
             peer.behind_since = None  # it moves: a newer version than the one it adopted begins a new wait
         actor.fence, actor.version = fence, version
 
     def late(self, admission: Admission, peers: Peers, now: float) -> list[str]:
-        """The actors that have adopted nothing for too long since they were told to; counted as dropped."""
+        """The actors that have adopted nothing for too long since the announcement; counted as dropped."""
         waits = {name: peers[name].behind_since for name in admission.fleet.actors}
         late = [name for name, since in waits.items() if since is not None and now - since > self._config.adopt_timeout_s]
         self._counters["dropped_actors"] += len(late)

@@ -2,8 +2,8 @@
 
 Sealed memory has no name in any file system: it is an anonymous file (memfd) that others open by process, descriptor and a
 random token, as the same user only. The kernel frees it with the last process that has it open or mapped, so that no kill
-leaves anything behind. Once sealed nobody can change or shrink it: who has verified it may read it ever after. Where there
-is no such memory (only Linux has it) everything stays on the heap, and sets travel as chunks.
+leaves anything behind. Once sealed it cannot change or shrink: a process that has verified it may read it ever after. Where
+there is no such memory (only Linux has it) everything stays on the heap, and sets travel as chunks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MakeMemory = Callable[[int], Memory]
 
 
 class HeapMemory:
-    """This process alone reads it. `freed` is called with the bytes when nobody looks at them any more."""
+    """This process alone reads it. `freed` is called with the bytes when no view of them is left."""
 
     place: Place | None = None
 

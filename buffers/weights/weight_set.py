@@ -2,7 +2,7 @@
 
 A set is named by its manifest (name, dtype, shape and xxh3-128 digest of every tensor); its bytes are the tensors one
 after the other in that order. They come as chunks of the set, as chunks of deltas to a set that is there, or lie in sealed
-memory. `assembly` brings them together and checks every digest before anybody sees a tensor. Knows no socket:
+memory. `assembly` brings them together and checks every digest before a tensor is given out. Knows no socket:
 `sender`, `server` and `receiver` are the learner's, the hub's and the actor's end.
 """
 
@@ -35,7 +35,7 @@ _MANY_BYTES, _MAX_THREADS = 64 << 20, min(4, os.cpu_count() or 1)
 class WeightSet:
     """One whole, verified set: version `version` of the learner incarnation `fence`.
 
-    memory keeps `blob` alive where it is not on the heap, and says where other processes find it.
+    memory keeps `blob` alive where it is not on the heap, and has the place where other processes find it.
     """
 
     fence: int

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from async_rlhf.experiments.gradient_laws import policy
-from async_rlhf.learner.advantages import leave_one_out, pair
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.kinds import KINDS
-from async_rlhf.learner.losses import Counts, LossInputs, denominator, objective
+from async_rlhf.learner.objective.advantages import leave_one_out, pair
+from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import LOSS_SPECS
 
 STALENESS = (0, 4, 16)
 SEEDS = range(10)
@@ -66,7 +67,7 @@ def _update(
 ) -> None:
     """One optimizer update from whole groups of completions, by their numbers `drawn_S`."""
     rewards = reward_Y[drawn_S].reshape(-1, MEMBERS).tolist()
-    chosen = [pair(group) if KINDS[config.kind].learns_from == "pair" else group for group in rewards]
+    chosen = [pair(group) if LOSS_SPECS[config.kind].learns_from == "pair" else group for group in rewards]
     advantages = [
         advantage
         for group, some in zip(rewards, chosen, strict=True)

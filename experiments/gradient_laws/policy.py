@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.losses import LossInputs, objective
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import objective
 
 V, T = 5, 3
 COMPLETIONS = torch.tensor(list(product(range(V), repeat=T)))

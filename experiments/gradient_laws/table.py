@@ -11,8 +11,8 @@ from torch import Tensor
 
 from async_rlhf.experiments.gradient_laws import policy
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.corrections.masks import second_moment_mask
-from async_rlhf.learner.losses import LossInputs
+from async_rlhf.learner.objective.corrections import second_moment_mask
+from async_rlhf.learner.objective.loss import LossInputs
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.

@@ -14,15 +14,15 @@ from typing import Literal
 
 import typer
 
-from async_rlhf.api import preflight, run
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.config import Config, differences
 from async_rlhf.exit_codes import InterruptedRunError
 from async_rlhf.experiments.staleness.analyze import CellResult, fingerprint, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.report import render, write_csv
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_lock import holder
+from async_rlhf.launch.run_lock import holder
+from async_rlhf.run.api import preflight, run
+from async_rlhf.run.run_dir import RunDir
 
 State = Literal["new", "unfinished", "finished"]
 # How a run is watched changes no number of it.

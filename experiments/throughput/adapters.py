@@ -13,12 +13,12 @@ import typer
 
 from async_rlhf.experiments.throughput.sides import MODEL
 from async_rlhf.learner.config import LearnerConfig, LoraConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.controller import make_backend
 
 
 def published_bytes(model: Path, lora: LoraConfig) -> int:
     """Bytes of the tensors that one publication carries."""
-    backend = TorchBackend(model, LearnerConfig(lora=lora), LossConfig())
+    backend = make_backend(model, LearnerConfig(lora=lora), LossConfig())
     return sum(len(tensor.data) for tensor in backend.tensors().values())
 
 

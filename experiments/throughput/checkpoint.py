@@ -24,11 +24,11 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.checkpoint import Checkpoints
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.checkpoint.store import Checkpoints
+from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.saving import Saver
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.controller import Controller, make_backend
 
 _WIDE = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
 
@@ -44,7 +44,7 @@ class Measured:
     slowdown_s: float
 
 
-def make_step(backend: TorchBackend, tokens: int) -> Callable[[], float]:
+def make_step(backend: Controller, tokens: int) -> Callable[[], float]:
     """A learner step on one group of four completions; gives its seconds."""
     random = np.random.default_rng(0)
     ids = random.integers(_WIDE["vocab_size"], size=(5, tokens)).astype(np.int32)
@@ -60,11 +60,11 @@ def make_step(backend: TorchBackend, tokens: int) -> Callable[[], float]:
     return step
 
 
-def measure(backend: TorchBackend, saver: Saver, step: Callable[[], float], number: int, steps: int) -> Measured:
+def measure(backend: Controller, saver: CheckpointWriter, step: Callable[[], float], number: int, steps: int) -> Measured:
     """Steps without a checkpoint, then steps until one is durable."""
     usual = statistics.median(step() for _ in range(steps))
     began = time.perf_counter()
-    saver.begin(number, backend.freeze(), {})
+    saver.begin(number, backend.snapshot(), {})
     pause = time.perf_counter() - began
     beside = [step()]
     while saver.durable != number and not saver.failed:
@@ -84,14 +84,14 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE), trust_remote_code=False).save_pretrained(directory / "model")
-        backend = TorchBackend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
+        backend = make_backend(directory / "model", LearnerConfig(learning_rate=1e-9), LossConfig())
         step = make_step(backend, tokens)
-        saver = Saver(Checkpoints(directory / "checkpoints", keep_last=1), background=True)
+        saver = CheckpointWriter(Checkpoints(directory / "checkpoints", keep_last=1), background=True)
         step()
         measured = [measure(backend, saver, step, number, steps) for number in range(saves + 1)][1:]
     middle = {field: statistics.median(getattr(each, field) for each in measured) for field in vars(measured[0])}
     result = {
-        "parameters": sum(p.numel() for p in backend._policy.parameters()),
+        "parameters": sum(p.numel() for p in backend.machine.policy.parameters()),
         **{field: round(value, 4) for field, value in middle.items()},
         "pause_share_of_save": round(statistics.median(each.pause_s / each.save_s for each in measured), 5),
         "slowdown_share_of_save": round(statistics.median(each.slowdown_s / each.save_s for each in measured), 4),

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from async_rlhf.api import TrainResult, run
 from async_rlhf.config import override
 from async_rlhf.experiments.throughput import reading_along
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
-from async_rlhf.run_dir import RunDir
-from async_rlhf.trace import hidden
+from async_rlhf.inspect.trace import hidden
+from async_rlhf.run.api import TrainResult, run
+from async_rlhf.run.run_dir import RunDir
 
 GOAL = 0.95
 _SLOW = next(load for load in LOADS if load.slow_reward)

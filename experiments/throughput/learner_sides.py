@@ -1,6 +1,6 @@
 """The sides of the learner benchmark: each is given the same samples and makes one step of them when it is called.
 
-ours:  `TorchBackend.step` from groups on: packing, forward, corrections, loss, backward, clipping, optimizer, diagnostics.
+ours:  `Controller.step` from groups on: packing, forward, corrections, loss, backward, clipping, optimizer, diagnostics.
 off:   the same backend and packing with a plain policy-gradient loss: no correction, no diagnostics, no entropy.
 bare:  what one writes in thirty lines: every completion with its prompt in a row of its own, rows of similar length together,
        forward, log-probabilities, policy-gradient loss, backward, clipping and the same fused AdamW; its tensors are made
@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT, trl_process_environment
-from async_rlhf.learner.advantages import group_relative
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.objective.advantages import group_relative
+from async_rlhf.learner.step.controller import make_backend
 
 # Random weights: 39 million parameters, a third of the arithmetic in the output layer.
 WIDE = {
@@ -109,7 +109,7 @@ def advantages_of(groups: list[Group]) -> list[list[float | None]]:
 
 def ours(model: Path, groups: list[Group], threads: int) -> Side:
     config = LearnerConfig(learning_rate=LEARNING_RATE, threads=threads)
-    backend = TorchBackend(model, config, LossConfig())
+    backend = make_backend(model, config, LossConfig())
     return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0))
 
 
@@ -143,19 +143,20 @@ def share_of_diagnostics(model: Path, groups: list[Group], threads: int) -> floa
 
 def off(model: Path, groups: list[Group], threads: int) -> Side:
     config = LearnerConfig(learning_rate=LEARNING_RATE, threads=threads)
-    backend = TorchBackend(model, config, LossConfig())
+    backend = make_backend(model, config, LossConfig())
 
     def step() -> None:
-        (update,) = backend.cut([make_rows(groups, advantages_of(groups), config.row_tokens)], 1)[0]
-        backend.begin()
+        (update,) = backend.partition([make_rows(groups, advantages_of(groups), config.row_tokens)])[0]
+        machine = backend.machine
+        machine.begin()
         for batch in update.batches:
-            logp_N, _, _ = backend.predict(batch)
+            logp_N, _, _ = machine.predict(batch)
             loss = -(logp_N * batch.advantage_N).sum() / update.counts.num_tokens
-            backend.backward(loss, last=batch is update.batches[-1])
-        backend.apply(0, finite=True)
+            machine.backward(loss, last=batch is update.batches[-1])
+        machine.apply(0, finite=True)
 
     def without_entropy() -> None:
-        with mock.patch("async_rlhf.learner.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
+        with mock.patch("async_rlhf.learner.model.logprobs._entropy_", lambda y_CV, *_: y_CV.new_zeros(len(y_CV))):
             step()
 
     return timed(without_entropy)

@@ -21,7 +21,7 @@ import psutil
 import torch
 import typer
 
-from async_rlhf.learner.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 # Measured: logits, their log-softmax and its exponential, and the gradients of each.

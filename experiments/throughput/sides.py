@@ -17,11 +17,11 @@ from pathlib import Path
 
 from async_rlhf.actors.config import DataConfig
 from async_rlhf.actors.prompts import load_rows
-from async_rlhf.api import run
 from async_rlhf.config import Config, check, validated
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_files import Tail
+from async_rlhf.run.api import run
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny-speller"

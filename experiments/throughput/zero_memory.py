@@ -47,25 +47,25 @@ def held_bytes() -> int:
 
 def measure(rank: int, size: int, stage: Any, directory: Path) -> dict[str, Any]:
     """One rank's part of a step, stopped before the update."""
-    from async_rlhf.learner.config import LearnerConfig, LossConfig
-    from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend
-    from async_rlhf.learner.ranks import Ranks
-    from async_rlhf.learner.share import blank
+    from async_rlhf.learner.batch.partition import padding_batch
+    from async_rlhf.learner.config import LearnerConfig
+    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.machine import MachineSettings, make_machine
 
     ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
     buffers = directory / f"buffers-{rank}.json"  # of a fixed size, and so nothing beside a large model
     buffers.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 300_000}}))
     config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16", deepspeed_config=str(buffers))
-    backend = DeepSpeedBackend(directory / "model", config, LossConfig(), ranks=ranks)
+    machine = make_machine(MachineSettings(directory / "model", config), ranks)
     for step in range(2):  # the first update makes the moments
-        backend.begin()
-        logp_N, entropy_N, _ = backend.predict(blank())
-        backend.backward(logp_N.sum() + entropy_N.sum(), last=True)
+        machine.begin()
+        logp_N, entropy_N, _ = machine.predict(padding_batch())
+        machine.backward(logp_N.sum() + entropy_N.sum(), last=True)
         if step == 0:
-            backend.apply(0, finite=True)
+            machine.apply(0, finite=True)
     held = held_bytes() - before
-    parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in backend._policy.parameters())
+    parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in machine.policy.parameters())
     return {"stage": stage, "rank": rank, "parameters": parameters, "bytes": held}
 
 

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf import roles
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
-from async_rlhf.run_dir import RunDir
+from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run import roles
+from async_rlhf.run.run_dir import RunDir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
 
 def test_engine_and_learner_agree_on_the_probe_to_float_precision() -> None:
-    backend = TorchBackend(MODEL, LearnerConfig(), LossConfig())
+    backend = make_backend(MODEL, LearnerConfig(), LossConfig())
     engine = load_engine(str(MODEL), EngineConfig(slots=2))
     engine.load_weights(0, backend.tensors())
     canary = backend.canary()
@@ -34,7 +34,7 @@ def test_engine_and_learner_agree_on_the_probe_to_float_precision() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_sixteen_bits_they_agree_within_the_tolerance_of_the_type(dtype: Any) -> None:
     config = EngineConfig(slots=2, dtype=dtype)
-    backend = TorchBackend(MODEL, LearnerConfig(), LossConfig(), publish_dtype=dtype)
+    backend = make_backend(MODEL, LearnerConfig(), LossConfig(), publish_dtype=dtype)
     engine = load_engine(str(MODEL), config)
     engine.load_weights(0, backend.tensors())
     canary = backend.canary()

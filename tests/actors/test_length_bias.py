@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.length_bias import LengthBiasMonitor, correlate, ks_distance
+from async_rlhf.actors.loop.length_bias import LengthBiasMonitor, correlate, ks_distance
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=30)
 

@@ -21,9 +21,9 @@ from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.controller import make_backend
 from tests.actors.scored import wait_scored
 from tests.learner.making import make_group, make_model
 
@@ -51,8 +51,8 @@ def supported(rollout: Rollout) -> Rollout:
 
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
-    backend = TorchBackend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
-    seen = backend.observe(make_rows([group], [[1.0] * len(group.rollouts)], 512))
+    backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
+    seen = backend.evaluate(make_rows([group], [[1.0] * len(group.rollouts)], 512))
     return [found for each in seen.values() if (found := each.logp_reference) is not None]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.actors.vllm_model import SHIPPED
 from tests.conftest import wait_for
 

@@ -12,17 +12,17 @@ import pytest
 
 from async_rlhf.actors.config import EngineConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.actors.worker import Work, Worker
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.controller import make_backend
 from tests.actors.vllm_model import make_model, save_model
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
@@ -123,7 +123,7 @@ def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_befor
     on_update: Any, tmp_path: Path
 ) -> None:
     directory = save_model(make_model(0), tmp_path / "model")
-    backend = TorchBackend(directory, LearnerConfig(), LossConfig())
+    backend = make_backend(directory, LearnerConfig(), LossConfig())
     newer = WeightSet.of(2, 1, backend.tensors(), backend.canary())
     hub = ScriptedHub([[credit(number) for number in range(4)]], wanted=4, weights={6: newer})
     engine = load_engine(str(directory), EngineConfig(slots=4), on_update=on_update, version=0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rlhf.agreement import schema, shared
 from async_rlhf.config import Config, load, override
+from async_rlhf.run.agreement import schema, shared
 from tests.conftest import REPOSITORY
 
 CONFIG = """

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 from tests.conftest import QUICK
 
 
@@ -125,7 +125,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(small_arguments: Cal
 def test_a_run_directory_is_neither_overwritten_nor_continued_under_another_configuration(
     small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    from async_rlhf.run_dir import RunDir
+    from async_rlhf.run.run_dir import RunDir
 
     RunDir.create(small()).retire()
     code, output = invoke(*small_arguments())

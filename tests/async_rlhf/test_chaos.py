@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.api import start
-from async_rlhf.chaos import Monkey, problems
-from async_rlhf.run_dir import RunDir
+from async_rlhf.inspect.chaos import Monkey, problems
+from async_rlhf.run.api import start
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
 
 

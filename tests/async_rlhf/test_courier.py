@@ -14,7 +14,7 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.courier import Courier
+from async_rlhf.run.courier import Courier
 from tests.conftest import wait_for
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rlhf.roles import run_evaluation
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.roles import run_evaluation
+from async_rlhf.run.run_dir import RunDir
 
 
 def test_a_model_is_judged_by_its_likeliest_answers_and_some_can_be_read(small: Callable[..., Any]) -> None:

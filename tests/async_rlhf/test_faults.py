@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
 
 

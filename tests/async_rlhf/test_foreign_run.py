@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from async_rlhf import status
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 from async_rlhf.config import load
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_lock import RunLock
-from async_rlhf.sockets import hub_address, socket_directory
+from async_rlhf.inspect import status
+from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK
 
 GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}

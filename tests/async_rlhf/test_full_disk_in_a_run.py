@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import wait_for
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
 from tests.conftest import wait_for
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli import app
-from async_rlhf.run_dir import RunDir
+from async_rlhf.cli.commands import app
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import Command, wait_for
 
 
@@ -102,7 +102,7 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
     written = (run / "config.toml").read_text()
     (there / "config.toml").write_text(written.replace(str(key_directory), str(key_directory / "for-far")))
     far = subprocess.Popen(
-        [sys.executable, "-m", "async_rlhf.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
+        [sys.executable, "-m", "async_rlhf.run.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.api import TrainResult, train
+from async_rlhf.run.api import TrainResult, train
 from tests.conftest import QUICK, SMALL
 
 PRESETS = QUICK.parent
@@ -23,7 +23,7 @@ def test_the_decoupled_preset_trains_on_old_truncated_data_under_its_masks_and_i
     # the first batch is the learner's own, and its ratios are to what was sampled from
     assert result.metrics[0]["mismatch/abs_log_ratio"] < 1e-4 and result.metrics[0]["is/ess"] > 0.999
     for record in result.metrics:
-        assert record["applied"] or record["groups/silent"] == 4
+        assert record["applied"] or record["groups/zero_advantage"] == 4
         assert record["staleness/violations"] == 0
         assert 0 <= record["staleness/aim"] <= 8 and record["staleness/max"] <= 8
         assert 0 <= record["is/masked_ratio"] <= 1 and record["is/weight_mean"] <= 2.0
@@ -37,7 +37,7 @@ def test_the_online_dpo_preset_learns_from_one_pair_a_group(tmp_path: Path) -> N
     for record in [record for record in result.metrics if record["applied"]]:
         assert 0 <= record["dpo/accuracy"] <= 1 and "kl/reference" in record
         chosen = [[r for r in g["rollouts"] if r["advantage"] is not None] for g in groups if g["step"] == record["step"]]
-        assert sorted(map(len, chosen)) == [0] * record["groups/silent"] + [2] * (4 - record["groups/silent"])
+        assert sorted(map(len, chosen)) == [0] * record["groups/zero_advantage"] + [2] * (4 - record["groups/zero_advantage"])
         trained = sum(point["tokens"] for point in record["drift/by_staleness"].values())
         assert trained == sum(len(rollout["tokens"]) for pair in chosen for rollout in pair)
     assert abs(result.metrics[0]["kl/reference"]) < 1e-5  # the policy is still the initial model

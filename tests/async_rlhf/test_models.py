@@ -17,9 +17,9 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
-from async_rlhf.learner.batch import make_rows
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step.controller import make_backend
 from tests import families
 from tests.async_rlhf.test_bad_input import invoke
 from tests.conftest import QUICK
@@ -31,7 +31,7 @@ GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
 def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Path) -> None:
     families.model(kind).save_pretrained(tmp_path)
     engine = load_engine(str(tmp_path), EngineConfig(slots=4, prefill_tokens=16))
-    backend = TorchBackend(tmp_path, LearnerConfig(learning_rate=1e-2, warmup_steps=0), LossConfig())
+    backend = make_backend(tmp_path, LearnerConfig(learning_rate=1e-2, warmup_steps=0), LossConfig())
     rng = np.random.default_rng(0)
     for step in range(STEPS):
         engine.load_weights(step, backend.tensors())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
 from async_rlhf.buffers.errors import RewardError
+from async_rlhf.run.api import run
 
 REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}
 
@@ -21,7 +21,7 @@ def test_every_batch_is_full_of_groups_that_say_something(small: Any, tmp_path: 
     result = run(config, quiet=True)
     assert result.finished and len(result.metrics) == 4
     for record in result.metrics:
-        assert len(record["groups"]) == 4 and record["frac_reward_zero_std"] == 0 and record["groups/silent"] == 0
+        assert len(record["groups"]) == 4 and record["frac_reward_zero_std"] == 0 and record["groups/zero_advantage"] == 0
         assert record["staleness/violations"] == 0 and record["staleness/max"] <= 2
     ledger = json.loads((result.run_dir / "ledger.json").read_text())["ledger"]
     assert ledger["closes"] and ledger["trained"] == 16 and ledger["filtered"] > 0 and ledger["tokens_filtered"] > 0

@@ -17,7 +17,7 @@ from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import preflight
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 from async_rlhf.config import load
+from async_rlhf.run.api import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "rewards.md").read_text()

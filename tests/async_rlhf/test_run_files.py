@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.run_files import Lines, Tail, printable, read_last_lines, read_lines, read_object, read_small
+from async_rlhf.run.run_files import Lines, Tail, printable, read_last_lines, read_lines, read_object, read_small
 
 
 def steps(*numbers: int, mark: str = "") -> str:

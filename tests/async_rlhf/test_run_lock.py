@@ -21,15 +21,15 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.cli import app
-from async_rlhf.run_dir import RunDir
-from async_rlhf.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.cli.commands import app
+from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import Command, wait_for
 
 HOLD = """
 import subprocess, sys
 from pathlib import Path
-from async_rlhf.run_lock import RunLock
+from async_rlhf.launch.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 print("held", flush=True)
 """
@@ -194,7 +194,8 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
 
 
 def test_a_replay_holds_the_directory_that_it_writes(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from async_rlhf import learning, rollouts
+    from async_rlhf.inspect import rollouts
+    from async_rlhf.run import learning
 
     source, config = RunDir.create(small(name="source")), small(name="again")
     held: list[bool] = []

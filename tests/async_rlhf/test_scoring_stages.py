@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.actors.scoring.graph import drawing
-from async_rlhf.api import preflight, run
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 from async_rlhf.config import load, override
-from async_rlhf.rollouts import records, replay
-from async_rlhf.run_dir import RunDir
-from async_rlhf.scoring import graph_of
+from async_rlhf.inspect.rollouts import records, replay
+from async_rlhf.run.api import preflight, run
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import graph_of
 from tests.conftest import QUICK, wait_for
 
 ONE_JUDGE = {"rewards.functions": ["judge"], "rewards.options.judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from async_rlhf.run_dir import RunDir
-from async_rlhf.sockets import hub_address, socket_directory
-from async_rlhf.status import lines, read
+from async_rlhf.inspect.status import lines, read
+from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.run_dir import RunDir
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.api import start
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.daemon import Progress, Supervisor
 from async_rlhf.exit_codes import WorkerLostError
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
-from async_rlhf.roles import record_evaluation
-from async_rlhf.run_dir import RunDir
-from async_rlhf.sockets import hub_address, socket_directory
+from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.api import start
+from async_rlhf.run.daemon import Progress, Supervisor
+from async_rlhf.run.roles import record_evaluation
+from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import Command, file_size_limit, wait_for
 
@@ -181,7 +181,7 @@ def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
     """As with nohup or systemd. The hub knows of its end long before its lease is over: it said goodbye."""
     started = command(*small_arguments(**{"max_steps": 100_000, "queue.lease_s": 600.0}))
     run = tmp_path / "runs" / "quick"
-    arguments = [sys.executable, "-m", "async_rlhf.roles", "actor", str(run), told(run), "by-hand"]
+    arguments = [sys.executable, "-m", "async_rlhf.run.roles", "actor", str(run), told(run), "by-hand"]
     actor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         address = told(run)

@@ -12,18 +12,18 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from async_rlhf.actors.engine import Completion
+from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.actors.worker import Work
-from async_rlhf.api import run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.config import Config
-from async_rlhf.learner.advantages import group_relative
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.torch_backend import TorchBackend
-from async_rlhf.roles import make_work
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.objective.advantages import group_relative
+from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run.api import run
+from async_rlhf.run.roles import make_work
 
 STEPS = 20
 
@@ -35,7 +35,7 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     work = make_work(config, rows, tokenizer)
     engine = load_engine(config.model, config.engine)
-    backend = TorchBackend(Path(config.model), config.learner, config.loss)
+    backend = make_backend(Path(config.model), config.learner, config.loss)
     for step in range(config.max_steps):
         engine.load_weights(step, backend.tensors())
         numbers = range(step * config.groups_per_batch, (step + 1) * config.groups_per_batch)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rlhf import roles
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run import roles
+from async_rlhf.run.run_dir import RunDir
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.experiments.staleness.sweep import run_sweep
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL, toml, wait_for
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -25,7 +25,7 @@ from async_rlhf.experiments.staleness.analyze import (
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.plot import picture
 from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 
 KEYS = ("queue.max_staleness",)
 STEPS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
-from async_rlhf.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
 
 HEAD = f'[sweep]\nname = "s"\nbase = "{QUICK}"\noutput_dir = "sweeps"\nseeds = [0, 1]\n'

@@ -15,11 +15,10 @@ from typing import Any
 
 from making import make_group
 
-from async_rlhf.learner.batch import deal, make_rows
+from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.lead import Leader, follow
-from async_rlhf.learner.rank_backend import RankBackend
-from async_rlhf.learner.ranks import Ranks
+from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.controller import Controller, RankParts, assemble, work
 
 GROUPS = [make_group(n, [3, 1, 6, 2], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -1.0], [-0.25, 1.0, 1.0, -2.0]]
@@ -27,31 +26,27 @@ ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -
 SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 40, "weight_decay": 0.1}
 
 
-def make(job: dict[str, Any], ranks: Ranks | None) -> RankBackend:
+def make(job: dict[str, Any], ranks: Ranks | None) -> RankParts:
     config = LearnerConfig(**SETTINGS | job.get("settings", {}))
-    if config.backend == "deepspeed":
-        from async_rlhf.learner.deepspeed_backend import DeepSpeedBackend as kind
-    else:
-        from async_rlhf.learner.torch_backend import TorchBackend as kind  # type: ignore[assignment]
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
-    return kind(Path(job["model"]), config, loss, ranks=ranks)
+    return assemble(Path(job["model"]), config, loss, ranks=ranks)
 
 
-def lead(backend: Any, job: dict[str, Any], out: Path) -> None:
+def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `rehearse` two that
     are not made before each), save."""
     out.mkdir()
     if "load" in job:
         backend.load(Path(job["load"]))
-    seen = backend.observe(make_rows(GROUPS, ADVANTAGES, 512))
+    seen = backend.evaluate(make_rows(GROUPS, ADVANTAGES, 512))
     first, last = job.get("first", 0), job["steps"]
     reports = []
     for step in range(first, last):
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
         if job.get("rehearse"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
-                backend.rehearse(deal(make_rows(GROUPS, values, 512), 2), step)
-        reports.append(backend.step(deal(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
+                backend.rehearse(split_updates(make_rows(GROUPS, values, 512), 2), step)
+        reports.append(backend.step(split_updates(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")
             sys.stdout.flush()
@@ -74,13 +69,13 @@ def main(rank: int, size: int, directory: Path) -> None:
     timeout_s = plan[0].get("timeout_s", 60.0)
     ranks = Ranks.join(rank, size, directory, timeout_s=timeout_s, idle_timeout_s=timeout_s)
     for job in plan:
-        backend = make(job, ranks)
+        parts = make(job, ranks)
         if rank > 0:
-            follow(backend, ranks)
+            work(parts)
             continue
-        leader = Leader(backend, ranks)
-        lead(leader, job, directory / job["name"])
-        leader.close()
+        controller = Controller(parts)
+        control(controller, job, directory / job["name"])
+        controller.close()
     ranks.close()
 
 

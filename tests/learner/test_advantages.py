@@ -9,7 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.advantages import best, constant, drop_constant, group_relative, leave_one_out, pair, reinforce_pp
+from async_rlhf.learner.objective.advantages import (
+    best,
+    constant,
+    drop_constant,
+    group_relative,
+    leave_one_out,
+    pair,
+    reinforce_pp,
+)
 
 rewards = st.floats(-100, 100, allow_nan=False).map(lambda value: round(value, 3))
 groups = st.lists(st.one_of(st.none(), rewards), min_size=1, max_size=12)

@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch import MicroBatch, attention_mask, deal, make_micro_batches, make_rows
+from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, attention_mask, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.logprobs import token_logprobs
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.logprobs import token_logprobs
+from async_rlhf.learner.step import controller
+from async_rlhf.learner.step.controller import Controller
 
 Advantages = list[list[float | None]]
 # Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member.
@@ -48,14 +50,14 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     return token_logprobs(out.logits.flatten(0, 1)[batch.source_N], batch.target_N, batch.temperature_N)
 
 
-def gradient(backend: TorchBackend, groups: list[Group], advantages: Advantages) -> dict[str, Tensor]:
+def gradient(backend: Controller, groups: list[Group], advantages: Advantages) -> dict[str, Tensor]:
     """The gradient of one step, read off the parameters the backend leaves it on."""
-    report = backend.step([make_rows(groups, advantages, backend._config.row_tokens)], 0)
+    report = backend.step([make_rows(groups, advantages, backend.machine.config.row_tokens)], 0)
     assert report.applied
     norm = report.metrics["grad_norm"]
     assert norm is not None
-    scale = max(1.0, (norm + 1e-6) / backend._config.max_grad_norm)  # undo the clipping
-    return {name: p.grad * scale for name, p in backend._model.named_parameters() if p.grad is not None}
+    scale = max(1.0, (norm + 1e-6) / backend.machine.config.max_grad_norm)  # undo the clipping
+    return {name: p.grad * scale for name, p in backend.machine.policy.model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -64,11 +66,11 @@ def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=f"the gradient of {name} differs")
 
 
-def make_backend(path: Path, model: PreTrainedModel, micro_batch_tokens: int = 8192, row_tokens: int = 512) -> TorchBackend:
+def make_backend(path: Path, model: PreTrainedModel, micro_batch_tokens: int = 8192, row_tokens: int = 512) -> Controller:
     model.save_pretrained(path)
     # so that the step itself changes next to nothing: several backends start from the same weights
     config = LearnerConfig(learning_rate=1e-12, max_grad_norm=1e6, micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)
-    return TorchBackend(path, config, LossConfig(is_cap=2.0))
+    return controller.make_backend(path, config, LossConfig(is_cap=2.0))
 
 
 @pytest.mark.parametrize("row_tokens", [1, 12, 512])
@@ -77,7 +79,7 @@ def test_packed_logprobs_are_those_of_one_plain_forward_pass_per_completion(
     model: PreTrainedModel, row_tokens: int, micro_batch_tokens: int
 ) -> None:
     found: dict[int, Tensor] = {}
-    for batch in make_micro_batches(make_rows(GROUPS, ADVANTAGES, row_tokens), micro_batch_tokens):
+    for batch in make_micro_batches(make_rows(GROUPS, ADVANTAGES, row_tokens), Packing(micro_batch_tokens)):
         with torch.no_grad():
             logps = packed_logprobs(model, batch)
         for member in sorted(set(batch.member_N.tolist())):
@@ -129,7 +131,7 @@ def test_each_token_is_predicted_by_the_position_before_it() -> None:
     group = make_group(0, [3, 1], prompt_length=2, temperature=0.5)
     p0, p1 = group.prompt_ids.tolist()
     (a0, a1, a2), (b0,) = (rollout.completion_ids.tolist() for rollout in group.rollouts)
-    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), 8192)
+    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
     assert batch.ids_RL.tolist() == [[p0, p1, a0, a1]]  # the last token of a completion is never read
     assert batch.positions_RL.tolist() == [[0, 1, 2, 3]]
     assert batch.target_N.tolist() == [a0, a1, a2, b0]
@@ -141,7 +143,7 @@ def test_each_token_is_predicted_by_the_position_before_it() -> None:
 
 
 def test_siblings_start_at_the_same_position() -> None:
-    (batch,) = make_micro_batches(make_rows([make_group(0, [3, 4], prompt_length=2)], [[1.0, 1.0]], 512), 8192)
+    (batch,) = make_micro_batches(make_rows([make_group(0, [3, 4], prompt_length=2)], [[1.0, 1.0]], 512), Packing(8192))
     assert batch.positions_RL.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
 
 
@@ -163,7 +165,7 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
     advantages: Advantages = [[data.draw(maybe) for _ in group.rollouts] for group in groups]
     rows = make_rows(groups, advantages, row_tokens)
     assert all(len(row.members) == 1 or row.length <= row_tokens for row in rows)
-    batches = make_micro_batches(rows, micro_batch_tokens)
+    batches = make_micro_batches(rows, Packing(micro_batch_tokens))
     assert all(len(batch.ids_RL) == 1 or batch.ids_RL.numel() <= micro_batch_tokens for batch in batches)
     everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
     flat = [advantage for values in advantages for advantage in values]
@@ -203,7 +205,7 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
 def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], row_tokens: int, num_updates: int) -> None:
     groups = [make_group(n, each) for n, each in enumerate(sizes)]
     rows = make_rows(groups, [[1.0] * len(each) for each in sizes], row_tokens)
-    updates = deal(rows, num_updates)
+    updates = split_updates(rows, num_updates)
     assert [row for update in updates for row in update] == rows
     assert len(updates) <= num_updates and all(updates)
     homes = [{row.group for row in update} for update in updates]

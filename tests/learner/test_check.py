@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.check import Circumstances, check
+from async_rlhf.learner.check import RunContext, check
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
 
 DATA = {"group_size": 4, "max_staleness": 2, "lowest_staleness": 0, "exact": False, "truncated": None}
@@ -25,7 +25,7 @@ def checked(settings: dict[str, Any]) -> None:
         AdvantageConfig(**sections["advantage"]),
         LossConfig(**sections["loss"]),
         GuardConfig(**sections["guard"]),
-        Circumstances(**sections["data"]),
+        RunContext(**sections["data"]),
     )
 
 

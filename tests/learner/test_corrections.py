@@ -11,10 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.corrections import MAX_LOG_RATIO, effective_sample_size, ratio
-from async_rlhf.learner.corrections.masks import second_moment_mask
-from async_rlhf.learner.corrections.proximal import interpolated
-from async_rlhf.learner.corrections.weights import truncated_weight
+from async_rlhf.learner.objective.corrections import (
+    MAX_LOG_RATIO,
+    effective_sample_size,
+    interpolated,
+    ratio,
+    second_moment_mask,
+    truncated_weight,
+)
 
 logps = st.lists(st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32)), min_size=1, max_size=20)
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.record import Float32Array
-from async_rlhf.learner.advantages import gae, traced, v_trace
-from async_rlhf.learner.advantages.batch import normalised
+from async_rlhf.learner.objective.advantages import gae, normalised, traced, v_trace
 
 number = st.floats(-5, 5, width=32)
 episodes = st.lists(st.tuples(number, number, st.floats(-3, 3, width=32)), min_size=1, max_size=8)

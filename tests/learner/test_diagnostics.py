@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.diagnostics import NAMES, StepTokens, measure, of_nothing
+from async_rlhf.learner.step.report import NAMES, StepTokens, measure, of_nothing
 
 rows = st.lists(
     st.tuples(st.floats(-8, 0, width=32), st.floats(-8, 0, width=32), st.floats(-2, 2, width=32), st.integers(0, 3)),

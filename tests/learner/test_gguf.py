@@ -105,7 +105,7 @@ def test_a_file_that_is_no_gguf_model_is_refused_with_the_reason(tmp_path: Path,
 
 def test_the_converter_run_by_hand_ends_with_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "async_rlhf.learner.gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")],
+        [sys.executable, "-m", "async_rlhf.learner.model.gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")],
         capture_output=True,
         text=True,
         check=False,

@@ -12,8 +12,8 @@ from torch import Tensor
 from async_rlhf.experiments.gradient_laws import learning, policy
 from async_rlhf.experiments.gradient_laws.table import CASES, Case, markdown, measure
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.kinds import KINDS
-from async_rlhf.learner.losses import objective
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import LOSS_SPECS
 
 REWARD = policy.rewards()
 BEHAVIOUR = policy.initial()
@@ -103,7 +103,7 @@ def test_raising_small_ratios_biases_and_counts_more_than_was_sampled() -> None:
     assert bias[0.5] > 0.1 and mass[0.5] > 1.05
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.corrects != "nothing"])
+@pytest.mark.parametrize("kind", [name for name, kind in LOSS_SPECS.items() if kind.corrects != "nothing"])
 def test_no_completion_that_was_bad_pulls_harder_than_a_fixed_multiple_of_its_plain_gradient(kind: str) -> None:
     """Boundedness for negative advantages, over every completion of a far policy."""
     inputs = policy.inputs_for(policy.later(BEHAVIOUR, REWARD, 64), BEHAVIOUR, -REWARD.abs(), 64)

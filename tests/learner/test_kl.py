@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rlhf.learner.kl import Estimator, estimate, kl_loss, kl_penalty
+from async_rlhf.learner.objective.kl import Estimator, estimate, kl_loss, kl_penalty
 
 P = torch.tensor([0.3, -0.2, 0.9, 0.0, -1.0], dtype=torch.float64)
 Q = torch.tensor([-1.0, 0.7, 0.1, -0.5, 1.2], dtype=torch.float64)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.learner.checkpoint import SCHEMA, CheckpointError, Checkpoints, verified
+from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError, Checkpoints, verified
 
 
 class Killed(BaseException):

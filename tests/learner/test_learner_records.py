@@ -11,7 +11,7 @@ from making import make_rollout
 
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import UNKNOWN_VERSION, Group, Score
-from async_rlhf.learner.records import data_metrics, sample_record, staleness_histogram
+from async_rlhf.learner.loop.metrics import data_metrics, sample_record, staleness_histogram
 
 PROMPT = np.array([1, 2], np.int32)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from async_rlhf.learner.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
 
 
 @pytest.fixture

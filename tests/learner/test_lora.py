@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch import deal, make_rows
-from async_rlhf.learner.checkpoint import CheckpointError
+from async_rlhf.learner.batch.rows import make_rows, split_updates
+from async_rlhf.learner.checkpoint.store import CheckpointError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.step import controller
+from async_rlhf.learner.step.controller import Controller
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(2)]
-UPDATES = deal(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)
+UPDATES = split_updates(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)
 
 
 @pytest.fixture(params=["llama", "llama-tied"])
@@ -31,18 +32,18 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def make_backend(path: Path, **lora: Any) -> TorchBackend:
+def make_backend(path: Path, **lora: Any) -> Controller:
     config = LearnerConfig(learning_rate=1e-2, lora={"rank": 2, "alpha": 4.0, **lora})  # type: ignore[arg-type]
-    return TorchBackend(path, config, LossConfig())
+    return controller.make_backend(path, config, LossConfig())
 
 
-def published(backend: TorchBackend) -> dict[str, np.ndarray]:
+def published(backend: Controller) -> dict[str, np.ndarray]:
     return {n: np.frombuffer(bytes(t.data), np.float32).reshape(t.shape) for n, t in backend.tensors().items()}
 
 
 def test_training_begins_at_the_model_and_moves_only_what_has_an_adapter(model_dir: Path) -> None:
     backend = make_backend(model_dir, targets=("q_proj", "v_proj"))
-    whole = TorchBackend(model_dir, LearnerConfig(), LossConfig())
+    whole = controller.make_backend(model_dir, LearnerConfig(), LossConfig())
     start = published(backend)
     assert start.keys() == published(whole).keys()
     assert all(np.array_equal(start[name], value) for name, value in published(whole).items())
@@ -71,7 +72,7 @@ def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) 
 
 def test_adapters_alone_make_the_merged_weights(model_dir: Path) -> None:
     merged, alone = make_backend(model_dir), make_backend(model_dir, publish="adapter")
-    base = published(TorchBackend(model_dir, LearnerConfig(), LossConfig()))
+    base = published(controller.make_backend(model_dir, LearnerConfig(), LossConfig()))
     for backend in (merged, alone):
         backend.step(UPDATES, 0)
     whole, factors = published(merged), published(alone)
@@ -131,7 +132,7 @@ def test_an_adapter_of_the_embeddings_is_refused(model_dir: Path) -> None:
 
 def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir: Path, tmp_path: Path) -> None:
     for name, backend in (
-        ("plain", TorchBackend(model_dir, LearnerConfig(), LossConfig())),
+        ("plain", controller.make_backend(model_dir, LearnerConfig(), LossConfig())),
         ("other", make_backend(model_dir, rank=3)),
     ):
         (tmp_path / name).mkdir()

@@ -15,11 +15,12 @@ from loss_oracles import Completion
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.kinds import KINDS
-from async_rlhf.learner.losses import LOSSES, Counts, LossInputs, denominator, objective
+from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.registry import LOSS_SPECS
 
-ALL = sorted(LOSSES)
-OF_TOKENS = [kind for kind in ALL if KINDS[kind].level == "token"]
+ALL = sorted(LOSS_SPECS)
+OF_TOKENS = [kind for kind in ALL if LOSS_SPECS[kind].level == "token"]
 # What only some losses take is switched on in the cases below; everything here is on top of the defaults.
 CORRECTIONS: dict[str, dict[str, object]] = {
     "token": {},
@@ -132,7 +133,7 @@ def test_the_order_of_completions_does_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if not name.startswith("k")])
-@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing" and kind != "gspo"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if LOSS_SPECS[kind].corrects != "nothing" and kind != "gspo"])
 def test_when_all_policies_are_one_the_gradient_is_plain_policy_gradient(kind: str, correction: str) -> None:
     settings = {**CORRECTIONS[correction], "reduction": "token"}
     config = LossConfig.model_validate({"kind": kind, **settings})
@@ -141,7 +142,7 @@ def test_when_all_policies_are_one_the_gradient_is_plain_policy_gradient(kind: s
         for c in completions(5)
     ]
     _, gradient = value_and_gradient(batch, config)
-    divided_by = len(batch) if KINDS[kind].level == "sequence" else sum(map(len, batch))
+    divided_by = len(batch) if LOSS_SPECS[kind].level == "sequence" else sum(map(len, batch))
     torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / divided_by)
 
 
@@ -155,7 +156,7 @@ def test_gspo_at_ratio_one_is_policy_gradient_averaged_over_each_completion() ->
     torch.testing.assert_close(gradient, -inputs_of(batch).advantage_N / lengths / len(batch))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if LOSS_SPECS[kind].corrects != "nothing"])
 def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind})
     batch = completions(11)
@@ -174,7 +175,7 @@ def test_a_mask_takes_a_token_out_of_the_numerator_and_leaves_the_rest_as_it_was
     assert torch.equal(with_mask[~masked], without[~masked])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if KINDS[kind].corrects != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL if LOSS_SPECS[kind].corrects != "nothing"])
 def test_with_a_negative_advantage_nothing_grows_without_limit_in_the_ratio(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind})
     worst = 0.0
@@ -223,7 +224,7 @@ def test_whatever_the_log_probabilities_loss_and_gradient_are_finite_or_the_step
 
 def test_a_behaviour_that_is_not_a_number_makes_the_loss_not_a_number() -> None:
     for kind in ALL:
-        if KINDS[kind].corrects == "nothing":
+        if LOSS_SPECS[kind].corrects == "nothing":
             continue
         batch = completions(1)
         batch[0] = replace(batch[0], behaviour=[math.nan] * len(batch[0]), advantage=-1.0)
@@ -252,7 +253,7 @@ def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
 
 def test_every_kind_of_loss_that_can_be_configured_is_in_the_table() -> None:
     kinds = LossConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-    assert set(LOSSES) == set(KINDS) == set(kinds)
+    assert set(LOSS_SPECS) == set(kinds)
 
 
 @pytest.mark.parametrize("kind", ALL)

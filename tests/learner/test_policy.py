@@ -13,11 +13,12 @@ from making import make_group, make_model
 from torch import Tensor
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch import Row, deal, make_rows
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.policy import Policy
-from async_rlhf.learner.targets import TokenTargets
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.objective.estimation import TokenTargets
+from async_rlhf.learner.step import controller
+from async_rlhf.learner.step.controller import Controller
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ROWS = make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 4, 512)
@@ -30,13 +31,15 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def make_backend(path: Path, **settings: Any) -> TorchBackend:
-    return TorchBackend(path, LearnerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e6, **settings}), LossConfig())
+def make_backend(path: Path, **settings: Any) -> Controller:
+    return controller.make_backend(
+        path, LearnerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e6, **settings}), LossConfig()
+    )
 
 
-def gradient(backend: TorchBackend) -> dict[str, Tensor]:
+def gradient(backend: Controller) -> dict[str, Tensor]:
     assert backend.step([ROWS], 0).applied
-    return {name: p.grad.clone() for name, p in backend._model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in backend.machine.policy.model.named_parameters() if p.grad is not None}
 
 
 def test_layers_that_compute_their_activations_again_give_the_same_gradient(model_dir: Path) -> None:
@@ -48,7 +51,7 @@ def test_layers_that_compute_their_activations_again_give_the_same_gradient(mode
 def test_checkpointed_layers_run_their_forward_pass_twice(model_dir: Path) -> None:
     backend = make_backend(model_dir, gradient_checkpointing=True)
     calls: list[int] = []
-    model: Any = backend._model
+    model: Any = backend.machine.policy.model
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     backend.step([ROWS], 0)
     assert len(calls) == 2
@@ -69,13 +72,13 @@ def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_floa
         assert grad.dtype == torch.float32
         assert float((grad - exact[name]).norm()) < 0.1 * float(exact[name].norm()) + 1e-3
     assert any(not torch.equal(ours[name], exact[name]) for name in ours)
-    state = [value for each in half._optimizer.state.values() for value in each.values()]
-    assert state and all(value.dtype == torch.float32 for value in [*state, *half._model.parameters()])
+    state = [value for each in half.machine._optimizer.state.values() for value in each.values()]
+    assert state and all(value.dtype == torch.float32 for value in [*state, *half.machine.policy.model.parameters()])
 
 
 def test_logits_in_small_chunks_give_the_gradient_of_large_ones(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = gradient(make_backend(model_dir))
-    monkeypatch.setattr("async_rlhf.learner.policy.chunk_tokens", lambda vocabulary, mib: 3)
+    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, mib: 3)
     small = gradient(make_backend(model_dir))
     for name, grad in large.items():
         torch.testing.assert_close(small[name], grad, rtol=1e-4, atol=1e-6)
@@ -97,16 +100,16 @@ def test_a_model_that_does_more_to_its_logits_keeps_its_own_output_layer(model_d
     model: Any = make_model("llama")
     model.lm_head = Capped(model.lm_head)
     policy = Policy(model, LearnerConfig())
-    batch = make_backend(model_dir).cut([ROWS], 1)[0][0].batches[0]
+    batch = make_backend(model_dir).partition([ROWS])[0][0].batches[0]
     with torch.no_grad():
         logp_N, entropy_N, _ = policy(batch)
         first = policy.probe(torch.cat([batch.ids_RL[0, :5], batch.target_N[:1]]))[-1]
     assert float(logp_N[0]) == pytest.approx(float(first), abs=1e-4) and bool((entropy_N > 0).all())
 
 
-def with_returns(backend: TorchBackend, value: float) -> list[Row]:
+def with_returns(backend: Controller, value: float) -> list[Row]:
     """The rows with what the critic sees of them now, and a return for every token to fit."""
-    seen = backend.observe(ROWS)
+    seen = backend.evaluate(ROWS)
 
     def targets(index: int) -> TokenTargets:
         returns = np.full_like(seen[index].logp_proximal, value)
@@ -120,13 +123,13 @@ def test_a_critic_learns_the_returns_and_only_it_does_while_it_warms_up(model_di
     critic = {"kind": kind, "learning_rate": 3e-2, "warmup_steps": 40}
     backend = make_backend(model_dir, critic=critic)
     before = {name: bytes(tensor.data) for name, tensor in backend.tensors().items()}
-    first = backend.observe(ROWS)[0].value
+    first = backend.evaluate(ROWS)[0].value
     assert first is not None and not first.any()
     losses = []
     for step in range(40):
         losses.append(backend.step([with_returns(backend, 2.0)], step).metrics["critic/loss"])
     assert losses[0] == pytest.approx(2.0) and losses[-1] < 0.2
-    values = backend.observe(ROWS)[0].value
+    values = backend.evaluate(ROWS)[0].value
     assert values is not None and abs(float(values.mean()) - 2.0) < 0.7
     if kind == "model":  # a head shares the policy's trunk, which the value loss moves
         assert {name: bytes(tensor.data) for name, tensor in backend.tensors().items()} == before
@@ -142,13 +145,13 @@ def test_a_critic_is_saved_and_goes_on_bit_for_bit(model_dir: Path, tmp_path: Pa
     straight.step([rows], 1)
     resumed.load(tmp_path / "saved")
     resumed.step([rows], 1)
-    ours, theirs = (dict(each._policy.named_parameters()) for each in (resumed, straight))
+    ours, theirs = (dict(each.machine.policy.named_parameters()) for each in (resumed, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and any("critic" in name for name in theirs)
 
 
 def test_a_second_pass_over_the_rows_is_around_the_policy_before_the_first(model_dir: Path) -> None:
     backend = make_backend(model_dir, learning_rate=1e-2)
-    updates = deal(ROWS, 2)
+    updates = split_updates(ROWS, 2)
     twice = backend.step(updates * 2, 0)
     once = make_backend(model_dir, learning_rate=1e-2).step(updates, 0)
     for name in ("is/ratio_max", "kl/behaviour"):  # of the same policy before the first update, each token counted twice

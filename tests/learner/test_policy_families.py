@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model_check import check_policy
-from async_rlhf.learner.policy import Policy
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.verification import check_policy
 from tests import families
 
 # Their layers carry a state, or look at places and not at positions.
@@ -54,7 +55,7 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     check_policy(policy)
     assert policy.packs == (kind not in ONE_A_ROW)
     rows = make_rows(GROUPS, [[1.0] * 3, [1.0] * 2], 512 if policy.packs else 1)
-    (batch,) = make_micro_batches(rows, 8192)
+    (batch,) = make_micro_batches(rows, Packing(8192))
     found, _, _ = policy(batch)
     members = [(each.prompt_ids.tolist(), r.completion_ids.tolist()) for each in GROUPS for r in each.rollouts]
     plain = {member: families.plain_logprobs(model, *texts) for member, texts in enumerate(members)}

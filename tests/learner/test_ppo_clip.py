@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.losses import LossInputs, objective
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import objective
 
 logp = st.floats(-12, 0, width=32)
 tokens = st.lists(st.tuples(logp, logp, logp, st.floats(-5, 5, width=32)), min_size=1, max_size=20)

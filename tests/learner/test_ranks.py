@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import torch
 from making import make_model
-from rank_role import ADVANTAGES, GROUPS, lead, make
+from rank_role import ADVANTAGES, GROUPS, control, make
 from safetensors.torch import load_file
 
-from async_rlhf.learner.batch import make_rows
-from async_rlhf.learner.share import count, dealt, shares
+from async_rlhf.learner.batch.micro_batch import Packing
+from async_rlhf.learner.batch.partition import count, partition, partition_rows
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.step.controller import Controller
 from tests.conftest import REPOSITORY, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
@@ -76,7 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lora-three": {"steps": 3, "settings": LORA},
         **{name: {"steps": 2, "settings": CLIPPED, "model": str(directory / f"{name}-model")} for name in SPLIT},
     }.items():
-        lead(make(job | own, None), job | own, directory / name)
+        control(Controller(make(job | own, None)), job | own, directory / name)
     return directory
 
 
@@ -224,7 +226,7 @@ def test_ranks_that_share_layers_and_ranks_that_do_not_go_on_from_each_other(alo
 @pytest.mark.parametrize("name", ["zero-3", "tensor-poisoned"])
 def test_one_rank_goes_on_from_what_two_saved(alone: Path, together: Path, tmp_path: Path, name: str) -> None:
     job = {"model": str(alone / "model"), "first": 2, "steps": 3, "load": str(together / name)}
-    lead(make(job, None), job, tmp_path / "out")
+    control(Controller(make(job, None)), job, tmp_path / "out")
     assert_same_state(tmp_path / "out", alone / "three", ODD)
 
 
@@ -265,7 +267,7 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_pa
 
 def test_rows_are_dealt_by_groups_to_the_rank_with_the_least_and_none_is_lost() -> None:
     rows = make_rows(GROUPS, ADVANTAGES, 6)
-    parts = dealt(rows, 2)
+    parts = partition_rows(rows, 2)
     assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in rows)
     assert not {row.group for row in parts[0]} & {row.group for row in parts[1]}
     load = [sum(row.length for row in part) for part in parts]
@@ -274,7 +276,7 @@ def test_rows_are_dealt_by_groups_to_the_rank_with_the_least_and_none_is_lost() 
 
 def test_ranks_make_equally_many_passes_and_know_what_all_of_them_count() -> None:
     rows = make_rows(GROUPS[:1], ADVANTAGES[:1], 512)
-    first, second = (part[0] for part in shares([rows], 2, 40))
+    first, second = (part[0] for part in partition([rows], 2, Packing(40)))
     assert len(first.batches) == len(second.batches)
     assert [batch.num_tokens for batch in second.batches] == [0] * len(second.batches)
     assert first.counts == second.counts == count(rows)

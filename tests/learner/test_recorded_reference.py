@@ -12,10 +12,10 @@ from making import make_group, make_model
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch import deal, make_rows
-from async_rlhf.learner.beliefs import believe
+from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.objective.estimation import estimate_advantages
+from async_rlhf.learner.step.controller import Controller, make_backend
 
 GROUPS = [make_group(n, [3, 1, 6], temperature=0.8) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
@@ -28,21 +28,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def backend(path: Path, loss: LossConfig, *, recorded: bool) -> TorchBackend:
+def backend(path: Path, loss: LossConfig, *, recorded: bool) -> Controller:
     config = LearnerConfig(learning_rate=1e-2, micro_batch_tokens=40)
-    return TorchBackend(path, config, loss, reference_recorded=recorded)
+    return make_backend(path, config, loss, reference_recorded=recorded)
 
 
 def recorded(path: Path, loss: LossConfig) -> list[Group]:
     """The same groups with what the frozen model says of each token."""
-    seen = iter(backend(path, loss, recorded=False).observe(make_rows(GROUPS, ADVANTAGES, 512)).items())
+    seen = iter(backend(path, loss, recorded=False).evaluate(make_rows(GROUPS, ADVANTAGES, 512)).items())
     return [
         replace(group, rollouts=tuple(replace(r, reference=next(seen)[1].logp_reference) for r in group.rollouts))
         for group in GROUPS
     ]
 
 
-def weights(trained: TorchBackend) -> dict[str, bytes]:
+def weights(trained: Controller) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in trained.tensors().items()}
 
 
@@ -56,9 +56,9 @@ def test_a_step_from_recorded_values_is_the_step_that_computes_them(model_dir: P
         trained = backend(model_dir, config, recorded=is_recorded)
         rows = make_rows(groups, ADVANTAGES, 512)
         for step in range(2):  # in the second the policy is another than the reference
-            seen = trained.observe(rows) if config.needs_observation(AdvantageConfig()) else {}
-            beliefs = believe(groups, ADVANTAGES, ADVANTAGES, seen, AdvantageConfig(), config)
-            report = trained.step(deal(make_rows(groups, beliefs.advantages, 512, beliefs.targets), 2), step)
+            seen = trained.evaluate(rows) if config.needs_evaluation(AdvantageConfig()) else {}
+            beliefs = estimate_advantages(groups, ADVANTAGES, ADVANTAGES, seen, AdvantageConfig(), config)
+            report = trained.step(split_updates(make_rows(groups, beliefs.advantages, 512, beliefs.targets), 2), step)
         told.append((weights(trained), report.metrics))
     assert told[0] == told[1]
 
@@ -71,7 +71,7 @@ def test_what_was_recorded_is_used_and_no_second_model_is_held(model_dir: Path) 
         for g in groups
     ]
     one, other = (backend(model_dir, loss, recorded=True) for _ in range(2))
-    assert one._reference is None
+    assert one.machine._reference is None
     reports = [b.step([make_rows(g, ADVANTAGES, 512)], 0).metrics for b, g in ((one, groups), (other, lower))]
     assert reports[1]["kl/reference"] == pytest.approx(reports[0]["kl/reference"] + 1, abs=1e-4)
 

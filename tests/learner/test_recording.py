@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.learner.recording import Recording
+from async_rlhf.learner.loop.recording import Recording
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
-from async_rlhf.learner import resuming
-from async_rlhf.learner.checkpoint import Checkpoints
+from async_rlhf.learner.checkpoint import resuming
+from async_rlhf.learner.checkpoint.store import Checkpoints
 
 
 def write(directory: Path) -> None:

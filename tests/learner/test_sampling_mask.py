@@ -19,12 +19,14 @@ from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.experiments.gradient_laws import policy
 from async_rlhf.experiments.gradient_laws.table import CASES, Case
-from async_rlhf.learner.batch import make_micro_batches, make_rows
+from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.logprobs import chunked_logprobs, token_entropy, token_logprobs
-from async_rlhf.learner.losses import LossInputs, objective
-from async_rlhf.learner.sampling_mask import SamplingMasks
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.step.controller import make_backend
 from tests.learner.making import TINY_SPELLER, make_group
 
 REWARD = policy.rewards()
@@ -161,7 +163,7 @@ def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> Non
     rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups], 8)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for tokens in (8, 64):
-        for batch in make_micro_batches(rows, tokens):
+        for batch in make_micro_batches(rows, Packing(tokens)):
             recorded = [rollouts[member].sampling_mask for member in batch.member_S.tolist()]
             if all(each is None for each in recorded):
                 assert batch.sampling_masks is None
@@ -179,14 +181,14 @@ def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_a
     rows = make_rows([truncated_group(7, [2, None])], [[1.0, -1.0]], 512)
     config = LearnerConfig()
     for loss in (LossConfig(kind="online_dpo"), LossConfig(allow_uncorrected=True)):
-        assert TorchBackend(TINY_SPELLER, config, loss).cut([rows], 1)
+        assert make_backend(TINY_SPELLER, config, loss).partition([rows])
     with pytest.raises(RecordError, match=r"group 7 was sampled with top-k.*Sample from all of it"):
-        TorchBackend(TINY_SPELLER, config, LossConfig()).cut([rows], 1)
+        make_backend(TINY_SPELLER, config, LossConfig()).partition([rows])
 
 
 def test_a_loss_of_likelihoods_looks_at_the_whole_vocabulary() -> None:
     rows = make_rows([truncated_group(0, [2, 3])], [[1.0, -1.0]], 512)
-    ((update,),) = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig(kind="best_of_n")).cut([rows], 1)
+    ((update,),) = make_backend(TINY_SPELLER, LearnerConfig(), LossConfig(kind="best_of_n")).partition([rows])
     assert update.batches[0].sampling_masks is None
 
 
@@ -202,6 +204,6 @@ def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float
     assert any(r.sampling_mask is not None and r.sampling_mask.sizes.max() > 1 for r in rollouts)
     group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), 4.0, **cut_off)  # type: ignore[arg-type]
     rows = make_rows([group], [[1.0, -1.0] * 4], 512)
-    seen = TorchBackend(TINY_SPELLER, LearnerConfig(), LossConfig()).observe(rows)
+    seen = make_backend(TINY_SPELLER, LearnerConfig(), LossConfig()).evaluate(rows)
     for index, rollout in enumerate(rollouts):
         np.testing.assert_allclose(seen[index].logp_proximal, rollout.logprobs, atol=2e-5)

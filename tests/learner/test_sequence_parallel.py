@@ -8,14 +8,15 @@ import pytest
 import torch
 from making import make_group
 
-from async_rlhf.learner.batch import make_micro_batches, make_rows
-from async_rlhf.learner.sequence_parallel import Share
+from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.parallel.sequence import Share
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size: int) -> None:
     rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
-    (plain,) = make_micro_batches(rows, 512)
+    (plain,) = make_micro_batches(rows, Packing(512))
     sizes = torch.arange(plain.num_tokens) % 3
     batch = replace(plain, mask_sizes_N=sizes, mask_ids_K=torch.arange(int(sizes.sum())))
     assert batch.sampling_masks is not None

@@ -10,7 +10,7 @@ from making import make_model
 from torch import nn
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.tensor_parallel import autotp_settings, split_dimension
+from async_rlhf.learner.parallel.tensor import autotp_settings, split_dimension
 
 SPLIT = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
 SPLIT |= {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}

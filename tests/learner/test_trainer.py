@@ -24,11 +24,11 @@ from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner import resuming
-from async_rlhf.learner.checkpoint import CheckpointError, complete, step_of
+from async_rlhf.learner.checkpoint import resuming
+from async_rlhf.learner.checkpoint.store import CheckpointError, complete, step_of
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.torch_backend import TorchBackend
-from async_rlhf.learner.trainer import Trainer, TrainerConfig
+from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+from async_rlhf.learner.step.controller import make_backend
 
 REQUIRED = {
     "step", "version", "reward", "reward_std", "rewards/judge/mean", "rewards/failed_ratio", "frac_reward_zero_std",
@@ -156,7 +156,7 @@ class Life:
         loss = loss or LossConfig()
         config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
         value_clip = (believing or {}).get("advantage", AdvantageConfig()).value_clip
-        self.backend = TorchBackend(model_dir, config, loss, value_clip=value_clip)
+        self.backend = make_backend(model_dir, config, loss, value_clip=value_clip)
         checkpoint = CheckpointConfig(save_every=save_every, keep_last=keep_last, background=background)
         whole = TrainerConfig(
             config, loss, checkpoint, max_steps, max_staleness, composition or Composition(), max_failed_ratio,
@@ -384,7 +384,7 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
     tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
-    freeze = first.backend.freeze
+    freeze = first.backend.snapshot
 
     def killed_in_the_second() -> Callable[[Path], None]:
         write = freeze()
@@ -395,7 +395,7 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
 
         return killed if first.trainer.step == 4 else write
 
-    monkeypatch.setattr(first.backend, "freeze", killed_in_the_second)
+    monkeypatch.setattr(first.backend, "snapshot", killed_in_the_second)
     with pytest.raises(Killed):
         first.trainer.run()
     second = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()))
@@ -520,7 +520,7 @@ def test_groups_that_say_nothing_are_left_out_and_counted(tmp_path: Path, model_
     life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=1, believing=dropping)
     life.trainer.run()
     (record,) = life.metrics()
-    assert record["groups/silent"] == 1
+    assert record["groups/zero_advantage"] == 1
     assert sum(point["tokens"] for point in record["drift/by_staleness"].values()) == 4
 
 
@@ -556,7 +556,7 @@ def test_in_the_background_a_checkpoint_holds_the_step_it_was_begun_at_however_l
     tmp_path: Path, model_dir: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(tmp_path / "life", model_dir, ScriptedHub(make_batches()), background=True)
-    freeze, trained, saved = life.backend.freeze, threading.Event(), []
+    freeze, trained, saved = life.backend.snapshot, threading.Event(), []
     monkeypatch.setattr(life.trainer, "_record", after(life.trainer._record, lambda: life.trainer.step == 3 and trained.set()))
 
     def slow() -> Callable[[Path], None]:
@@ -569,7 +569,7 @@ def test_in_the_background_a_checkpoint_holds_the_step_it_was_begun_at_however_l
 
         return once_another_step_was_made
 
-    monkeypatch.setattr(life.backend, "freeze", slow)
+    monkeypatch.setattr(life.backend, "snapshot", slow)
     assert life.trainer.run() == "end of data"
     assert len(saved) == 2
     for weights, written in saved:
@@ -609,7 +609,7 @@ def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
 ) -> None:
     hub = ScriptedHub(make_batches())
     life = Life(tmp_path, model_dir, hub)
-    freeze = life.backend.freeze
+    freeze = life.backend.snapshot
 
     def full_at_first() -> Callable[[Path], None]:
         def write(directory: Path) -> None:
@@ -617,7 +617,7 @@ def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
 
         return write if life.trainer.step == 2 else freeze()
 
-    monkeypatch.setattr(life.backend, "freeze", full_at_first)
+    monkeypatch.setattr(life.backend, "snapshot", full_at_first)
     assert life.trainer.run() == "end of data"
     assert [record["checkpoint/failed"] for record in life.metrics()] == [0, 0, 1, 1]
     assert life.saved() == [4]
@@ -627,7 +627,7 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
-    freeze = life.backend.freeze
+    freeze = life.backend.snapshot
 
     def full_at_last() -> Callable[[Path], None]:
         def write(directory: Path) -> None:
@@ -635,7 +635,7 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_the_reason(
 
         return write if life.trainer.step == 4 else freeze()
 
-    monkeypatch.setattr(life.backend, "freeze", full_at_last)
+    monkeypatch.setattr(life.backend, "snapshot", full_at_last)
     with pytest.raises(CheckpointError, match=r"step 4 could not be written: .*No space left.*--resume goes on from step 2"):
         life.trainer.run()
 
@@ -687,7 +687,7 @@ def test_a_run_in_which_groups_are_tried_has_the_bits_of_one_in_which_none_is(
             for group in tried:
                 lives[1].trainer.try_group(group)
             assert torch.equal(torch.get_rng_state(), states)
-            assert all(p.grad is None for p in lives[1].backend._learning())
+            assert all(p.grad is None for p in lives[1].backend.machine._learning())
             return super().take(step, aim)
 
     lives = [

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.losses.value import value_loss
+from async_rlhf.learner.model.critic import value_loss
 
 number = st.floats(-5, 5, width=32)
 rows = st.lists(st.tuples(number, number, number), min_size=1, max_size=10)

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
-from async_rlhf.actors.worker import Work, Worker
 from async_rlhf.buffers.clients.actor import ActorClient
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError

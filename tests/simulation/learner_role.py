@@ -168,7 +168,7 @@ class LearnerRole:
 
     @property
     def _floor(self) -> tuple[int, tuple[int, ...]]:
-        """As `async_rlhf.learner.checkpoint.Checkpoints.floor`."""
+        """As `async_rlhf.learner.checkpoint.store.Checkpoints.floor`."""
         return self._kept[0] if len(self._kept) == self._keep_last else (0, ())
 
     def _save(self, seen: tuple[int, ...]) -> None:

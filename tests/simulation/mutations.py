@@ -14,10 +14,11 @@ from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.admission import Admission, Credit
+from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
-from async_rlhf.buffers.queue.trials import Trials
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.cache import WeightCache
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError, WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.logprobs import token_logprobs
-from async_rlhf.learner.torch_backend import TorchBackend
+from async_rlhf.learner.model.logprobs import token_logprobs
+from async_rlhf.learner.step.controller import make_backend
 from tests.actors.conformance.conftest import Subject
 from tests.actors.vllm_model import END, SHIPPED, expected_logprobs, make_model, plain_logprobs
 
@@ -71,11 +71,11 @@ def test_logprobs_are_those_of_a_plain_forward_pass(subject: Subject, temperatur
 
 def test_the_learner_finds_the_same_logprobs_and_the_same_canary(subject: Subject, torch_directory: str) -> None:
     engine = subject.start("keep")
-    backend = TorchBackend(Path(torch_directory), LearnerConfig(), LossConfig())
+    backend = make_backend(Path(torch_directory), LearnerConfig(), LossConfig())
     canary = backend.canary()
     np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, atol=subject.tolerance)
     asked = [Request(RolloutKey(0, 0, member), PROMPT, 30, 0.7, member) for member in range(4)]
-    model: Any = backend._model
+    model: Any = backend.machine.policy.model
     for completion in serve(engine, asked):
         ids = torch.tensor([*PROMPT, *completion.token_ids.tolist()])
         with torch.no_grad():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.hub.test_hub import DEADLINE_S, Place, until
+from tests.buffers.hub.place import DEADLINE_S, Place, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has received")
 MAX_FRAME = 1 << 20

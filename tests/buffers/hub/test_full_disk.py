@@ -17,11 +17,12 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DiskFullError, JournalError
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal, Replay
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from tests.buffers.hub.test_hub import Actor, Place, delivered, learner_of, peers, taken, tensors, until
+from tests.buffers.hub.place import Actor, Place, delivered, learner_of, peers, taken, tensors, until
 from tests.simulation.disk import MemoryDisk
 
 ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)

@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, a_group, delivered, learner_of, peers, taken, tensors, until
+from tests.buffers.hub.place import DEADLINE_S, Actor, Place, a_group, delivered, learner_of, peers, taken, tensors, until
 
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))

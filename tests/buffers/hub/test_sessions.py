@@ -19,7 +19,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
-from tests.buffers.hub.test_hub import (
+from tests.buffers.hub.place import (
     Actor,
     Place,
     a_group,

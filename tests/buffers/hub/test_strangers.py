@@ -11,7 +11,7 @@ import pytest
 
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, learner_of, peers, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, Actor, Place, learner_of, peers, tensors, train, until
 
 OLD_DIALECT = bytes([0x01, 0x00, 0x05, 0x00])
 """A greeting of ZMTP 1.0 without an identity, and the head of a message of four bytes."""

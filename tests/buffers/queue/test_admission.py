@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 NAMES = ("anna", "ben", "carl")
 

@@ -11,7 +11,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry
+from async_rlhf.buffers.record import Entry
 
 ACTOR = "actor"
 

@@ -17,7 +17,8 @@ from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, JournalError
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.ledger import Entry, QueueSnapshot
+from async_rlhf.buffers.queue.ledger import QueueSnapshot
+from async_rlhf.buffers.record import Entry
 
 SEGMENT_BYTES = 512
 MARK_BYTES = len(segment.mark(0))

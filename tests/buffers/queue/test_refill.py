@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry
+from async_rlhf.buffers.record import Entry
 
 ENDLESS = 1 << 40
 

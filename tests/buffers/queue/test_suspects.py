@@ -7,7 +7,7 @@ import pytest
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry
+from async_rlhf.buffers.record import Entry
 
 
 def hub_with(max_attempts: int) -> Admission:

@@ -7,8 +7,8 @@ import pytest
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.queue.ledger import Entry
-from async_rlhf.buffers.queue.trials import Trials
+from async_rlhf.buffers.queue.failures import Trials
+from async_rlhf.buffers.record import Entry
 
 MAX_ATTEMPTS = 3
 

@@ -11,7 +11,7 @@ from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.test_hub import DEADLINE_S, Actor, Place, delivered, holds, learner_of, peers, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, Actor, Place, delivered, holds, learner_of, peers, tensors, train, until
 
 
 @pytest.fixture

@@ -1,0 +1,335 @@
+"""The actor's loop, on one screen: credit, prompt, generate, score, put; and adopt weights between two decode steps.
+
+    owns        an engine, a scoring pool, the groups it has begun; no state to restore
+    waits for   nothing while a sequence is being decoded; else for a credit, a score or new weights
+    woken by    the hub's messages, and the scoring pool's threads
+    on close    unfinished groups are dropped: the hub credits them again, to any actor
+
+Generation never stops for scoring (each completion is scored while its siblings decode, incrementally where a reward can), for
+the queue (puts are not awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` decides what
+becomes of what runs).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.loop.decoding import Decoding, Tell, tell_nobody
+from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
+from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
+from async_rlhf.buffers.weights.weight_set import WeightSet
+
+_log = logging.getLogger(__name__)
+# The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
+_IDLE_WAIT_S = 0.2
+# What is trained is compared with what was begun once in so many groups.
+_GROUPS_A_REPORT = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a group number means: the same for every actor."""
+
+    seed: int
+    rows: Sequence[Row]
+    encode: Callable[[Row], tuple[str, list[int]]]
+    decode: Callable[[Sequence[int]], str]
+    group_size: int
+    max_completion_length: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    partial_every: int = 0
+    """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
+    refill: Composition | None = None
+    """Where constant groups are to be replaced by others: how rewards are made of scores."""
+
+    def requests(self, number: int, attempt: int) -> tuple[Row, str, list[Request]]:
+        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing."""
+        row = self.rows[prompt_number(self.seed, number, len(self.rows))]
+        text, ids = self.encode(row)
+        prompt_ids = tuple(ids)
+        requests = [
+            Request(
+                RolloutKey(number, attempt, member),
+                prompt_ids,
+                self.max_completion_length,
+                self.temperature,
+                rollout_seed(self.seed, number, member),
+                self.top_k,
+                self.top_p,
+                self.min_p,
+                self.stop,
+                self.partial_every,
+            )
+            for member in range(self.group_size)
+        ]
+        return row, text, requests
+
+
+@dataclass
+class _Open:
+    """A group that was begun here and not put yet."""
+
+    attempt: int
+    row: Row
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    began: float
+    completions: dict[int, tuple[Completion, str, StageTime]] = field(default_factory=dict)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    sampled: int = 0
+    """The engine's progress when it last had something of this group."""
+
+    @property
+    def progress(self) -> int:
+        return self.sampled + len(self.completions) + len(self.rollouts)
+
+
+class Worker:
+    """See the module docstring. `run` returns the reason why it ended; raises DeadlineError when the hub is silent."""
+
+    def __init__(
+        self,
+        name: str,
+        client: ActorClient,
+        engine: Engine,
+        scoring: ScoringPool[RolloutKey],
+        work: Work,
+        capacity: int,
+        canary_tolerance: float,
+        tell: Tell = tell_nobody,
+    ) -> None:
+        self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
+        self._capacity, self._canary_tolerance = capacity, canary_tolerance
+        self._canary_drift = 0.0
+        self._mark, self._decoding = tell, Decoding(tell)
+        self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
+        self._fence = 0
+        self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
+        self._open: dict[int, _Open] = {}
+        self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
+        self._told: tuple[int, int, int] | None = None  # fence, version, capacity
+        self._count = dict.fromkeys(
+            ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
+        )
+
+    def run(self) -> str:
+        """Work until the hub stops the run."""
+        while self._client.stop_reason is None:
+            self.turn()
+        return self._client.stop_reason
+
+    def turn(self) -> None:
+        """Hear the hub, decode one token of everything, pass on what ended."""
+        began = time.monotonic()
+        idle = not self._engine.num_unfinished
+        self._client.poll(self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
+        if (weights := self._client.weights()) is not None:
+            self._adopt(weights)
+        if credits := self._client.credits():
+            self._begin(credits)
+            self._client.works_on(self._state())
+        for completion in self._step():
+            self._score(completion)
+        self._serve()
+        if self._work.partial_every:
+            self._show()
+        for scored in self._scoring.poll():
+            self._collect(scored)
+        self._tell()
+        self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
+
+    def _step(self) -> list[Completion]:
+        busy, began = self._engine.num_unfinished > 0, time.time()
+        ended = self._engine.step()
+        if busy:
+            self._decoding.stepped(began)
+            for group in self._open.values():
+                if len(group.completions) < self._work.group_size:  # what waits for a slot waits for what has one
+                    group.sampled = self._engine.progress
+        return ended
+
+    def _adopt(self, weights: WeightSet) -> None:
+        """Load a new set. Going back (the learner was restored) cancels what was begun."""
+        if weights.version < self._engine.version:
+            numbers = list(self._open)
+            self._drop(numbers, again=False)
+            self._client.release(numbers)
+            _log.info("back to version %d: %d groups are begun again", weights.version, len(numbers))
+        began = time.time()
+        self._engine.load_weights(weights.version, weights.tensors())
+        self._mark(f"adopt {weights.version}", began, time.time())
+        self._coming = weights
+        self._serve()
+
+    def _serve(self) -> None:
+        """Once the engine has adopted what was loaded, nothing is sampled from it before the canary has sung."""
+        if self._coming is not None and self._engine.version == self._coming.version:
+            weights, self._coming = self._coming, None
+            self._verify_canary(weights)
+            self._fence = weights.fence
+
+    def _verify_canary(self, weights: WeightSet) -> None:
+        """The canary: engine and learner must agree on one probe under the same weights.
+
+        Digests prove that the bytes arrived; this proves that the engine computes with them.
+        """
+        if weights.canary is None:
+            return
+        differences = np.abs(self._engine.probe(weights.canary.ids) - np.array(weights.canary.logprobs, np.float32))
+        self._canary_drift = float(differences.max())
+        if not self._canary_drift <= self._canary_tolerance:  # not a number is no agreement
+            raise WeightsError(
+                f"version {weights.version}: engine and learner differ by {self._canary_drift:.3g} nats on the same probe "
+                f"under the same weights, the limit is {self._canary_tolerance:.3g} (engine.canary_limit). "
+                "Nothing was generated with it. Are both of the same model, and is the engine's dtype what you meant?"
+            )
+
+    def _begin(self, credits: Sequence[CreditItem]) -> None:
+        # Credited twice, or although it is being made here: the hub had given it up meanwhile. Only the newest attempt counts.
+        credits = list({credit.number: credit for credit in credits}.values())
+        self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
+        for credit in credits:
+            self._length_bias.begin(credit.number, time.monotonic())
+        requests: list[Request] = []
+        for credit in credits:
+            row, prompt, group = self._work.requests(credit.number, credit.attempt)
+            self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.time())
+            requests += group
+        if requests:
+            self._engine.submit(requests)
+
+    def _drop(self, numbers: Sequence[int], *, again: bool) -> None:
+        """Forget these groups, or begin them again: what runs of them stops, what is being scored is not waited for."""
+        for number in numbers:
+            group = self._open.pop(number)
+            keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
+            thrown_away = [self._engine.abort([key]) for key in keys]
+            self._count["dropped_tokens_total"] += sum(thrown_away)
+            self._scoring.discard(keys)
+            for key in keys:
+                self._shown.pop(key, None)
+            ended = {member: len(completion.token_ids) for member, (completion, *_) in group.completions.items()}
+            lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
+            self._length_bias.dropped(number, filter(None, lengths), again=again)
+
+    def _show(self) -> None:
+        """Offers grown completions to incremental scoring; nothing waits for it."""
+        for partial in self._engine.partials(self._shown):
+            self._shown[partial.key] = len(partial.token_ids)
+            group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
+            self._scoring.show(partial.key, fields_of(group.row, group.prompt_ids, partial, text))
+
+    def _score(self, completion: Completion) -> None:
+        """The completion ended: its judges start now."""
+        self._shown.pop(completion.key, None)
+        group = self._open[completion.key.group]
+        text = self._work.decode(completion.token_ids.tolist())
+        generated = StageTime(group.began, time.time())
+        group.completions[completion.key.member] = (completion, text, generated)
+        self._count["tokens_total"] += len(completion.token_ids)
+        self._count["completions_total"] += 1
+        place = Place(completion.key[:2], completion.key.member, self._work.group_size)
+        self._scoring.submit(completion.key, fields_of(group.row, group.prompt_ids, completion, text), place)
+
+    def _collect(self, scored: Scored[RolloutKey]) -> None:
+        """A completion has all its scores; the last one of its group sends the group off."""
+        number = scored.key.group
+        group = self._open[number]
+        completion, text, generated = group.completions[scored.key.member]
+        stages = {name: self._decoding.hid(*when) for name, when in scored.stages.items()}
+        group.rollouts[scored.key.member] = Rollout(
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            scores=scored.scores,
+            text=text,
+            timings=pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s),
+            sampling_mask=completion.sampling_mask,
+            reference=scored.reference,
+        )
+        if len(group.rollouts) == self._work.group_size:
+            del self._open[number]
+            self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
+            self._count["groups_total"] += 1
+            self._account(number, [rollout.num_tokens for rollout in group.rollouts.values()])
+            refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
+            self._client.put(
+                Group(
+                    number=number,
+                    attempt=group.attempt,
+                    prompt_ids=np.array(group.prompt_ids, np.int32),
+                    rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
+                    temperature=self._work.temperature,
+                    top_k=self._work.top_k,
+                    top_p=self._work.top_p,
+                    min_p=self._work.min_p,
+                    actor=self._name,
+                    prompt=group.prompt,
+                    columns=group.row.columns,
+                ),
+                constant=refill is not None and refill.is_constant(scores),
+            )
+
+    def _account(self, number: int, lengths: Sequence[int]) -> None:
+        """The group goes off; now and then, what became of the others."""
+        self._length_bias.trained(number, lengths)
+        if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
+            before, self._bias = self._bias, self._length_bias.report(time.monotonic())
+            if self._bias.alarm and not before.alarm:
+                _log.warning("long completions are dropped more often than short ones: %s", self._bias)
+
+    def _state(self) -> ActorState:
+        """Groups that only wait for scores take no room in the engine, so they make room for others."""
+        being_scored = sum(len(group.completions) == self._work.group_size for group in self._open.values())
+        waiting = len(self._client.unacknowledged)
+        return ActorState(
+            capacity=self._capacity + being_scored + waiting,
+            fence=self._fence,
+            version=self._engine.version,
+            holding=tuple((number, group.attempt) for number, group in self._open.items()),
+            progress=tuple((number, group.progress) for number, group in self._open.items()),
+        )
+
+    def _tell(self) -> None:
+        """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
+        state = self._state()
+        self._client.works_on(state)
+        news = (state.fence, state.version, state.capacity)
+        if news != self._told:
+            self._told = news
+            self._client.beat(state, self._telemetry())
+
+    def _telemetry(self) -> Telemetry:
+        counters = self._scoring.counters.values()
+        return Telemetry(
+            **self._count,
+            canary_drift=self._canary_drift,
+            selection_ks=self._bias.ks,
+            selection_mean_ratio=self._bias.mean_ratio,
+            selection_correlation=self._bias.correlation,
+            selection_alarm=float(self._bias.alarm),
+            oldest_group_age=self._bias.oldest_s,
+            scoring=float(self._scoring.num_pending),
+            scores_failed_total=float(sum(counter.failed for counter in counters)),
+            scores_asked_again_total=float(self._scoring.num_resent),
+            shown_total=float(sum(counter.shown for counter in counters)),
+            shown_not_read_total=float(sum(counter.not_read for counter in counters)),
+        )

@@ -1,0 +1,132 @@
+"""Chaos: a real run whose processes are killed and stopped at random; at its end the books must be right.
+
+`async-rlhf chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread ends
+(SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
+requests, some outlast the watchdog. It waits for finished steps between two blows, so that a run whose checkpoints are made
+often enough always gets on. `problems` then reads what the run left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from async_rlhf.config import Config
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import read_lines
+
+# One blow in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
+_FREEZE_SHARE = 0.2
+_FREEZE_S = 3.0
+_MAX_STEPS_BETWEEN = 2
+_LOOK_S = 0.05
+# Of a long freeze, in seconds: on both sides of the watchdog's time in configs/chaos.toml.
+_LONG_FREEZE_S = (60.0, 120.0)
+# With the actors, the hub and the learner all gone, a new step takes some seconds; far more than that is a hang.
+_PATIENCE_S = 120.0
+
+
+@dataclass
+class Blow:
+    """What was done to whom, at which step."""
+
+    step: int
+    name: str
+    kind: str
+
+
+@dataclass
+class Monkey:
+    """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
+
+    processes: names and process ids of what runs now. steps: how many steps were ever recorded (it never falls).
+    num_long: how many of the blows are long freezes, of `long_freeze_s` seconds (from, to).
+    """
+
+    processes: Callable[[], Mapping[str, int]]
+    steps: Callable[[], int]
+    num_blows: int
+    seed: int
+    num_long: int = 0
+    long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
+    blows: list[Blow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._long = set(self._random.sample(range(self.num_blows), min(self.num_long, self.num_blows)))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._strike_all, name="chaos", daemon=True)
+
+    def __enter__(self) -> Monkey:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(timeout=10)
+
+    def _strike_all(self) -> None:
+        while len(self.blows) < self.num_blows and not self._closing.is_set():
+            wanted = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN)
+            waited = 0.0
+            # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
+            while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
+                waited += _LOOK_S
+            # not always right after a step: any moment must do
+            if self._closing.wait(self._random.random() * 0.3):
+                return
+            self._strike()
+
+    def _strike(self) -> None:
+        running = dict(sorted(self.processes().items()))
+        if not running:
+            return
+        name = self._random.choice(list(running))
+        long = len(self.blows) in self._long
+        freeze = long or self._random.random() < _FREEZE_SHARE
+        with suppress(ProcessLookupError):
+            os.kill(running[name], signal.SIGSTOP if freeze else signal.SIGKILL)
+            self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
+            if freeze:
+                seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * _FREEZE_S
+                self._closing.wait(seconds)
+                if self.processes().get(name) == running[name]:  # else the watchdog has ended it
+                    os.kill(running[name], signal.SIGCONT)
+
+
+def problems(run: RunDir, config: Config) -> list[str]:
+    """What is wrong with a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
+    quarantined though their actors were only silent. Empty is good.
+    """
+    metrics = run.read_metrics()
+    found: list[str] = []
+    steps = [record["step"] for record in metrics]
+    if steps != list(range(1, len(steps) + 1)):
+        found.append(f"steps are not 1, 2, 3, ...: {steps}")
+    trained = Counter(number for record in metrics for number in record["groups"])
+    if repeated := sorted(number for number, times in trained.items() if times > 1):
+        found.append(f"groups trained more than once: {repeated}")
+    ledger = run.read_ledger().get("ledger", {})
+    wanted = config.max_steps * config.groups_per_batch
+    missing = sorted(set(range(wanted)) - set(trained))
+    if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
+        if config.data.epochs is None and len(trained) != wanted:
+            found.append(f"{len(trained)} groups were trained on, of {wanted}")
+    elif config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):
+        found.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
+    if violations := [record["step"] for record in metrics if record["staleness/violations"]]:
+        found.append(f"steps with tokens over the bound: {violations}")
+    if not ledger.get("closes"):
+        found.append(f"the ledger does not close: {ledger}")
+    if ledger.get("trained") != sum(trained.values()):
+        found.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
+    for record in read_lines(run.path / "quarantine.jsonl").records:
+        if not any("ended" in reason for reason in record["reasons"]):
+            found.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
+    return found

@@ -1,0 +1,244 @@
+"""Try rewards on completions that exist already, before a run: values, failures, timings.
+
+The rewards run exactly as in a run: same processes, same time-outs, same limits. Completions come from a JSONL file (each
+object a `completion`, or `completions` of one group, and the columns of its prompt) or from a run directory's samples.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+from async_rlhf.actors.rewards import spec_of
+from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.lines import read_lines
+from async_rlhf.buffers.score import Score
+
+_TOKENS = ("completion_ids", "prompt_ids")
+_BINS = 10
+# Longer than any single call may take, retries included; only a defect of ours reaches it.
+_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """What one reward made of the completions. seconds: how long its calls took. failures: how often for which reason."""
+
+    name: str
+    num_scored: int
+    num_not_applicable: int
+    failures: Mapping[str, int]
+    mean: float | None
+    std: float | None
+    lowest: float | None
+    highest: float | None
+    histogram: Sequence[tuple[float, float, int]]
+    """(from, to, how many)"""
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    """mean, p50, p95 and max over the calls"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`scores` has the scores of each completion, in the order of the data. wall_s: from the first call to the last answer."""
+
+    rewards: Sequence[RewardTrial]
+    num_completions: int
+    wall_s: float
+    scores: Sequence[Mapping[str, Score]] = field(repr=False)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(sum(reward.failures.values()) for reward in self.rewards)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON; without the single scores."""
+        found = asdict(self)
+        del found["scores"]
+        return {**found, "num_failed": self.num_failed}
+
+
+def try_rewards(
+    rewards: Iterable[Callable[..., Any] | str],
+    data: str | Path | Sequence[Mapping[str, Any]],
+    *,
+    limit: int | None = None,
+    patience_s: float = _PATIENCE_S,
+    scoring: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Trial:
+    """Score completions with rewards given as functions or by name.
+
+    data: a JSONL file, a run directory, or the objects themselves. limit: completions to score. scoring: keys of that
+    section (`timeout_s`, `stages`, ...); settings: keys of the section `rewards` (`options`, ...). Raises ConfigError and
+    RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
+    """
+    names = [reward if isinstance(reward, str) else spec_of(reward) for reward in rewards]
+    config = RewardsConfig.model_validate({**settings, "functions": names})
+    running = ScoringConfig.model_validate(scoring or {})
+    groups = _groups(_objects(data), limit)
+    columns = set.intersection(*(set(member) for group in groups for member in group))
+    specs = config.specs(Path.cwd(), running.stages, columns)
+    for spec in specs:
+        for missing in set(spec.fields or ()) & set(_TOKENS) - columns:
+            raise ConfigError(
+                f"reward {spec.name!r} asks for {missing!r}, which the data does not have: give it as a list of token "
+                "numbers in every object, or use a run directory as data"
+            )
+    began = time.monotonic()
+    scored = _score(ScoringPool[int](specs, running, wake=(bell := threading.Event()).set), groups, bell, patience_s)
+    wall_s = time.monotonic() - began
+    found = [
+        _trial(spec.name, [each.scores[spec.name] for each in scored], [each.stages[spec.name] for each in scored])
+        for spec in specs
+    ]
+    return Trial(found, len(scored), wall_s, [each.scores for each in scored])
+
+
+def lines(trial: Trial) -> list[str]:
+    """A trial as a person reads it."""
+    lines = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
+    for reward in trial.rewards:
+        lines.append("")
+        lines.append(
+            f"{reward.name}: {reward.num_scored} scored, {reward.num_not_applicable} not applicable, "
+            f"{sum(reward.failures.values())} failed"
+        )
+        if reward.mean is not None and reward.std is not None:
+            lines.append(
+                f"  mean {reward.mean:.4g}, std {reward.std:.4g}, lowest {reward.lowest:.4g}, highest {reward.highest:.4g}"
+            )
+        most = max((count for _, _, count in reward.histogram), default=0)
+        lines += [
+            f"  {low:>9.3g} .. {high:<9.3g} {count:>6}  {'#' * -(-40 * count // most)}" for low, high, count in reward.histogram
+        ]
+        lines += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+        lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
+        lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
+    return lines
+
+
+def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    if not isinstance(data, str | Path):
+        return list(data)
+    path = Path(data)
+    if path.is_dir():
+        return _of_run(path)
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data {str(path)!r} cannot be read: {error}; give a JSONL file or a run directory") from error
+
+
+def _of_run(path: Path) -> list[Mapping[str, Any]]:
+    """The groups a run sampled into its `rollouts.jsonl`."""
+    from async_rlhf.run.run_dir import RunDir
+
+    RunDir.existing(path)
+    return [
+        {
+            **group["columns"],
+            "prompt": group["prompt"],
+            "completions": [rollout["text"] for rollout in group["rollouts"]],
+            "completion_ids": [rollout["tokens"] for rollout in group["rollouts"]],
+            "finish_reason": [rollout["finish_reason"] for rollout in group["rollouts"]],
+        }
+        for group in read_lines(path / "rollouts.jsonl")
+    ]
+
+
+def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[list[dict[str, Any]]]:
+    """The fields of each completion, those of one group together; cut after `limit` completions, between groups."""
+    groups: list[list[dict[str, Any]]] = []
+    for number, given in enumerate(objects):
+        if limit is not None and sum(map(len, groups)) >= limit:
+            break
+        if not isinstance(given, Mapping) or ("completion" in given) == ("completions" in given):
+            raise ConfigError(
+                f"object {number + 1} of the data has no 'completion' (or a list 'completions'); nothing to score"
+            )
+        shared = {"prompt": "", "finish_reason": "stop", **given}
+        if "completion" in given:
+            groups.append([shared])
+            continue
+        several = shared.pop("completions")
+        lists = {name: shared.pop(name) for name in ("completion_ids", "finish_reason") if isinstance(shared.get(name), list)}
+        own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
+        groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
+    if not any(groups):
+        raise ConfigError("the data holds no completion: nothing to score")
+    return [group for group in groups if group]
+
+
+def _score(
+    pool: ScoringPool[int], groups: Sequence[Sequence[Mapping[str, Any]]], bell: threading.Event, patience_s: float
+) -> list[Scored[int]]:
+    found: dict[int, Scored[int]] = {}
+    try:
+        key = 0
+        for number, group in enumerate(groups):
+            for member, fields in enumerate(group):
+                pool.submit(key, fields, Place(number, member, len(group)))
+                key += 1
+        heard = time.monotonic()
+        while pool.num_pending:
+            bell.wait(0.1)
+            bell.clear()
+            scored = {done.key: done for done in pool.poll()}
+            found |= scored
+            heard = time.monotonic() if scored else heard
+            if time.monotonic() - heard > patience_s:
+                raise DeadlineError(f"waited {patience_s:.0f} s for the scores of {pool.num_pending} completions")
+    finally:
+        pool.close()
+    return [found[each] for each in range(key)]
+
+
+def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> RewardTrial:
+    values = [score.value for score in scores if score.value is not None]
+    names = sorted({metric for score in scores for metric in score.metrics})
+    return RewardTrial(
+        name=name,
+        num_scored=len(values),
+        num_not_applicable=sum(score.state == "not_applicable" for score in scores),
+        failures=dict(Counter(score.failure for score in scores if score.failure is not None).most_common()),
+        mean=statistics.fmean(values) if values else None,
+        std=statistics.pstdev(values) if values else None,
+        lowest=min(values, default=None),
+        highest=max(values, default=None),
+        histogram=_histogram(values),
+        metrics={
+            metric: statistics.fmean(score.metrics[metric] for score in scores if metric in score.metrics) for metric in names
+        },
+        seconds=_seconds([call.ended - call.began for call in calls]),
+    )
+
+
+def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    if low == high:
+        return [(low, high, len(values))]
+    width = (high - low) / _BINS
+    counts = Counter(min(_BINS - 1, int((value - low) / width)) for value in values)
+    return [(low + i * width, low + (i + 1) * width, counts[i]) for i in range(_BINS)]
+
+
+def _seconds(took: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(took)
+    at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {
+        "mean": statistics.fmean(ordered),
+        **{name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()},
+    }

@@ -1,0 +1,186 @@
+"""Where a run stands: live from its hub and its scorer, or from what it left behind.
+
+Trusts neither files nor peers: what cannot be read is named beside the rest, every wait is bounded, and only sockets that a
+living run of this user has made are asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from async_rlhf.actors.scoring.remote_executor import server_state
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
+from async_rlhf.buffers.transport.link import Connect, connector
+from async_rlhf.launch.sockets import hub_address, scorer_address
+from async_rlhf.run.display import held_out, line
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import read_last_lines
+
+_PATIENCE_S = 3.0
+_PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
+
+
+class _Shape(BaseModel):
+    """What is shown of a file or an answer has these types; there may be more in it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Actor(_Shape):
+    version: int
+    groups: int
+    silent_s: float
+
+
+class _Hub(_Shape):
+    state: str = ""
+    waiting_for: str = ""
+    ledger: dict[str, int | bool] = {}
+    actors: dict[str, _Actor] = {}
+    refused: dict[str, int] = {}
+
+
+class _Step(_Shape):
+    step: int
+
+
+class _Evaluation(_Shape):
+    label: str
+
+
+def read(run: RunDir) -> dict[str, Any]:
+    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
+    config, problems = run.config(), list[str]()
+
+    def tried(look: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return look()
+        except DamagedError as error:
+            problems.append(str(error))
+            return otherwise
+
+    metrics = _shown(run.metrics, _Step, problems)
+    evaluations = _shown(run.evaluations, _Evaluation, problems)
+    hub = tried(lambda: _checked(run.read_ledger(), "ledger.json"), {})
+    alive, scorer = run.is_alive(), {}
+    if (sockets := tried(run.sockets, None)) is not None:
+        try:
+            connect = connector(config.security.directory)
+            hub = _checked(_within(lambda: _ask(hub_address(sockets), connect)), "the hub's answer")
+        except AsyncRLHFError as error:
+            hub["state"] = f"the hub does not answer: {error}"
+        scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
+    done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
+    state = (hub.get("state") or "starting") if sockets else "starting" if alive else "finished" if done else "stopped"
+    return {
+        "run_dir": str(run.path),
+        "state": state,
+        "step": metrics[-1]["step"] if metrics else 0,
+        "max_steps": config.max_steps,
+        "hub": hub,
+        "scorer": scorer,
+        "last": metrics[-1] if metrics else None,
+        "evaluations": evaluations,
+        "problems": problems,
+    }
+
+
+def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
+    """What `read` found, as a person reads it."""
+    ledger = found["hub"].get("ledger", {})
+    lines = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
+    if ledger:
+        shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
+        closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
+        lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
+    for name, actor in found["hub"].get("actors", {}).items():
+        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
+    if found["scorer"]:
+        lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
+    if found["hub"].get("waiting_for"):
+        lines.append(f"waiting: {found['hub']['waiting_for']}")
+    if refused := found["hub"].get("refused"):
+        counts = sorted(refused.items(), key=lambda item: -item[1])
+        lines.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
+    if ledger.get("quarantined"):
+        lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
+    if found["last"]:
+        lines.append(f"last step: {_sentence(found['last'], line)}")
+    lines += [f"cannot be read: {problem}" for problem in found["problems"]]
+    return lines + [_sentence(record, held_out) for record in found["evaluations"]]
+
+
+def _ask(address: str, connect: Connect) -> dict[str, Any]:
+    with control(address, timeout_s=_PATIENCE_S, connect=connect) as hub:
+        return hub.status()
+
+
+def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:
+    try:
+        return words(record)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"a record that cannot be shown ({type(error).__name__}: {error})"
+
+
+def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Raises DamagedError for types that are none of a hub's status."""
+    try:
+        _Hub.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise DamagedError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+    return values
+
+
+def _shown(path: Path, shape: type[_Shape], problems: list[str]) -> list[dict[str, Any]]:
+    """The last records of a JSONL file; what has other types is counted."""
+    try:
+        lines = read_last_lines(path)
+    except DamagedError as error:
+        problems.append(str(error))
+        return []
+    good = [record for record in lines.records if _fits(record, shape)]
+    if bad := lines.unreadable + len(lines.records) - len(good):
+        problems.append(f"{path}: {bad} of its last {lines.unreadable + len(lines.records)} lines")
+    return good
+
+
+def _fits(record: dict[str, Any], shape: type[_Shape]) -> bool:
+    try:
+        shape.model_validate(record)
+    except ValidationError:
+        return False
+    return True
+
+
+def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer; DeadlineError after twice the patience, whatever the other side sends meanwhile."""
+    found: list[dict[str, Any] | AsyncRLHFError] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except AsyncRLHFError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="status", daemon=True)
+    thread.start()
+    thread.join(2 * _PATIENCE_S)
+    answer = found[0] if found else DeadlineError(f"no status within {2 * _PATIENCE_S:.0f} s")
+    if isinstance(answer, AsyncRLHFError):
+        raise answer
+    return answer
+
+
+def _scorer(address: str) -> dict[str, Any]:
+    """What the scorer process has answered in its present life, and how much waits."""
+    try:
+        return server_state(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
+    except AsyncRLHFError as error:
+        return {"state": str(error)}

@@ -1,0 +1,176 @@
+"""Who works on a run directory: a lock on its file `lock`, held as long as any process of the run lives.
+
+owns        one descriptor, inherited by the roles that the holder starts: a dead supervisor's learner still holds it
+waits for   `take`: processes of an earlier start, which end by themselves when their supervisor is gone
+woken by    the clock, ten times a second
+on close    the lock is free when the last process that inherited it has ended, however it ended
+
+The lock is the kernel's (flock): no clock, no process number and no file decides who is alive. The file holds the host and the
+process that took the lock, for messages; before that process is signalled, the kernel confirms that it holds the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+
+_LOOK_S = 0.1
+_GRACE_S = 1.0  # for a holder that has just been killed
+_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who took the lock. pid: its process number there."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+class RunLock:
+    """A lock that this process took or inherited; freed by `release`, or when nothing refers to it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def take(cls, path: Path, wait_s: float = 15.0) -> RunLock:
+        """Waits up to `wait_s` for processes of an earlier start. Raises ConfigError naming who holds it, and OSError."""
+        began = time.monotonic()
+        while True:
+            descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+            lock = cls(descriptor)
+            if _try(descriptor, fcntl.LOCK_EX) and _is(path, descriptor):
+                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode().ljust(256), 0)
+                return lock
+            lock.release()
+            found, waited_s = holder(path), time.monotonic() - began
+            lives = found is not None and (found.host != socket.gethostname() or _took(found.pid, path))
+            if lives and waited_s >= _GRACE_S:
+                raise ConfigError(
+                    f"run {str(path.parent)!r} is running ({found}); stop it first: async-rlhf stop {path.parent}"
+                )
+            if waited_s >= wait_s:
+                raise ConfigError(
+                    f"run {str(path.parent)!r} is still held {wait_s:.0f} s after its start by processes of an earlier one: "
+                    f"{_left(path)}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
+                )
+            time.sleep(_LOOK_S)
+
+    def release(self) -> None:
+        self._close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process of a run lives. Raises OSError, and DamagedError when the file is none."""
+    try:
+        descriptor = _open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> Holder | None:
+    """Who took the lock last, by its own account; None when that cannot be read."""
+    try:
+        descriptor = _open(path, os.O_RDONLY)
+        try:
+            found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+        finally:
+            os.close(descriptor)
+        host, pid = found["host"], found["pid"]
+    except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return Holder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
+
+
+def signal_holder(path: Path, number: signal.Signals) -> Holder:
+    """Signal the process that took the lock and holds it still. Raises ConfigError when there is none that is surely it."""
+    run, found = str(path.parent), holder(path)
+    if not is_held(path):
+        raise ConfigError(f"run {run!r} is not running")
+    if found is None:
+        raise ConfigError(f"run {run!r} is running, and its lock does not say where: end its supervisor by hand (SIGTERM)")
+    if found.host != socket.gethostname():
+        raise ConfigError(f"run {run!r} is running on another host ({found}); stop it there")
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(found.pid)  # stays this process, though its number may be given to another later
+        try:
+            if _took(found.pid, path):
+                signal.pidfd_send_signal(process, number)
+                return found
+        finally:
+            os.close(process)
+    raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {_left(path)}")
+
+
+def _open(path: Path, flags: int) -> int:
+    """A regular file, or DamagedError; never waits for the other end of a pipe."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is no regular file")
+    return descriptor
+
+
+def _try(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the file under this path is still the one that was opened: a start that failed removes what it made."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
+
+
+def _took(pid: int, path: Path) -> bool:
+    """Whether this process of this host has the file open under a lock that it took itself (`/proc/PID/fdinfo` says so)."""
+    with suppress(OSError):
+        file = path.stat()
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), file):
+                    continue
+                lines = Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines()
+                if any("FLOCK" in line and "WRITE" in line and str(pid) in line.split() for line in lines):
+                    return True
+    return False
+
+
+def _left(path: Path) -> str:
+    """The processes of this host that have the file open, and what they are."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(entry.name) != os.getpid() and any(os.path.samefile(each, path) for each in (entry / "fd").iterdir()):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                role = (
+                    words[words.index(b"async_rlhf.run.roles") + 1].decode()
+                    if b"async_rlhf.run.roles" in words
+                    else "another program"
+                )
+                found.append(f"{entry.name} ({role})")
+    return ", ".join(found) or "none that can be seen from here"

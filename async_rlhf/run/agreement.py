@@ -1,0 +1,104 @@
+"""What the hub and every actor of a run must have in common, by name, and what every group of it looks like. No torch.
+
+Digests are of contents and never of paths, so an actor on another machine may keep its files elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.wire import PROTOCOL
+from async_rlhf.config import Config
+from async_rlhf.run.scoring import stage_specs
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+# Of a model's config.json: where it came from.
+_ORIGIN = ("_name_or_path", "transformers_version")
+
+
+def shared(config: Config) -> dict[str, str]:
+    """Digests by name. Raises ConfigError when a file cannot be read."""
+    model = Path(config.model)
+    rewards = [spec.partition("=")[2] or spec for spec in config.rewards.functions]
+    source = Path(config.data.source)
+    try:
+        described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
+        return {
+            "record": _digest(PROTOCOL),
+            "model": _digest(described),
+            "tokenizer": _digest(*((name, _content(model / name)) for name in _TOKENIZER if (model / name).is_file())),
+            "data": _digest(
+                _portable(config.data.model_dump()), _content(source) if source.is_file() else version("reasoning-gym")
+            ),
+            "rewards": _digest(_portable(config.rewards.model_dump()), *map(_reward_content, rewards)),
+            "generation": _digest(config.seed, config.generation.model_dump()),
+        }
+    except OSError as error:
+        raise ConfigError(f"a file that all of a run must share cannot be read: {error}") from error
+
+
+def schema(config: Config) -> GroupSchema:
+    """What a group must be to be of any use to this run's learner."""
+    generation = config.generation
+    return GroupSchema(
+        group_size=generation.group_size,
+        vocabulary=_vocabulary(config),
+        max_prompt_length=generation.max_prompt_length,
+        max_completion_length=generation.max_completion_length,
+        rewards=frozenset(spec.name for spec in stage_specs(config)),
+        sampling=(generation.temperature, generation.top_k, generation.top_p, generation.min_p),
+    )
+
+
+def _vocabulary(config: Config) -> int:
+    """Rows of the embedding. What a config.json leaves out is its family's default, which transformers knows."""
+    described = _model(config)
+    size = described.get("text_config", described).get("vocab_size")
+    if isinstance(size, int):
+        return size
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    return int(found.get_text_config().vocab_size)
+
+
+def _model(config: Config) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(config.model) / "config.json").read_text())
+    return found
+
+
+def _reward_content(reference: str) -> str:
+    """The file of a reward `[FORM:]path.py:name`; one of a package is found by its name."""
+    file = Path(reference.rpartition(":")[0].rpartition(":")[2])
+    return _content(file) if file.suffix == ".py" and file.is_file() else ""
+
+
+def _portable(value: Any) -> Any:
+    """Without the folders of absolute paths."""
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(each) for each in value]
+    if isinstance(value, str) and "/" in value:
+        return value.rpartition("/")[2]
+    return value
+
+
+def _content(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+
+
+def _digest(*values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())

@@ -1,0 +1,111 @@
+"""How a configuration becomes a learner: its backend, alone or in control of other ranks, and its loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_rlhf.config import Config
+from async_rlhf.launch.ranks import RankProcesses
+from async_rlhf.run.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from async_rlhf.learner.loop.source import BatchSource
+    from async_rlhf.learner.loop.trainer import Trainer
+    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.backend import Backend
+    from async_rlhf.learner.step.controller import RankParts
+
+_log = logging.getLogger(__name__)
+
+
+def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backend) -> Trainer:
+    """The learner's loop of this configuration, fed by a hub or by an archive."""
+    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+
+    limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
+    if limit > usual:
+        _log.warning("engine.mismatch_limit = %g: rounding makes at most %g, more is another policy", limit, usual)
+    return Trainer(
+        feed,
+        backend,
+        run.path,
+        TrainerConfig(
+            learner=config.learner,
+            loss=config.loss,
+            checkpoint=config.checkpoint,
+            max_steps=config.max_steps,
+            max_staleness=config.queue.max_staleness,
+            composition=config.rewards.composition,
+            max_failed_ratio=config.rewards.max_failed_ratio,
+            sampled_groups=config.sampled_groups,
+            advantage=config.advantage,
+            guard=config.guard,
+            lowest_staleness=config.bound(config.data.size).lowest_staleness,
+            mismatch_limit=limit,
+        ),
+    )
+
+
+@contextmanager
+def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
+    """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this."""
+    from async_rlhf.learner.step.controller import Controller
+
+    if config.learner.ranks == 1 and config.learner.backend == "torch":
+        yield Controller(_assemble(config, None))
+        return
+    processes = RankProcesses(run.launcher, run.path, config.learner.ranks, run.log)
+    orderly = False
+    try:
+        ranks = _join(config, 0, processes.directory)
+        ranks.ended = processes.ended
+        controller = Controller(_assemble(config, ranks))
+        yield controller
+        controller.close()
+        orderly = True
+        ranks.close()
+    finally:
+        processes.close(orderly=orderly)
+
+
+def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
+    """A rank above 0 of the learner: executes the commands of rank 0."""
+    from async_rlhf.learner.step.controller import work
+
+    ranks = _join(config, int(rank), Path(meeting))
+    work(_assemble(config, ranks))
+    ranks.close()
+
+
+def _join(config: Config, rank: int, meeting: Path) -> Ranks:
+    from async_rlhf.learner.parallel.ranks import Ranks
+
+    # A worker rank gets no command while a run stands still, and then for as long as the supervisor takes to see it.
+    idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
+    return Ranks.join(
+        rank,
+        config.learner.ranks,
+        meeting,
+        timeout_s=config.learner.rank_timeout_s,
+        idle_timeout_s=idle_s,
+        device=config.learner.device,
+    )
+
+
+def _assemble(config: Config, ranks: Ranks | None) -> RankParts:
+    """This process's part of the model."""
+    from async_rlhf.learner.step.controller import assemble
+
+    return assemble(
+        Path(config.model),
+        config.learner,
+        config.loss,
+        publish_dtype=config.engine.dtype,
+        ranks=ranks,
+        value_clip=config.advantage.value_clip,
+        reference_recorded=config.scoring.reference_is_stage,
+    )

@@ -1,0 +1,74 @@
+"""Looks at a model directory's files before any process is started: is what they say of themselves there?
+
+Headers, sizes and names only, without torch. Whether a model is one that can be trained is for the roles to say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.run.run_files import read_small
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_MAX_BYTES = 256 << 20  # a tokenizer's vocabulary
+
+
+def check_model_files(directory: Path) -> None:
+    """Raises ConfigError naming the file and what is wrong with it."""
+    tensors = {path.name: _tensors(path) for path in sorted(directory.glob("*.safetensors"))}
+    index = directory / _INDEX
+    if index.exists():
+        shards = _json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise _wrong(index, "it has no weight_map")
+        for tensor, file in shards.items():
+            if tensor not in tensors.get(str(file), ()):
+                raise _wrong(index, f"tensor {tensor!r} should be in {file!r}, and is not there")
+    found = {name: _json(directory / name) for name in _TOKENIZER if (directory / name).exists()}
+    _check_vocabulary(directory, found.get("tokenizer.json", {}))
+
+
+def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
+    """No token may have an id that the model has no embedding for."""
+    config = directory / "config.json"
+    described = _json(config) if config.exists() else {}
+    text = described.get("text_config")
+    size = (text if isinstance(text, dict) else described).get("vocab_size")
+    inner, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = inner.get("vocab") if isinstance(inner, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary or ())))
+    ids += [each.get("id") for each in added or () if isinstance(each, dict)]
+    largest = max((number for number in ids if isinstance(number, int)), default=0)
+    if isinstance(size, int) and largest >= size:
+        raise _wrong(
+            directory / "tokenizer.json", f"it has tokens up to {largest}, and the model has those from 0 to {size - 1}"
+        )
+
+
+def _tensors(path: Path) -> set[str]:
+    """Names in a safetensors file; that their bytes lie within it, and fill it, is checked by the library."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise _wrong(path, str(error)) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(path, _MAX_BYTES))
+    except (OSError, DamagedError, ValueError, RecursionError) as error:
+        raise _wrong(path, str(error)) from error
+    if not isinstance(found, dict):
+        raise _wrong(path, "it is no JSON object")
+    return found
+
+
+def _wrong(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"model file {str(path)!r} cannot be used: {what}. Copy it again from where it came")

@@ -1,0 +1,260 @@
+"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
+
+Started by a launcher as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
+needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
+terminal sends to all processes: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
+at once on the second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.config import Config
+from async_rlhf.exit_codes import exit_code
+from async_rlhf.launch.tether import Tether
+from async_rlhf.run.agreement import schema, shared
+from async_rlhf.run.learning import backend_of, make_trainer, run_rank
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import reward_specs, stage_specs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from async_rlhf.actors.loop.worker import Work
+    from async_rlhf.actors.prompts import Row
+
+_log = logging.getLogger(__name__)
+
+
+def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
+    """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
+    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.buffers.hub.hub import Hub
+    from async_rlhf.buffers.transport.keys import load_hub
+
+    @cache
+    def num_rows() -> int:
+        return len(load_rows(config.data)[0])
+
+    num_prompts = num_rows() if config.data.epochs is not None else config.data.size
+    access = load_hub(config.security.directory) if config.security.directory is not None else None
+    bound = config.bound(num_prompts)
+    Hub(
+        addresses,
+        run.path,
+        config.queue,
+        bound,
+        access=access,
+        weights=config.weights,
+        prompt_of=lambda group: prompt_number(config.seed, group, num_rows()),
+        schema=schema(config),
+        shared=shared(config),
+        beat=beat,
+    ).run()
+
+
+def run_learner(run: RunDir, config: Config, address: str) -> None:
+    """The model that learns, from the newest checkpoint on."""
+    from async_rlhf.buffers.clients.learner import LearnerClient
+    from async_rlhf.buffers.transport.link import connector
+
+    connect = connector(config.security.directory)
+    client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
+    with backend_of(run, config) as backend:
+        _log.info("ended: %s", make_trainer(run, config, client, backend).run())
+    client.close()
+
+
+def run_scorer(run: RunDir, config: Config, address: str) -> None:
+    """The stages that are run once for all actors of the machine."""
+    from async_rlhf.actors.scoring.server import ScoringServer
+
+    specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
+    ScoringServer(specs, config.scoring, address).run()
+
+
+def run_actor(
+    run: RunDir, config: Config, address: str, name: str, scorer: str = "", *, progress: Callable[[], None] | None = None
+) -> None:
+    """One generator: engine, scoring pool and loop.
+
+    scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
+    """
+    from transformers import AutoTokenizer
+
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.loop.worker import Worker
+    from async_rlhf.actors.prompts import check_prompts, load_rows
+    from async_rlhf.actors.scoring.pool import ScoringPool
+    from async_rlhf.buffers.clients.actor import ActorClient
+    from async_rlhf.buffers.spans import SpanFile
+    from async_rlhf.buffers.transport.link import connector
+
+    rows, _ = load_rows(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
+    engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
+    client = ActorClient(
+        address,
+        name,
+        beat_s=config.queue.beat_s,
+        timeout_s=config.queue.request_timeout_s,
+        connect=connector(config.security.directory),
+        weights=config.weights,
+        shared=shared(config),
+    )
+    client.keep_beating()
+
+    def scored() -> None:
+        client.wake()
+        if progress is not None:
+            progress()
+
+    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer)
+    spans = SpanFile(run.spans(name))
+    try:
+        reason = Worker(
+            name,
+            client,
+            engine,
+            scoring,
+            make_work(config, rows, tokenizer, scoring.stream_tokens),
+            config.actor_capacity,
+            config.engine.canary_tolerance,
+            spans.write,
+        ).run()
+        _log.info("ended: %s", reason)
+    finally:
+        spans.close()
+        scoring.close()
+        client.close()
+        engine.close()
+
+
+def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, partial_every: int = 0) -> Work:
+    """What a group number means in this run. partial_every: as in `Work`."""
+    from async_rlhf.actors.loop.worker import Work
+    from async_rlhf.actors.prompts import encode
+
+    return Work(
+        seed=config.seed,
+        rows=rows,
+        encode=partial(encode, tokenizer=tokenizer, template=config.data.template),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        group_size=config.generation.group_size,
+        max_completion_length=config.generation.max_completion_length,
+        temperature=config.generation.temperature,
+        top_k=config.generation.top_k,
+        top_p=config.generation.top_p,
+        min_p=config.generation.min_p,
+        stop=config.generation.stop,
+        partial_every=partial_every,
+        refill=config.rewards.composition if config.advantage.constant_groups == "refill" else None,
+    )
+
+
+def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
+    """Greedy completions of the held-out prompts by one model directory; one line in `evaluations.jsonl`."""
+    from transformers import AutoTokenizer
+
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.loop.evaluation import evaluate
+    from async_rlhf.actors.prompts import encode, load_rows
+    from async_rlhf.actors.scoring.pool import ScoringPool
+
+    _, rows = load_rows(config.data)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
+    engine = load_engine(model, config.served_engine, version=0)
+    try:
+        result = evaluate(
+            engine,
+            scoring,
+            rows,
+            partial(encode, tokenizer=tokenizer, template=config.data.template),
+            partial(tokenizer.decode, skip_special_tokens=True),
+            max_completion_length=config.generation.max_completion_length,
+            stop=config.generation.stop,
+            composition=config.rewards.composition,
+            solved_at=config.evaluation.solved_at,
+        )
+    finally:
+        scoring.close()
+        engine.close()
+    record_evaluation(run, {"label": label, "model": model, **vars(result)})
+
+
+def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
+    """Append a line; one that finds no room is lost and logged."""
+    from async_rlhf.buffers.lines import LineFile
+
+    file = LineFile(run.evaluations)
+    try:
+        file.cut()
+        file.write(json.dumps(record))
+    except OSError as error:
+        _log.warning("the evaluation %s is lost: %s cannot be written: %s", record["label"], run.evaluations, error)
+    finally:
+        file.close()
+
+
+_ROLES: dict[str, Callable[..., None]] = {
+    "hub": run_hub,
+    "learner": run_learner,
+    "learner_rank": run_rank,
+    "scorer": run_scorer,
+    "actor": run_actor,
+    "evaluation": run_evaluation,
+}
+
+
+class _AskedToEnd(BaseException):
+    """Raised where a role that was started by hand is, when it is signalled; what it holds is closed on the way up."""
+
+
+def _end_in_order(number: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    raise _AskedToEnd(signal.Signals(number).name)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a role; the exit code is the reason (see `exit_codes`)."""
+    role, directory, *rest = arguments
+    sys.path.append(str(Path.cwd()))  # as the command does
+    tether = Tether.from_environment()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
+    tether.follow()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    callbacks = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
+    try:
+        run = RunDir.existing(directory, tether.lock)
+        _ROLES[role](run, run.config(), *rest, **callbacks)
+    except AsyncRLHFError as error:
+        _log.exception("%s ends", role)
+        sys.stderr.write(f"fatal: {error}\n")
+        return exit_code(error)
+    except _AskedToEnd as asked:
+        _log.info("ended: asked to by %s", asked)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    # Threads of libraries must not keep a process that has done its work.
+    os._exit(code)

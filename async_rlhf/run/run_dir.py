@@ -1,0 +1,242 @@
+"""The run directory: who writes what where, and what a reader may expect of it.
+
+config.toml      the resolved configuration            manifest.json   versions, seed, commit
+run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second
+metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
+evaluations.jsonl                                      logs/<role>.log
+spans/<actor>.jsonl  idle stretches and adopted weights (actors)
+checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest
+queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
+
+Small files are replaced whole: a full disk or a crash leaves the old one. Readers trust none of them (`run_files`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import time
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.config import Config, differences, dump, validated
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.program import Launcher
+from async_rlhf.launch.run_lock import RunLock, is_held
+from async_rlhf.launch.sockets import is_private, remove_left
+from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
+
+# What may differ when a run is resumed: how far it goes, how it is watched, how many work on it.
+_MAY_CHANGE = (
+    "max_steps",
+    "stall_timeout_s",
+    "watchdog_s",
+    "sampled_groups",
+    "address",
+    "security.",
+    "output_dir",
+    "actors.",
+    "checkpoint.",
+    "evaluation.",
+)
+_PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
+
+
+class _Live(BaseModel):
+    """What `run.json` holds of a live run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    sockets: str = Field(min_length=1, max_length=107)
+
+
+class RunDir:
+    """Paths and small files of one run. Who makes or reopens one holds its lock until `retire`."""
+
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = path, lock
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.json"
+        self.evaluations = path / "evaluations.jsonl"
+        self.latest = path / "checkpoints" / "latest"
+        self.lock_file = path / "lock"
+        self._config, self._run = path / "config.toml", path / "run.json"
+
+    @property
+    def launcher(self) -> Launcher:
+        """Starts the processes of this run."""
+        return LocalLauncher(self.lock)
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """A new directory for a new run. Raises ConfigError when it exists, is in use or cannot be written."""
+        run = cls(config.run_dir)
+        run._check_new()
+        made: list[Path] = []
+        try:
+            for directory in (*reversed(run.path.parents), run.path, run.path / "logs"):
+                if not directory.exists():
+                    directory.mkdir(exist_ok=True)
+                    made.append(directory)
+            made.append(run.lock_file)
+            run.lock = RunLock.take(run.lock_file)
+            run._check_new()
+            made += [run.path / "manifest.json", run._config]
+            write_whole(run.path / "manifest.json", json.dumps(_manifest(config), indent=1) + "\n")
+            write_whole(run._config, dump(config))  # the last: what has it is a run
+        except OSError as error:
+            run._release()
+            for path in reversed(made):
+                with suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
+            raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+        return run
+
+    @classmethod
+    def reopen(cls, config: Config) -> RunDir:
+        """The directory of a run to continue. Raises ConfigError when it is none, alive, or of another configuration."""
+        run = cls.existing(config.run_dir)
+        try:
+            run.lock = RunLock.take(run.lock_file)
+            changed = [line for line in differences(run.config(), config) if not line.startswith(_MAY_CHANGE)]
+            if changed:
+                raise ConfigError(
+                    f"run directory {str(run.path)!r} belongs to another configuration: {'; '.join(changed[:5])}. "
+                    "Resume with the same values, or start a new run with --set name=NAME"
+                )
+            write_whole(run._config, dump(config))
+            with suppress(DamagedError):  # it only names what a killed supervisor left
+                if (left := run._announced()) is not None:
+                    remove_left(left)
+            run._run.unlink(missing_ok=True)
+        except OSError as error:
+            run._release()
+            raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+        except AsyncRLHFError:
+            run._release()
+            raise
+        return run
+
+    @classmethod
+    def existing(cls, path: str | Path, lock: RunLock | None = None) -> RunDir:
+        """A directory that holds a run; raises ConfigError for any other. lock: where this process holds or inherited it."""
+        run = cls(Path(path), lock)
+        if not run._config.exists():
+            raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml)")
+        return run
+
+    def config(self) -> Config:
+        """Raises ConfigError, or DamagedError when the file is no TOML."""
+        try:
+            return validated(tomllib.loads(read_small(self._config)))
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise DamagedError(f"{self._config} is damaged: {error}") from error
+
+    def log(self, role: str) -> Path:
+        return self.path / "logs" / f"{role}.log"
+
+    def spans(self, actor: str) -> Path:
+        return self.path / "spans" / f"{actor}.jsonl"
+
+    def announce(self, sockets: Path) -> None:
+        """Say in which private directory the live run's hub listens, and its scorer. Raises OSError."""
+        write_whole(self._run, _Live(sockets=str(sockets)).model_dump_json(indent=1) + "\n")
+
+    def retire(self) -> None:
+        """The run has ended: nothing listens any more, and another may begin here."""
+        self._run.unlink(missing_ok=True)
+        self._release()
+
+    def sockets(self) -> Path | None:
+        """The directory of the live run's sockets; None when there is no live run, or it does not listen yet.
+
+        Raises DamagedError for one that no run of this user has made: it could answer anything.
+        """
+        if not self.is_alive() or (directory := self._announced()) is None:
+            return None
+        if not is_private(directory):
+            if not self.is_alive():
+                return None  # it has ended meanwhile
+            raise DamagedError(f"{self._run} names {str(directory)!r}, which is no socket directory of a run of this user")
+        return directory
+
+    def is_alive(self) -> bool:
+        """Whether any process of the run lives: its lock is held."""
+        try:
+            return is_held(self.lock_file)
+        except OSError as error:
+            raise DamagedError(f"{self.lock_file} cannot be read: {error.strerror}") from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Raises DamagedError for a line that is no record of a step."""
+        return _all(self.metrics, read_lines(self.metrics))
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        return _all(self.evaluations, read_lines(self.evaluations))
+
+    def read_ledger(self) -> dict[str, Any]:
+        """The hub's last written status, or nothing before there was one. Raises DamagedError."""
+        return read_object(self.ledger)
+
+    def _announced(self) -> Path | None:
+        try:
+            return Path(_Live.model_validate_json(read_small(self._run)).sockets)
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise DamagedError(f"{self._run} is damaged: {error.errors()[0]['msg']}") from error
+
+    def _check_new(self) -> None:
+        if self._config.exists():
+            self._release()
+            raise ConfigError(
+                f"run directory {str(self.path)!r} exists. Continue it with --resume, or choose another with --set name=NAME"
+            )
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+
+def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
+    if lines.unreadable:
+        raise DamagedError(
+            f"{path} is damaged: {lines.unreadable} lines are no JSON objects, the first is line {lines.first_unreadable}"
+        )
+    return lines.records
+
+
+def _manifest(config: Config) -> dict[str, Any]:
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seed": config.seed,
+        "git_commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this code, where it is a checkout and there is git."""
+    here = Path(__file__).resolve().parent
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+        )
+        return found.stdout.strip() or None
+    return None

@@ -1,0 +1,86 @@
+"""What a run asks about its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from async_rlhf.actors.config import REFERENCE, StageConfig
+from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.scoring.graph import Stage, stages
+from async_rlhf.actors.scoring.model_stages import check_incremental
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import is_truncated
+from async_rlhf.config import Config
+from async_rlhf.learner.registry import LOSS_SPECS
+
+
+def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+    """The rewards, as `RewardsConfig.specs` proves them."""
+    return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
+
+
+def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+    """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
+    rewards = reward_specs(config, columns)
+    _check(config)
+    return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
+
+
+def graph_of(config: Config) -> tuple[Stage, ...]:
+    """The stages of a rollout. Raises ConfigError."""
+    learner_asks = config.loss.needs_reference and not config.scoring.reference_is_stage
+    return stages(stage_specs(config), config.scoring, config.generation, config.engine, learner_asks=learner_asks)
+
+
+def _reference(config: Config) -> RewardSpec:
+    options = {
+        "path": config.model,
+        "temperature": config.generation.temperature,
+        "restricted": LOSS_SPECS[config.loss.kind].takes_ratios,
+        **config.scoring.reference.model_dump(),
+    }
+    settings = config.scoring.stages[REFERENCE].given
+    (spec,) = resolve(
+        [f"{REFERENCE}=async_rlhf.actors.scoring.model_stages:{REFERENCE}"],
+        Path.cwd(),
+        options={REFERENCE: options},
+        settings={REFERENCE: settings},
+    )
+    return spec
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError for a stage that is placed where it cannot be."""
+    for name, stage in config.scoring.stages.items():
+        if name != REFERENCE and stage.placement == "learner":
+            raise ConfigError(
+                f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
+            )
+    where = f"scoring.stages.{REFERENCE}"
+    stage = config.scoring.stages.get(REFERENCE, StageConfig())
+    if not config.scoring.reference_is_stage:
+        given = [f"{where}.{name}" for name in stage.given]
+        given += [f"scoring.reference.{name}" for name in config.scoring.reference.model_dump(exclude_defaults=True)]
+        if given:
+            raise ConfigError(f'{min(given)} is about a stage, and the learner computes this; set {where}.placement = "actor"')
+        return
+    if not config.loss.needs_reference:
+        raise ConfigError(
+            f'{where}.placement = "{stage.placement}", and nothing asks for a reference; set loss.kl_coef above 0, or leave '
+            "the stage out"
+        )
+    if stage.stream_tokens:
+        _check_incremental(config, where, stage.stream_tokens)
+
+
+def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
+    generation = config.generation
+    truncated = is_truncated(generation.top_k, generation.top_p, generation.min_p)
+    if truncated and LOSS_SPECS[config.loss.kind].takes_ratios:
+        raise ConfigError(
+            f"{where}.stream_tokens = {stream_tokens}: with top-k, top-p or min-p it is known only at a completion's end what "
+            "each token was chosen among; set stream_tokens = 0, or sample from all tokens"
+        )
+    if Path(config.model).is_dir():
+        check_incremental(config.model, where)

@@ -1,0 +1,122 @@
+"""Groups to rows: one prompt with several of its completions, so that the prompt is computed once. No tensors here.
+
+A completion is never cut. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.record import Float32Array, Group, Int32Array, Rollout
+from async_rlhf.learner.objective.estimation import TokenTargets
+
+
+@dataclass(frozen=True)
+class Member:
+    """One completion to learn from: its rollout, its advantage, its index in the batch, and what is believed by token."""
+
+    rollout: Rollout
+    advantage: float
+    index: int
+    targets: TokenTargets | None = None
+
+    @property
+    def advantages(self) -> Float32Array:
+        """float32 [T]"""
+        if self.targets is not None and self.targets.advantage is not None:
+            return self.targets.advantage.astype(np.float32)
+        return np.full(self.rollout.num_tokens, self.advantage, np.float32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The prompt of group `group` with some of its completions. A completion's last token is predicted, never read."""
+
+    group: int
+    prompt_ids: Int32Array
+    temperature: float
+    members: tuple[Member, ...]
+    truncated: bool = False
+    """Whether its completions were sampled with top-k, top-p or min-p."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + sum(member.rollout.num_tokens - 1 for member in self.members)
+
+
+def make_rows(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float | None]],
+    row_tokens: int,
+    targets: Mapping[int, TokenTargets] | None = None,
+) -> list[Row]:
+    """Rows of at most `row_tokens` (one completion at least). A None advantage leaves the completion out.
+
+    `advantages[g][m]` belongs to member m of group g; members are numbered over the whole batch, and `targets` are by
+    that number.
+    """
+    targets = targets or {}
+    rows: list[Row] = []
+    index = 0
+    for group, values in zip(groups, advantages, strict=True):
+        members: list[Member] = []
+        length = len(group.prompt_ids)
+        named = group.number, group.prompt_ids, group.temperature
+        for rollout, advantage in zip(group.rollouts, values, strict=True):
+            if advantage is not None:
+                if members and length + rollout.num_tokens - 1 > row_tokens:
+                    rows.append(Row(*named, tuple(members), group.is_truncated))
+                    members, length = [], len(group.prompt_ids)
+                members.append(Member(rollout, advantage, index, targets.get(index)))
+                length += rollout.num_tokens - 1
+            index += 1
+        if members:
+            rows.append(Row(*named, tuple(members), group.is_truncated))
+    return rows
+
+
+def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
+    """Rows cut, in order, into at most `num_updates` updates of equally many whole groups (the last may have fewer)."""
+    groups = [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
+    size = -(-len(groups) // num_updates)
+    return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
+
+
+def check_sampling_masks(rows: Sequence[Row]) -> None:
+    """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
+    for row in rows:
+        if row.truncated and any(member.rollout.sampling_mask is None for member in row.members):
+            raise RecordError(
+                f"group {row.group} was sampled with top-k, top-p or min-p, and its engine did not say from what was left: a "
+                "ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
+            )
+
+
+def check_references(rows: Sequence[Row]) -> None:
+    """Raises RecordError when log-probabilities under the reference should have been recorded and were not."""
+    for row in rows:
+        if any(member.rollout.reference is None for member in row.members):
+            raise RecordError(
+                f"group {row.group} carries no log-probabilities under the reference. Its actor had no such stage: set "
+                'scoring.stages.reference.placement = "learner", which computes them here'
+            )
+
+
+def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
+    """Raises RecordError for a token that the model does not have: on some devices the model itself would not name it."""
+    for row in rows:
+        rollouts = [member.rollout for member in row.members]
+        sampling_masks = [rollout.sampling_mask.ids for rollout in rollouts if rollout.sampling_mask is not None]
+        largest = max(
+            int(ids.max(initial=0)) for ids in (row.prompt_ids, *(r.completion_ids for r in rollouts), *sampling_masks)
+        )
+        if largest >= vocabulary:
+            raise RecordError(
+                f"group {row.group} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
+                "Its actor serves another model or tokenizer than the learner's"
+            )

@@ -1,0 +1,94 @@
+"""Which checkpoint a run goes on from. Only reads but for `go_back`; no torch, so that it is decided before any process starts.
+
+A run can go on from every whole checkpoint that the queue still has the groups after: those not older than what was committed
+to it, which are the `keep_last` newest at least. The start of the run (step 0) counts as one. A damaged newest checkpoint is
+refused and not passed over: the steps since the one before it would be lost in silence.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.queue.recovery import committed_step
+from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints, complete, step_of, verified
+
+
+def newest(run: Path, *, contents: bool = True) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint of a run directory and its state, verified, or None. contents: as in `verified`.
+
+    Raises DamagedError with the command that goes on from another, and CheckpointError.
+    """
+    found = complete(run / "checkpoints")
+    if not found:
+        return None
+    try:
+        return found[-1], verified(found[-1], contents=contents)
+    except DamagedError as error:
+        raise DamagedError(f"{error}. {_way_out(run, step_of(found[-1]))}") from error
+
+
+def check_step(run: Path, step: int) -> None:
+    """Whether the run can go on from the checkpoint of `step` steps, its files digested. Raises ConfigError, DamagedError."""
+    path = run / "checkpoints" / f"step_{step:06d}"
+    committed, can = committed_step(run / "queue"), resumable(run)
+    choices = f"This run can go on from {_steps(can)}" if can else "This run can go on from no checkpoint"
+    if step < committed:
+        anew = f". Start a new run from its model: {_new_run(run, path)}" if path.exists() else ""
+        raise ConfigError(
+            f"--from-step {step}: the queue has given up the groups before step {committed}, which are needed. {choices}{anew}"
+        )
+    if step > 0 and not path.exists():
+        raise ConfigError(f"--from-step {step}: there is no checkpoint of that step. {choices}")
+    try:
+        if step > 0:
+            verified(path)
+    except DamagedError as error:
+        others = [each for each in can if each != step]
+        raise DamagedError(
+            f"{error}. " + (f"This run can go on from {_steps(others)}" if others else _way_out(run, step))
+        ) from error
+
+
+def go_back(run: Path, step: int) -> None:
+    """Make the checkpoint of `step` steps the newest; those after it are set aside until the next one is durable."""
+    Checkpoints(run / "checkpoints", keep_last=1).set_aside(step)
+
+
+def resumable(run: Path) -> list[int]:
+    """The steps that the run can go on from, ascending, as far as the sizes of files tell."""
+    committed = committed_step(run / "queue")
+    steps = [step_of(path) for path in complete(run / "checkpoints") if _is_whole(path)]
+    return [step for step in ([0, *steps]) if step >= committed]
+
+
+def _way_out(run: Path, damaged: int) -> str:
+    """What to do when the checkpoint of `damaged` steps is: the command."""
+    if can := [step for step in resumable(run) if step < damaged]:
+        return f"Go on from step {can[-1]}: {_train(run)} --resume --from-step {can[-1]}"
+    whole = [path for path in complete(run / "checkpoints") if step_of(path) != damaged and _is_whole(path)]
+    if not whole:
+        return f"There is no other to go on from: start a new run with {_train(run)} --set name=NAME"
+    return f"The queue has given up the groups after every other: start a new run from a model with {_new_run(run, whole[-1])}"
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verified(path, contents=False)
+    except (DamagedError, CheckpointError):
+        return False
+    return True
+
+
+def _train(run: Path) -> str:
+    return f"async-rlhf train {shlex.quote(str(run / 'config.toml'))}"
+
+
+def _new_run(run: Path, checkpoint: Path) -> str:
+    return f"{_train(run)} --set {shlex.quote(f'model={checkpoint}/model')} --set name=NAME"
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"

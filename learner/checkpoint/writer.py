@@ -1,0 +1,120 @@
+"""Checkpoints in the background: the training state is copied during the next forward and backward passes, and written by a
+thread during the next steps.
+
+    owns        host memory for one copy, used again for the next; the thread that copies; the thread that writes
+    waits for   the end of the copy, for `_COPY_S`, before weights change; the attempt before, for `_WRITE_S`, when another
+                begins or the run ends
+    woken by    the end of the thread
+    on close    nothing: who needs the last checkpoint durable calls `wait`
+
+So a checkpoint holds up training only as long as copying takes beyond the passes between two updates. What cannot be written (a
+full disk) is counted and logged; the checkpoints before it stay, and the next that is due is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.learner.checkpoint.store import Checkpoints
+
+_COPY_S = 600.0
+
+
+class Snapshot:
+    """Copies `tensors` into host memory; those that share storage share it in the copy as well."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> None:
+        self._copied: dict[str, Tensor] = {}
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._copy, args=(dict(tensors), memory), name="freeze", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> dict[str, Tensor]:
+        """The copies by name, when they are whole. Raises DeadlineError, or what copying raised."""
+        self._thread.join(_COPY_S)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the copy of the training state was not made within {_COPY_S:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+        return self._copied
+
+    def _copy(self, tensors: dict[str, Tensor], memory: dict[int, Tensor]) -> None:
+        try:
+            made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+            for number, (name, tensor) in enumerate(tensors.items()):
+                place = (tensor.data_ptr(), tuple(tensor.shape))
+                if place not in made or not tensor.numel():
+                    held = memory.get(number)
+                    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                        held = memory[number] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    made[place] = held.copy_(tensor.detach())
+                self._copied[name] = made[place]
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._failure = error
+
+
+_log = logging.getLogger(__name__)
+_WRITE_S = 3600.0
+
+Writer = Callable[[Path], None]
+
+
+class CheckpointWriter:
+    """See the module docstring. With `background` False, `begin` returns when the checkpoint is durable or has failed."""
+
+    def __init__(self, checkpoints: Checkpoints, *, background: bool) -> None:
+        self._checkpoints, self._background = checkpoints, background
+        self._thread: threading.Thread | None = None
+        self._raised: BaseException | None = None
+        self.durable = checkpoints.newest
+        """Step of the newest checkpoint, 0 when there is none."""
+        self.floor = checkpoints.floor
+        """Step of the oldest checkpoint that is kept to go on from: what was trained on before it is needed no more."""
+        self.failed = 0
+        """Checkpoints that could not be written."""
+        self.reason = ""
+        """Why the last attempt failed; empty when it did not."""
+        self.seconds = 0.0
+        """How long the last attempt took."""
+
+    def begin(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+        """Start to write the checkpoint of `step` steps; waits for the attempt before, if that is not over."""
+        self.wait()
+        self._thread = threading.Thread(target=self._save, args=(step, write, state), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""
+        if self._thread is not None:
+            self._thread.join(_WRITE_S)
+            if self._thread.is_alive():
+                raise DeadlineError(f"a checkpoint was not written within {_WRITE_S:.0f} s")
+            self._thread = None
+        if self._raised is not None:
+            raise self._raised
+
+    def _save(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            self._checkpoints.save(step, write, state)
+        except (OSError, SafetensorError) as error:
+            self.failed += 1
+            self.reason = f"the checkpoint of step {step} could not be written: {error}"
+            _log.error("%s; the one before it stays", self.reason)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._raised = error
+        else:
+            self.durable, self.floor, self.reason = step, self._checkpoints.floor, ""
+        self.seconds = time.monotonic() - began

@@ -1,0 +1,136 @@
+"""What the learner records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_rlhf.buffers.record import Group, staleness
+from async_rlhf.buffers.stages import stage_metrics
+
+
+def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
+    """Tokens by staleness at learner step `step`, ascending."""
+    ages: dict[int, int] = {}
+    for group in groups:
+        for span in group.spans():
+            age = staleness(span.version, step)
+            ages[age] = ages.get(age, 0) + span.num_tokens
+    return dict(sorted(ages.items()))
+
+
+def data_metrics(
+    groups: Sequence[Group], per_group: Sequence[Sequence[float | None]], step: int, max_staleness: int
+) -> dict[str, Any]:
+    """Rewards, lengths and staleness of one batch. Means are over the completions that count; failures are a ratio. A batch
+    from which every group was taken out has means of None.
+
+    per_group: the reward of each member of each group, None where it does not count.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in per_group for reward in group if reward is not None]
+    spreads = [_std([reward for reward in group if reward is not None]) for group in per_group]
+    ages = staleness_histogram(groups, step)
+    num_tokens = sum(ages.values())
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    scores = [score for rollout in rollouts for score in rollout.scores.values()]
+    metrics: dict[str, Any] = {
+        "reward": _mean(rewards),
+        "reward_std": _mean(spreads),
+        "frac_reward_zero_std": _mean([float(spread < 1e-6) for spread in spreads]),
+        "rewards/failed_ratio": sum(score.failure is not None for score in scores) / max(1, len(scores)),
+        "completions/mean_length": _mean(lengths),
+        "completions/max_length": max(lengths, default=0),
+        "completions/clipped_ratio": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
+        "num_tokens": num_tokens,
+        "staleness/mean": sum(age * count for age, count in ages.items()) / max(1, num_tokens),
+        "staleness/max": max(ages, default=0),
+        "staleness/histogram": {str(age): count for age, count in ages.items()},
+        "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
+    }
+    metrics |= stage_metrics(rollout.timings for rollout in rollouts)
+    for name in rollouts[0].scores if rollouts else ():
+        values = [rollout.scores[name].value for rollout in rollouts]
+        metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
+        failures = [rollout.scores[name].failure for rollout in rollouts]
+        metrics[f"rewards/{name}/failed_ratio"] = sum(failure is not None for failure in failures) / len(failures)
+        reported = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
+        for metric in reported:
+            found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
+            metrics[f"rewards/{name}/{metric}"] = _mean(found)
+    return metrics
+
+
+class StepClock:
+    """What a step took, and what actors did meanwhile. `step_time` runs from record to record, so a checkpoint counts into the
+    step after it."""
+
+    def __init__(self) -> None:
+        self._recorded_at = time.monotonic()
+        self._busy: Mapping[str, float] = {}
+
+    def measure(
+        self, groups: Sequence[Group], num_tokens: int, telemetry: Mapping[str, float], waited_s: float
+    ) -> dict[str, float]:
+        """The metrics of a step that ends now. telemetry: the hub's; waited_s: for this batch."""
+        now = time.monotonic()
+        took, self._recorded_at = now - self._recorded_at, now
+        actors = telemetry.get("actors", 0.0)
+        return {
+            "step_time": took,
+            "tokens_per_second": num_tokens / took,
+            "samples_per_second": sum(len(group.rollouts) for group in groups) / took,
+            "idle/learner": waited_s / took,
+            "idle/actor": self._idle(telemetry),
+            "queue/depth": telemetry.get("queue/depth", 0.0),
+            "groups/filtered_total": telemetry.get("groups/filtered", 0.0),
+            "actors": actors,
+            "canary/drift": telemetry.get("canary_drift", 0.0) / max(1.0, actors),
+        }
+
+    def _idle(self, telemetry: Mapping[str, float]) -> float:
+        """Share of the actors' time since the last step in which no sequence was being decoded."""
+        idle = max(0.0, telemetry.get("idle_s", 0.0) - self._busy.get("idle_s", 0.0))
+        busy = max(0.0, telemetry.get("busy_s", 0.0) - self._busy.get("busy_s", 0.0))
+        self._busy = dict(telemetry)
+        return idle / (idle + busy) if idle + busy > 0 else 0.0
+
+
+def sample_record(
+    group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
+) -> dict[str, Any]:
+    """One group as a person reads it: text, tokens, versions, scores, advantage and importance weight used."""
+    return {
+        "step": step,
+        "group": group.number,
+        "attempt": group.attempt,
+        "actor": group.actor,
+        "prompt": group.prompt,
+        "columns": dict(group.columns),
+        "rollouts": [
+            {
+                "text": rollout.text,
+                "tokens": rollout.completion_ids.tolist(),
+                "spans": [[span.version, span.num_tokens] for span in rollout.spans],
+                "finish_reason": rollout.finish_reason,
+                "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
+                "advantage": advantage,
+                "weight": weight,
+                "timings": dict(rollout.timings),
+            }
+            for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
+        ],
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _std(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))  # squares could overflow

@@ -1,0 +1,187 @@
+"""What protects a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps that are
+not finite, engines that sample from another policy; and the adaptive guard, which aims below it while data look too old.
+
+The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
+because an effective sample size near 1 alone certifies nothing. Down after `patience` bad steps in a row, up after `recovery`
+good ones; good is better than the limit by `margin`, so that between the two the target stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner.config import GuardConfig
+from async_rlhf.learner.loop.metrics import staleness_histogram
+from async_rlhf.learner.step.report import StepReport
+
+_log = logging.getLogger(__name__)
+# Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
+_MIN_SCORES = 8
+# Of fewer tokens a mean says little.
+_MIN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_failed_ratio: of scores. max_constant_batches, max_nonfinite_steps: in a row. mismatch_limit: mean |log-ratio| of
+    learner and engine over tokens sampled from the weights a step begins with; comparable: False where a step does not measure
+    that."""
+
+    max_staleness: int
+    max_failed_ratio: float
+    max_constant_batches: int
+    max_nonfinite_steps: int
+    mismatch_limit: float = math.inf
+    comparable: bool = True
+
+
+class Safeguards:
+    """Ends a run that would go on in vain. Counts what may happen a few times in a row."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._constant_in_a_row = self._refused_in_a_row = 0
+
+    def certify(self, groups: Sequence[Group], step: int) -> None:
+        """The last net, right before the gradient: no token over the bound. Raises StalenessError."""
+        limit = self._limits.max_staleness
+        ages = staleness_histogram(groups, step)
+        if max(ages, default=0) > limit:
+            numbers = [g.number for g in groups if max(staleness_histogram([g], step)) > limit]
+            raise StalenessError(
+                f"step {step} was given tokens of staleness {max(ages)}, the bound is {limit} "
+                f"(groups {numbers}); nothing was trained on them. This is a defect of the queue: please report it."
+            )
+
+    def check_scores(self, groups: Sequence[Group], failed_ratio: float) -> None:
+        """Raises RewardError when too many scores failed."""
+        scores = [(g.number, name, score) for g in groups for r in g.rollouts for name, score in r.scores.items()]
+        if failed_ratio > self._limits.max_failed_ratio and len(scores) >= _MIN_SCORES:
+            failed = [each for each in scores if each[2].failure is not None]
+            number, name, score = failed[0]
+            raise RewardError(
+                f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
+                f"{self._limits.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
+                "The full traceback is in the actor's log."
+            )
+
+    def count_constant(self, groups: Sequence[Group], *, constant: bool) -> None:
+        """Raises RewardError after too many batches in a row in which no completion is better than another."""
+        self._constant_in_a_row = self._constant_in_a_row + 1 if constant else 0
+        if self._constant_in_a_row >= self._limits.max_constant_batches:
+            raise RewardError(
+                f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
+                f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}. Look at the "
+                "rewards in rollouts.jsonl: the prompts are all too easy or all too hard, or the reward is constant."
+            )
+
+    def count_refused(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
+        """Raises NonFiniteError after too many refused steps in a row."""
+        self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
+        if not report.applied:
+            _log.error("step %d refused: its gradient is not finite; groups %s", step, [g.number for g in groups])
+        if self._refused_in_a_row >= self._limits.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._refused_in_a_row} steps in a row had a gradient that is not finite, the last with groups "
+                f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
+            )
+
+    def check_mismatch(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
+        """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
+        mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self._limits.mismatch_limit
+        fresh = [span for group in groups for span in group.spans() if span.version == step]
+        comparable = (
+            self._limits.comparable
+            and sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
+            and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
+            and all(rollout.sampling_mask is not None for group in groups if group.is_truncated for rollout in group.rollouts)
+        )
+        if report.applied and comparable and mismatch is not None and not mismatch <= limit:
+            raise MismatchError(
+                f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
+                f"the same weights; the limit is {limit:g}. One of them computes this model wrong, or another "
+                "one. Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
+            )
+
+
+@dataclass(frozen=True)
+class StalenessTarget:
+    """The staleness aimed at, and how many steps in a row looked bad or good since it last moved."""
+
+    staleness: int
+    bad: int = 0
+    good: int = 0
+
+
+def adjusted(
+    target: StalenessTarget, metrics: Mapping[str, Any], config: GuardConfig, lowest: int, highest: int
+) -> tuple[StalenessTarget, str | None]:
+    """The target after a step with these metrics, and why it moved (None when it did not).
+
+    `lowest` is the smallest staleness at which the run still goes on, `highest` the hard bound. A metric that is missing or
+    None says nothing; a step about which nothing is known changes nothing.
+    """
+    bad, known, clearly_good = _judge(metrics, config)
+    if not known:
+        return target, None
+    if bad:
+        worse = replace(target, bad=target.bad + 1, good=0)
+        if worse.bad < config.patience or target.staleness <= lowest:
+            return worse, None
+        return StalenessTarget(target.staleness - 1), f"{config.patience} steps in a row: {', '.join(bad)}"
+    better = replace(target, bad=0, good=target.good + 1 if clearly_good else 0)
+    if better.good < config.recovery or target.staleness >= highest:
+        return better, None
+    return StalenessTarget(target.staleness + 1), f"{config.recovery} steps in a row well within all limits"
+
+
+def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], bool, bool]:
+    """What is over its limit, whether anything is known, whether all that is known is better than its limit by the margin."""
+    clipped = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
+    known_clips = [value for value in clipped if value is not None]
+    # each as (what, value, limit, sign): with sign +1 a value above the limit is bad, with -1 one below
+    signals = [
+        ("is/ess", metrics.get("is/ess"), config.min_ess, -1),
+        ("is/second_moment", metrics.get("is/second_moment"), config.max_second_moment, 1),
+        ("clipped or masked", sum(known_clips) if known_clips else None, config.max_clip_ratio, 1),
+    ]
+    known = [(name, value, limit, sign) for name, value, limit, sign in signals if value is not None]
+    bad = [
+        f"{name} {value:.3g} {'above' if sign > 0 else 'below'} {limit:g}"
+        for name, value, limit, sign in known
+        if sign * (value - limit) > 0
+    ]
+    clearly_good = all(sign * (value - limit) <= -config.margin * limit for _, value, limit, sign in known)
+    return bad, bool(known), clearly_good
+
+
+@dataclass
+class StalenessController:
+    """The staleness that the next take aims at, moved by what each step measured; `lowest` and `highest` as of `adjusted`."""
+
+    config: GuardConfig
+    lowest: int
+    highest: int
+    target: StalenessTarget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.target = StalenessTarget(self.highest)
+
+    @property
+    def aim(self) -> int | None:
+        """What the hub is given: None without a guard."""
+        return self.target.staleness if self.config.enabled else None
+
+    def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
+        if not self.config.enabled:
+            return
+        before = self.target.staleness
+        self.target, reason = adjusted(self.target, metrics, self.config, self.lowest, self.highest)
+        if reason is not None:
+            _log.info("step %d: aiming at staleness %d instead of %d: %s", step, self.target.staleness, before, reason)

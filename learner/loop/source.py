@@ -1,0 +1,149 @@
+"""Where the learner's batches come from, a hub (`LearnerClient`) or the archive of an earlier run, and the session with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
+from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
+from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner.loop.recording import Recording
+from async_rlhf.learner.step.backend import Backend
+
+_log = logging.getLogger(__name__)
+
+
+class BatchSource(Protocol):
+    """The trainer's side of the hub; see `LearnerClient` for what each call means."""
+
+    def register(self, step: int, committed: int) -> None: ...
+
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str: ...
+
+    def tried(self, suspect: SuspectGroup) -> None: ...
+
+    def trained(self, step: int) -> None: ...
+
+    def commit(self, step: int) -> None: ...
+
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None: ...
+
+
+class ArchiveSource:
+    """The batches of an earlier run, bit for bit and in the same order; what is published goes nowhere."""
+
+    def __init__(self, queue_dir: Path) -> None:
+        self._batches: Iterator[ArchivedBatch] = read_batches(queue_dir)
+
+    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
+        """Batch `step`, or the reason why there is none; raises RefusedError when it was deleted from the archive."""
+        for batch in self._batches:
+            if batch.step == step:
+                return TakenBatch(step, batch.groups, {})
+            if batch.step > step:
+                raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
+        return "end of the archive"
+
+    def tried(self, suspect: SuspectGroup) -> None:
+        """No group of an archive is suspected."""
+
+    def register(self, step: int, committed: int) -> None:
+        """The next `take` names its step."""
+
+    def trained(self, step: int) -> None:
+        """Steps are not counted."""
+
+    def commit(self, step: int) -> None:
+        """Nothing may be deleted."""
+
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
+        """No engine adopts it."""
+
+
+class SourceSession:
+    """Keeps a source informed of the learner's step, weights and checkpoints, also when the hub is restarted in between.
+
+    After a restart every call is left out until the next `take`, whose registration carries the present step and commit.
+    """
+
+    def __init__(
+        self, source: BatchSource, backend: Backend, recording: Recording, *, step: int, committed: int, max_steps: int
+    ) -> None:
+        self._source, self._backend, self._recording, self._max_steps = source, backend, recording, max_steps
+        self._registered = False
+        self._committed = committed
+        self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
+        self.published = step
+        """The newest published version."""
+        self.waited_s = self.broadcast_s = 0.0
+        """Of the last `take`, and of the publication in this step."""
+
+    def take(self, step: int, aim: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
+        """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
+        while True:
+            try:
+                if not self._registered:
+                    self._register(step)
+                began = time.monotonic()
+                taken = self._source.take(step, aim)
+                if isinstance(taken, SuspectGroup):
+                    _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
+                    try_group(taken.group())
+                    self._source.tried(taken)
+                    continue
+            except HubRestartedError:
+                _log.warning("the hub was restarted: registering again at step %d", step)
+                self._registered = False
+            else:
+                self.waited_s, self.broadcast_s = time.monotonic() - began, 0.0
+                return taken
+
+    def trained(self, step: int, groups: Sequence[Group]) -> None:
+        """Step `step` was made from these groups."""
+        for group in groups[:1]:
+            longest = max(group.rollouts, key=lambda rollout: rollout.num_tokens)
+            self._text = [*group.prompt_ids.tolist(), *longest.completion_ids.tolist()]
+        self._inform(lambda: self._source.trained(step))
+
+    def publish(self, step: int) -> None:
+        self._inform(lambda: self._publish(step))
+
+    def commit(self, step: int) -> None:
+        """Give up what was trained on before `step`."""
+        if step > self._committed:
+            self._committed = step
+            self._inform(lambda: self._source.commit(step))
+
+    def end(self, step: int) -> None:
+        """The hub knows the last commit, also when it was restarted just now."""
+        if not self._registered:
+            self._source.register(step, self._committed)
+
+    def _register(self, step: int) -> None:
+        self._source.register(step, self._committed)
+        self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
+        if step < self._max_steps:
+            self._publish(step)
+        self._registered = True
+
+    def _publish(self, step: int) -> None:
+        began = time.monotonic()
+        self._source.publish(step, self._backend.tensors(), self._backend.canary(self._text))
+        self.published = step
+        self.broadcast_s = time.monotonic() - began
+
+    def _inform(self, call: Callable[[], None]) -> None:
+        if not self._registered:
+            return
+        try:
+            call()
+        except HubRestartedError:
+            self._registered = False

@@ -1,0 +1,252 @@
+"""The learner's loop, on one screen: take, estimate advantages, step, publish, commit.
+
+    owns        the backend, the checkpoints, the step count (the only author of a version)
+    waits for   the hub: a batch, or an acknowledgement; every wait has a deadline and the hub names what it waits for
+    woken by    the hub's answer
+    on close    a checkpoint of the last step is durable, and committed unless the run was only drained
+
+The hub may die meanwhile: it then answers `unregistered`, and before it takes again the learner registers at its present
+step and publishes its weights. When the learner itself dies, a new one begins at the newest checkpoint and is given the
+same batches again. A step is recorded before it is made durable, so the record of a resumed run has no hole. What is
+committed is the step of the oldest checkpoint that is kept, so that a run can go on from each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.clients.learner import TakenBatch
+from async_rlhf.buffers.composition import Composition, Statistics
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.checkpoint.resuming import newest
+from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
+from async_rlhf.learner.checkpoint.writer import CheckpointWriter
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.loop.metrics import StepClock, data_metrics, sample_record
+from async_rlhf.learner.loop.recording import Recording, as_line
+from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessController
+from async_rlhf.learner.loop.source import BatchSource, SourceSession
+from async_rlhf.learner.objective.estimation import AdvantageEstimates, estimate_advantages, select_members
+from async_rlhf.learner.step.backend import Backend
+from async_rlhf.learner.step.report import StepReport
+
+_log = logging.getLogger(__name__)
+# Why the hub gives no more batches to a run that is to go on another time.
+_DRAINED = "drained"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What the loop needs to know of the whole run."""
+
+    learner: LearnerConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    max_steps: int
+    max_staleness: int
+    composition: Composition
+    max_failed_ratio: float
+    sampled_groups: int
+    """Groups of every step written to `rollouts.jsonl`."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    lowest_staleness: int = 0
+    """The smallest staleness the guard may aim at: below it the run would wait forever."""
+    mismatch_limit: float = math.inf
+    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
+
+    @property
+    def limits(self) -> Limits:
+        interpolated = self.loss.proximal == "interpolate" and self.learner.updates_per_step * self.learner.epochs > 1
+        return Limits(
+            self.max_staleness,
+            self.max_failed_ratio,
+            self.advantage.max_constant_batches,
+            self.learner.max_nonfinite_steps,
+            self.mismatch_limit,
+            comparable=not interpolated,
+        )
+
+
+class Trainer:
+    """See the module docstring. `run` returns the reason why it ended.
+
+    Raises StalenessError, NonFiniteError, MismatchError, RewardError, DeadlineError.
+    """
+
+    def __init__(self, source: BatchSource, backend: Backend, directory: Path, config: TrainerConfig) -> None:
+        self._backend, self._config = backend, config
+        keep = config.checkpoint
+        checkpoints = Checkpoints(directory / "checkpoints", keep.keep_last, keep.keep_every)
+        self._writer = CheckpointWriter(checkpoints, background=keep.background)
+        self.step, self._statistics = 0, Statistics()
+        if (found := newest(directory)) is not None:
+            path, state = found
+            backend.load(path)
+            self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
+            _log.info("resumed at step %d from %s", self.step, path)
+        self._recording = Recording(directory)
+        self._session = SourceSession(
+            source, backend, self._recording, step=self.step, committed=self._writer.floor, max_steps=config.max_steps
+        )
+        self._safeguards = Safeguards(config.limits)
+        self._staleness = StalenessController(config.guard, config.lowest_staleness, config.max_staleness)
+        self._clock = StepClock()
+        self._paused_s = 0.0
+
+    def run(self) -> str:
+        try:
+            while not isinstance(batch := self._session.take(self.step, self._staleness.aim, self.try_group), str):
+                self._train(batch)
+            self._end(for_good=batch != _DRAINED)
+        finally:
+            self._recording.close()
+        _log.info("ended after %d steps: %s", self.step, batch)
+        return batch
+
+    def _train(self, batch: TakenBatch) -> None:
+        config, step, groups = self._config, self.step, batch.groups
+        with _naming(step, groups):
+            self._safeguards.certify(groups, step)
+            rewards = self._rewards(groups, self._statistics)
+            data = data_metrics(groups, rewards, step, config.max_staleness)
+            self._safeguards.check_scores(groups, data["rewards/failed_ratio"])
+            estimates, constant = self._estimate(groups, rewards)
+            self._safeguards.count_constant(groups, constant=constant)
+            report = self._update(groups, estimates)
+            self._safeguards.check_mismatch(groups, report, step)
+        self._staleness.adjust(report.metrics, step)
+        self._session.trained(step, groups)
+        self.step = step + 1
+        if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
+            self._session.publish(self.step)
+        self._record(batch, {**data, "groups/zero_advantage": estimates.zero_advantage_groups}, report)
+        self._sample(groups, estimates.advantages, report)
+        if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
+            self._save()
+        else:
+            self._session.commit(self._writer.floor)
+
+    def try_group(self, group: Group) -> None:
+        """Do with this group alone what a step would do with it, and throw it away: the record, advantages, rows, forward and
+        backward pass, the norm of the gradient. Raises what the step would raise; nothing changes.
+
+        A gradient that is not finite raises nothing, as in a step, which would be refused. Whether too many scores failed, or
+        the tokens are too old, is judged of a whole batch.
+        """
+        config, groups = self._config, [group]
+        with _naming(self.step, groups):
+            rewards = self._rewards(groups, copy.deepcopy(self._statistics))
+            data_metrics(groups, rewards, self.step, config.max_staleness)
+            estimates, _ = self._estimate(groups, rewards)
+            as_line(sample_record(group, self.step, estimates.advantages[0], [None] * len(group.rollouts)))
+            if updates := self._updates(groups, estimates):
+                self._backend.rehearse(updates, self.step)
+
+    def _rewards(self, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
+        """Of each member of each group, after `statistics` have seen them."""
+        rule = self._config.composition
+        statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
+        return [[rule.reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
+
+    def _estimate(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[AdvantageEstimates, bool]:
+        """Advantages and token targets, and whether no completion is better than another although there are scores."""
+        config = self._config
+        chosen = select_members(rewards, config.advantage, config.loss)
+        scored = any(reward is not None for group in rewards for reward in group)
+        constant = scored and all(reward is None for group in chosen for reward in group)
+        rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_evaluation(config.advantage) else []
+        evaluated = self._backend.evaluate(rows) if rows else {}
+        return estimate_advantages(groups, rewards, chosen, evaluated, config.advantage, config.loss), constant
+
+    def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[Row]]:
+        """Whole groups split into the updates of this step in order, in every pass over the batch."""
+        learner = self._config.learner
+        rows = make_rows(groups, estimates.advantages, self._backend.row_tokens, estimates.targets)
+        return split_updates(rows, learner.updates_per_step) * learner.epochs
+
+    def _update(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> StepReport:
+        if not (updates := self._updates(groups, estimates)):
+            return StepReport.of_nothing()
+        report = self._backend.step(updates, self.step)
+        self._safeguards.count_refused(groups, report, self.step)
+        return report
+
+    def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:
+        """One line of metrics."""
+        measured = self._clock.measure(batch.groups, data["num_tokens"], batch.telemetry, self._session.waited_s)
+        self._recording.step(
+            {
+                "step": self.step,
+                "time": time.time(),
+                "version": self._session.published,
+                **data,
+                **report.metrics,
+                "groups": [group.number for group in batch.groups],
+                "applied": report.applied,
+                "staleness/aim": self._staleness.target.staleness,
+                **measured,
+                "broadcast/seconds": self._session.broadcast_s,
+                "checkpoint/pause_seconds": self._paused_s,
+                "checkpoint/write_seconds": self._writer.seconds,
+                "checkpoint/failed": self._writer.failed,
+                "records/lost_lines": self._recording.lost_lines,
+            }
+        )
+
+    def _sample(self, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], report: StepReport) -> None:
+        start = 0
+        for group, values in list(zip(groups, advantages, strict=True))[: self._config.sampled_groups]:
+            members = range(start, start + len(values))
+            start += len(values)
+            weights = [report.weight_of_member.get(member) for member in members]
+            self._recording.sample(sample_record(group, self.step, values, weights))
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the present step; training goes on while it is written."""
+        began = time.monotonic()
+        rewards = copy.deepcopy(self._statistics.state)
+        state = {"version": self.step, "max_steps": self._config.max_steps, "rewards": rewards}
+        self._writer.wait()
+        self._session.commit(self._writer.floor)
+        write = self._backend.snapshot()
+
+        def record_first(directory: Path) -> None:
+            self._recording.sync()  # when power fails, the record of a checkpoint's steps has no hole
+            write(directory)
+
+        self._writer.begin(self.step, record_first, state)
+        self._paused_s = time.monotonic() - began
+        self._session.commit(self._writer.floor)
+
+    def _end(self, *, for_good: bool) -> None:
+        """The last step is durable, and committed when the run has ended for good. Raises CheckpointError when it cannot be
+        written."""
+        writer = self._writer
+        writer.wait()
+        if self.step > writer.durable:
+            self._save()
+            writer.wait()
+        if self.step > writer.durable:
+            raise CheckpointError(f"{writer.reason}; make room, then --resume goes on from step {writer.durable}")
+        self._session.commit(self.step if for_good else writer.floor)
+        self._session.end(self.step)
+
+
+@contextmanager
+def _naming(step: int, groups: Sequence[Group]) -> Iterator[None]:
+    """The traceback of what ends the process within names the groups."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"at step {step}, with the groups {[group.number for group in groups]}")
+        raise

@@ -1,0 +1,60 @@
+"""A trained model as a Hugging Face directory that loads like the one it began with: written, and read back. Holds nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.checkpoint.store import CheckpointError
+
+# Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
+_OWN_FILES = ("config.json", "model")
+_COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
+
+
+def load_model(directory: Path, device: torch.device) -> nn.Module:
+    """A causal language model in float32, in evaluation mode; raises ConfigError when the directory holds none."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
+    return cast(nn.Module, model.to(device).eval())
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Put the weights of a checkpoint into a model of the same make. Raises CheckpointError when it is of another."""
+    saved = saved_weights(checkpoint, model.state_dict())
+    model.load_state_dict(saved)
+
+
+def saved_weights(checkpoint: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a checkpoint's model, on the CPU, when its names and shapes are those of `own`."""
+    saved = load_model(checkpoint / "model", torch.device("cpu")).state_dict()
+    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (own, saved))
+    if ours != theirs:
+        name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} is of another model: {name} is {theirs.get(name, 'not there')} in it and "
+            f"{ours.get(name, 'not there')} here. Resume with the model it was made from, or start a new run."
+        )
+    return saved
+
+
+def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], began_with: Path) -> None:
+    """`state` is a state dict of `model`, in float32; the tokenizer's files come from the directory `began_with`."""
+    saved: Any = model
+    if (began_with / "generation_config.json").exists():
+        saved.generation_config = GenerationConfig()  # many published ones do not pass the check made when saving
+    saved.save_pretrained(directory, state_dict=dict(state), safe_serialization=True)
+    for path in began_with.iterdir():
+        if path.suffix in _COMES_ALONG and not path.name.startswith(_OWN_FILES):
+            shutil.copy2(path, directory / path.name)

@@ -1,0 +1,190 @@
+"""Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
+
+The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
+backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `sampling_mask`) the
+distribution is restricted to the tokens that each was chosen among.
+
+Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rlhf.learner.batch.sampling_mask import SamplingMasks
+
+# One chunk of logits. The C library fetches what is larger than 32 MiB from the system each time, and first touching
+# its pages takes longer than computing what stands on them.
+CHUNK_MIB = 16
+_FLOAT32_BYTES = 4
+# p log p of a token that p = 0 masks: far below where exp underflows, and finite times any gradient.
+_LOG_ZERO = -1e4
+
+
+def token_logprobs(
+    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None
+) -> Tensor:
+    """float32 [N]: log softmax(logits / temperature)[target], the distribution the engine sampled from."""
+    scaled = _scaled(logits_NV, temperature_N, sampling_masks)
+    return scaled.gather(-1, target_N[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
+
+
+def token_entropy(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None) -> Tensor:
+    """float32 [N]: entropy of softmax(logits / temperature) in nats."""
+    logp = torch.log_softmax(_scaled(logits_NV, temperature_N, sampling_masks), dim=-1)
+    # 0 log 0 is 0: a masked token of the vocabulary has log-probability -inf
+    return -(logp.exp() * logp.clamp(min=_LOG_ZERO)).sum(-1)
+
+
+def _scaled(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None) -> Tensor:
+    scaled = logits_NV.float() / temperature_N[:, None]
+    return scaled if sampling_masks is None else sampling_masks.restrict_(scaled)
+
+
+def chunk_tokens(vocabulary: int, logits_mib: int) -> int:
+    """Tokens whose float32 logits fit into `logits_mib`; one at least."""
+    return max(1, logits_mib * 2**20 // (_FLOAT32_BYTES * vocabulary))
+
+
+def chunked_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    rows: int,
+    sampling_masks: SamplingMasks | None = None,
+    remembered: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
+
+    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunk_tokens`); of
+    the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Products are computed in the
+    autocast type where that is on, else in the type of `hidden`; everything after them is float32.
+    """
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, sampling_masks, rows, remembered, dtype
+    logp_N, entropy_N = _Chunked.apply(*inputs)  # type: ignore[no-untyped-call]
+    return logp_N, entropy_N
+
+
+class _Chunked(torch.autograd.Function):
+    """With z = logits / T, p = softmax(z), H = -sum p log p: d log p[a] / dz = 1[a] - p and dH / dz = -p (log p + H).
+
+    One exp of each logit: with y = z - max z, log p = y + log max p and H = -sum p y - log max p.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature_N: Tensor,
+        sampling_masks: SamplingMasks | None,
+        rows: int,
+        remembered: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        weight = weight_VD.to(dtype)
+        logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
+        entropy_N = torch.empty_like(logp_N)
+        kept = []
+        masked = bias_V is not None or sampling_masks is not None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for part, cut in _parts(len(target_N), rows, sampling_masks):
+                z_CV = _scaled_logits(hidden_ND[part].to(dtype), weight, bias_V, temperature_N[part], cut)
+                p_CV = torch.softmax(z_CV, dim=-1)
+                y_CV = z_CV.sub_(z_CV.amax(-1, keepdim=True))
+                highest_C = p_CV.amax(-1).log()
+                logp_N[part] = y_CV.gather(-1, target_N[part, None]).squeeze(-1) + highest_C
+                if masked:
+                    y_CV.clamp_(min=torch.finfo(torch.float32).min)  # so that it times its probability is 0
+                entropy_N[part] = _entropy_(y_CV, p_CV, highest_C)
+                if part.stop <= remembered:
+                    kept.append(p_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
+        ctx.sampling_masks, ctx.rows, ctx.dtype = sampling_masks, rows, dtype
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept = ctx.saved_tensors
+        rows, dtype = ctx.rows, ctx.dtype
+        weight = weight_VD.to(dtype)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.sampling_masks)):
+                hidden = hidden_ND[part].to(dtype)
+                z_CV = None if index < len(kept) else _scaled_logits(hidden, weight, bias_V, temperature_N[part], cut)
+                p_CV = kept[index] if z_CV is None else torch.softmax(z_CV, dim=-1)
+                dz = _gradient(
+                    p_CV,
+                    target_N[part],
+                    entropy_N[part],
+                    None if grad_logp_N is None else grad_logp_N[part] / temperature_N[part],
+                    None if grad_entropy_N is None else grad_entropy_N[part] / temperature_N[part],
+                )
+                if grad_bias is not None:
+                    grad_bias += dz.sum(0)
+                dz = dz.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = dz @ weight
+                if grad_weight is not None and dtype == torch.float32:
+                    grad_weight.addmm_(dz.T, hidden)
+                elif grad_weight is not None:
+                    grad_weight += dz.T @ hidden
+        as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None
+
+
+def _parts(count: int, rows: int, sampling_masks: SamplingMasks | None) -> list[tuple[slice, SamplingMasks | None]]:
+    """The tokens of each chunk, and what they were chosen among."""
+    parts = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    return (
+        [(part, None) for part in parts]
+        if sampling_masks is None
+        else list(zip(parts, sampling_masks.chunks(rows), strict=False))
+    )
+
+
+def _scaled_logits(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature_C: Tensor, sampling_masks: SamplingMasks | None
+) -> Tensor:
+    """float32 [C, V]"""
+    z = hidden_CD @ weight_VD.T
+    if bias_V is not None:
+        z += bias_V.to(z.dtype)
+    z = z.float().div_(temperature_C[:, None])
+    if sampling_masks is not None:
+        sampling_masks.restrict_(z)
+    return z
+
+
+def _entropy_(y_CV: Tensor, p_CV: Tensor, highest_C: Tensor) -> Tensor:
+    """float32 [C], with highest_C = log max p; uses up `y_CV`."""
+    return -(y_CV.mul_(p_CV).sum(-1) + highest_C)
+
+
+def _gradient(
+    p_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+) -> Tensor:
+    """float32 [C, V]: gradient of the logits before the temperature; the incoming ones are divided by it already."""
+    if grad_entropy_C is None:
+        factor = torch.zeros_like(p_CV) if grad_logp_C is None else p_CV * -grad_logp_C[:, None]
+    else:
+        factor = p_CV.log().clamp_(min=_LOG_ZERO).add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+        factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p_CV)
+    if grad_logp_C is not None:
+        factor.scatter_add_(-1, target_C[:, None], grad_logp_C[:, None])
+    return factor

@@ -1,0 +1,129 @@
+"""Low-rank adapters by peft: injected into a model, merged or alone when weights leave, kept apart in a checkpoint.
+
+W' = W + (alpha / rank) B A (Hu et al. 2021, arXiv 2106.09685): B begins at zero, so training begins at the model it was given.
+Engines get W', or B and A alone; the checkpoint's `model/` has W', its `adapter/` is a directory that peft loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.checkpoint.store import CheckpointError
+from async_rlhf.learner.config import LoraConfig
+
+_NAME = "default"
+_BASE = ".base_layer"
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> None:
+    """Freeze the model and give its layers adapters, in place; the same ones each time. Raises ConfigError."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            inject_adapter_in_model(
+                PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0), model
+            )
+        except ValueError as error:
+            names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+            raise ConfigError(
+                f"learner.lora.targets = {list(config.targets)}: {error}. Layers here: {', '.join(names)}"
+            ) from error
+    owner: Any = model
+    if not isinstance(owner.get_input_embeddings(), nn.Embedding):
+        raise ConfigError(
+            f"learner.lora.targets = {list(config.targets)} has the input embeddings, and adapters are for linear layers; "
+            "leave them out"
+        )
+
+
+def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Parameters under the names they had without adapters, adapted ones as W'.
+
+    named: some of the model's parameters (as they are, where the model's own are shared out), each with its adapter; None: all.
+    """
+    named = {name: p.detach() for name, p in model.named_parameters()} if named is None else named
+    layers = dict(model.named_modules())
+    found = {}
+    for name, tensor in named.items():
+        if ".lora_" in name:
+            continue
+        place, adapted, kind = name.partition(_BASE)
+        if adapted and kind == ".weight":
+            layer: Any = layers[place]
+            product = named[f"{place}.lora_B.{_NAME}.weight"] @ named[f"{place}.lora_A.{_NAME}.weight"]
+            tensor = tensor + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_NAME]
+        found[place + kind] = tensor
+    return found
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """`merged` as a state dict: with buffers, and with every name of tied weights."""
+    own = merged(model)
+    by_place = {p.data_ptr(): name.replace(_BASE, "") for name, p in model.named_parameters()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    return {name.replace(_BASE, ""): own.get(by_place.get(tensor.data_ptr(), ""), tensor) for name, tensor in state.items()}
+
+
+def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of every adapted parameter W its `<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r], W' = W + B A; float32."""
+    layers = dict(model.named_modules())
+    for name, _ in model.named_parameters():
+        place, adapted, kind = name.partition(_BASE)
+        if not adapted or kind != ".weight":
+            continue
+        layer: Any = layers[place]
+        a, b = (half[_NAME].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
+        b = b * layer.scaling[_NAME]
+        if layer.fan_in_fan_out:  # its weight is stored [columns, rows]
+            a, b = b.T, a.T
+        yield f"{place}{kind}.lora_A", a
+        yield f"{place}{kind}.lora_B", b
+
+
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' own weights, under the model's names."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """A directory as `peft.PeftModel.from_pretrained` reads it."""
+    directory.mkdir()
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in weights.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    layers = sorted({name.partition(".lora_")[0] for name in weights})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def read_adapter(directory: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, with the names and shapes of `own`. Raises CheckpointError when they have others."""
+    file = directory / "adapter_model.safetensors"
+    if not file.exists():
+        raise CheckpointError(f"checkpoint {directory.parent.name} has no adapters; it was made with learner.lora.rank = 0")
+    saved = load_file(file)
+    found = {}
+    for name, tensor in own.items():
+        value = saved.get(f"base_model.model.{name.replace(f'.{_NAME}.', '.')}")
+        if value is None or value.shape != tensor.shape:
+            raise CheckpointError(f"checkpoint {directory.parent.name} has other adapters than learner.lora asks for: {name}")
+        found[name] = value
+    return found

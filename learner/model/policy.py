@@ -1,0 +1,165 @@
+"""The policy as one module: from a micro-batch to log-probabilities, entropies and (with a critic) values of its tokens.
+
+Owns the Hugging Face model, its output layer's use in chunks, and how it is computed (type, gradient checkpointing).
+Dropout is off: a policy gradient needs the policy that was sampled from. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from async_rlhf.buffers.attention import FAMILIES, Reach, attention
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.batch.micro_batch import MicroBatch, attention_mask
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.model.critic import make_critic
+from async_rlhf.learner.model.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.parallel.sequence import Share, share_attention
+
+# An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
+_SAME_LOGITS = 1e-5
+# Beyond every cap on logits that models have.
+_LARGE = 1e4
+
+
+class Policy(nn.Module):
+    """`model` is the language model, `critic` estimates values where there is one.
+
+    Raises ConfigError when gradient checkpointing is asked of a model that has none.
+    """
+
+    def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = make_critic(config.critic, self.trunk, self.output_layer.weight.shape[1]) if with_critic else None
+        self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
+        self._logits_mib = config.logits_mib
+        if config.gradient_checkpointing:
+            _checkpoint_gradients(model)
+        self.config: dict[str, Any] = cast(Any, model).config.get_text_config().to_dict()
+        self.attention = attention(self.config)
+        self.packs = self.attention is not None
+        self._chunked = self._output_layer_is_last()
+        self._sequence_ranks = config.sequence_parallel
+        if self._sequence_ranks > 1:
+            if self.attention is None:
+                raise ConfigError(
+                    f"learner.sequence_parallel = {self._sequence_ranks}: how model type {self.config.get('model_type')!r} "
+                    f"attends is not known here; set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
+                )
+            share_attention(model)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The model without its output layer; the model itself where it is not built of two."""
+        model: Any = self.model
+        return cast(nn.Module, model.base_model)
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        model: Any = self.model
+        return cast(nn.Linear, model.get_output_embeddings())
+
+    @property
+    def vocabulary(self) -> int:
+        model: Any = self.model
+        return int(model.get_input_embeddings().num_embeddings)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
+        if self._sequence_ranks == 1:
+            return self._forward(
+                batch, self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed), self._autocast
+            )
+        share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
+        inputs = self._inputs(share.own, share.segments_RL, share.positions_RL, True)
+        logp_N, entropy_N, value_N = self._forward(share.own, inputs, self._autocast)
+        return share.joined(logp_N), share.joined(entropy_N), value_N
+
+    def exactly(self, batch: MicroBatch) -> Tensor:
+        """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
+        inputs = self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed)
+        return self._forward(batch, inputs, None)[0]
+
+    def _inputs(self, batch: MicroBatch, segments_RL: Tensor, positions_RL: Tensor, masked: bool) -> dict[str, Any]:
+        """What the model is given. A row of one completion needs no mask: padding stands on the right, where nothing looks."""
+        inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
+        if masked:
+            assert self.attention is not None, "rows of several completions for a model that takes one"
+
+            def bias(reach: Reach) -> Tensor:
+                hidden = ~attention_mask(segments_RL, positions_RL, reach)
+                return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, torch.finfo(torch.float32).min)[
+                    :, None
+                ]
+
+            inputs |= {"position_ids": batch.positions_RL, "attention_mask": self.attention.masks(bias)}
+        return inputs
+
+    def _forward(
+        self, batch: MicroBatch, inputs: dict[str, Any], dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
+            if self._chunked:
+                hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
+                head = self.output_layer
+                rows = chunk_tokens(head.weight.shape[0], min(CHUNK_MIB, self._logits_mib))
+                remembered = chunk_tokens(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
+                logp_N, entropy_N = chunked_logprobs(
+                    hidden_ND,
+                    head.weight,
+                    head.bias,
+                    batch.target_N,
+                    batch.temperature_N,
+                    rows,
+                    batch.sampling_masks,
+                    remembered,
+                )
+            else:
+                out = self.model(**inputs, output_hidden_states=self.critic is not None)
+                hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
+                logits_NV = out.logits.flatten(0, 1)[batch.source_N]
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.sampling_masks)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.sampling_masks)
+            value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
+        return logp_N, entropy_N, value_N
+
+    def probe(self, ids: Tensor) -> Tensor:
+        """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
+        model: Any = self.model
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
+
+    @torch.no_grad()
+    def _output_layer_is_last(self) -> bool:
+        """False for models that do something to the trunk's states before the output layer, or to what that gives (scale it,
+        cap it); their logits are then computed whole."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or self.trunk is model:
+            return False
+        ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
+        plain = head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
+        scale = _LARGE / float(plain.abs().max().clamp(min=1e-30))
+        with head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones would not show a cap
+            own = model(input_ids=ids, use_cache=False).logits
+        return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
+
+
+def _checkpoint_gradients(model: nn.Module) -> None:
+    """Layers forget what they computed and compute it again in the backward pass."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that sampling_mask it; use false")
+    cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode

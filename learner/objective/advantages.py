@@ -1,0 +1,198 @@
+"""Advantages of completions and of their tokens. Pure functions over rewards and values, in numpy.
+
+The baseline is computed here, when a group is consumed, from the members that count: a failed score never becomes a
+number and never moves a mean. A completion that is left out is None.
+
+Axes: T tokens of one completion; N tokens of any number of completions, one after the other. `end_N` is True at the last token
+of each, and nothing passes over it, so two completions in one trace are the two apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rlhf.buffers.composition import EPSILON
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.objective.corrections import MAX_LOG_RATIO
+
+
+def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
+    """A_i = r_i - mean(r), divided by std(r) when asked; mean and (population) std over the members that count.
+
+    Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
+    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). None stays None. A group that is constant,
+    or in which fewer than two members count, has advantage 0: it says nothing about which completion is better.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    if len(counting) < 2:
+        return [None if reward is None else 0.0 for reward in rewards]
+    mean = math.fsum(counting) / len(counting)
+    std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))  # squares could overflow
+    if std < EPSILON:
+        return [None if reward is None else 0.0 for reward in rewards]
+    scale = std if scale_by_std else 1.0
+    return [None if reward is None else (reward - mean) / scale for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
+    """A_i = r_i - mean of the others' rewards, over the members that count.
+
+    RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740, eq. 5): the baseline of a completion does not contain
+    its own reward, so the gradient is unbiased. None stays None; a member without siblings that count has advantage 0.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    if len(counting) < 2:
+        return [None if reward is None else 0.0 for reward in rewards]
+    mean = math.fsum(counting) / len(counting)
+    scale = len(counting) / (len(counting) - 1)  # r_i - (sum - r_i) / (n - 1) = n / (n - 1) (r_i - mean)
+    return [None if reward is None else scale * (reward - mean) for reward in rewards]
+
+
+def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """A_i = (r_i - mean) / std over all completions of the batch that count.
+
+    REINFORCE++ (Hu 2025, arXiv 2501.03262, eq. 5). A prompt's difficulty stays in the advantage, and no group can
+    blow up by a tiny standard deviation of its own. A constant batch has advantage 0. None stays None.
+    """
+    counting = [reward for group in groups for reward in group if reward is not None]
+    if not counting:
+        return [[None for _ in group] for group in groups]
+    mean = math.fsum(counting) / len(counting)
+    std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))
+    scale = math.inf if std < EPSILON else std
+    return [[None if reward is None else (reward - mean) / scale for reward in group] for group in groups]
+
+
+def normalised(advantage_N: Float32Array) -> Float32Array:
+    """[N]: mean 0 and standard deviation 1 over all tokens; only the mean is taken off what is constant."""
+    centred = advantage_N.astype(np.float64) - advantage_N.mean(dtype=np.float64)
+    std = float(np.sqrt(np.mean(centred**2)))
+    scaled: Float32Array = (centred / std if std >= EPSILON else centred).astype(np.float32)
+    return scaled
+
+
+Rewards = Sequence[float | None]
+
+
+def constant(rewards: Rewards) -> bool:
+    """Whether all members that count have the same reward (also when fewer than two count)."""
+    counting = [reward for reward in rewards if reward is not None]
+    return len(counting) < 2 or max(counting) - min(counting) < EPSILON
+
+
+def pair(rewards: Rewards) -> list[float | None]:
+    """The best member and the worst keep their reward; the first of equals. Nobody, in a constant group."""
+    if constant(rewards):
+        return [None for _ in rewards]
+    counting = [(reward, m) for m, reward in enumerate(rewards) if reward is not None]
+    best_one = max(counting, key=lambda each: (each[0], -each[1]))[1]
+    worst_one = min(counting)[1]
+    return [reward if m in {best_one, worst_one} else None for m, reward in enumerate(rewards)]
+
+
+def best(rewards: Rewards) -> list[float | None]:
+    """The best member keeps its reward; the first of equals. Nobody, in a constant group: none of it is better."""
+    if constant(rewards):
+        return [None for _ in rewards]
+    first = max((reward, -m) for m, reward in enumerate(rewards) if reward is not None)
+    return [reward if m == -first[1] else None for m, reward in enumerate(rewards)]
+
+
+def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
+    """Constant groups lose all their members: they would add tokens to a denominator and nothing to a numerator.
+
+    The filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2). Its refill is the queue's: constant
+    groups are replaced when they are put (`buffers/queue/bound.py`), and what still comes here makes the batch smaller.
+    """
+    return [[None for _ in rewards] if constant(rewards) else list(rewards) for rewards in groups]
+
+
+def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: float) -> tuple[Float32Array, Float32Array]:
+    """Advantages and returns [T] of one completion.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t, with V = A = 0 after the
+    last token (Schulman et al. 2016, arXiv 1506.02438, eq. 16). value_T[t] is the value just before token t.
+    """
+    advantage_T = np.zeros(len(reward_T))
+    value, advantage = 0.0, 0.0
+    for t in reversed(range(len(reward_T))):
+        delta = reward_T[t] + gamma * value - value_T[t]
+        advantage = delta + gamma * lam * advantage
+        advantage_T[t], value = advantage, value_T[t]
+    return advantage_T.astype(np.float32), (advantage_T + value_T).astype(np.float32)
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def v_trace(
+    reward_N: Float32Array,
+    value_N: Float32Array,
+    log_ratio_N: Float32Array,
+    end_N: BoolArray,
+    *,
+    gamma: float,
+    lam: float,
+    rho_cap: float,
+    c_cap: float,
+) -> tuple[Float32Array, Float32Array]:
+    """Advantages and value targets [N].
+
+    With ratio = p_proximal / p_behaviour, rho = min(rho_cap, ratio), c = lam min(c_cap, ratio):
+    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma v_{t+1} - V_t
+    (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, eq. 1 and section 4.2; remark 2 for lam). The weight rho_t of the policy
+    gradient is not in A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and
+    proximal, the latter as rho_cap grows; c_cap sets how fast it is reached.
+    """
+    ratio_N = _ratio(log_ratio_N)
+    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
+    advantage_N, target_N = np.zeros(len(reward_N)), np.zeros(len(reward_N))
+    next_value = next_target = 0.0
+    for t in reversed(range(len(reward_N))):
+        if end_N[t]:
+            next_value = next_target = 0.0
+        value = float(value_N[t])
+        delta = rho_N[t] * (reward_N[t] + gamma * next_value - value)
+        target_N[t] = value + delta + gamma * c_N[t] * (next_target - next_value)
+        advantage_N[t] = reward_N[t] + gamma * next_target - value
+        next_value, next_target = value, target_N[t]
+    return advantage_N.astype(np.float32), target_N.astype(np.float32)
+
+
+def traced(
+    reward_N: Float32Array,
+    value_N: Float32Array,
+    log_ratio_N: Float32Array,
+    end_N: BoolArray,
+    *,
+    gamma: float,
+    lam: float,
+    rho_cap: float,
+    c_cap: float,
+) -> tuple[Float32Array, Float32Array]:
+    """Advantages and value targets [N]: lambda-returns whose traces are cut.
+
+    A_t = delta_t + gamma lam min(c_cap, ratio_{t+1}) A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and
+    return_t = V_t + min(rho_cap, ratio_t) A_t: Retrace(lam) (Munos et al. 2016, arXiv 1606.02647, eq. 4) with the critic's
+    value in place of an expectation over actions. On-policy it is generalised advantage estimation; with lam = 1 and equal
+    caps its targets are those of V-trace.
+    """
+    ratio_N = _ratio(log_ratio_N)
+    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
+    advantage_N = np.zeros(len(reward_N))
+    next_value = trace = 0.0
+    for t in reversed(range(len(reward_N))):
+        if end_N[t]:
+            next_value = trace = 0.0
+        value = float(value_N[t])
+        advantage_N[t] = reward_N[t] + gamma * next_value - value + gamma * trace
+        next_value, trace = value, c_N[t] * advantage_N[t]
+    return advantage_N.astype(np.float32), (value_N + rho_N * advantage_N).astype(np.float32)
+
+
+def _ratio(log_ratio_N: Float32Array) -> npt.NDArray[np.float64]:
+    return np.exp(np.clip(log_ratio_N.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))

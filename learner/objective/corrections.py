@@ -1,0 +1,168 @@
+"""Corrections for data that other weights sampled: ratios, truncated weights, masks, and how they are multiplied.
+
+The three policies are called behaviour (sampled the token), proximal (the learner at the start of the step) and current (with
+gradient). Log-ratios are clamped before `exp`, since `where(mask, exp(x), 0)` has NaN gradients at overflow; what is not a
+number stays so, and refuses the step. Weights and masks carry no gradient. Weights are cut above only: raising small ones would
+add bias. True in a mask is kept; a masked token leaves the numerator of a loss and stays in its denominator, so that a mask
+never raises the learning rate of what is left.
+
+Axes: N tokens of S completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective.loss import LossInputs
+
+# e^20 is far beyond any useful weight and far below float32 overflow; 20 is also the clamp of verl.
+MAX_LOG_RATIO = 20.0
+
+
+def log_ratio(logp_a_N: Tensor, logp_b_N: Tensor) -> Tensor:
+    """[N]: log p_a - log p_b, clamped to +-MAX_LOG_RATIO (with no gradient beyond)."""
+    return (logp_a_N - logp_b_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio(logp_a_N: Tensor, logp_b_N: Tensor) -> Tensor:
+    """[N]: exp(log p_a - log p_b), the log-ratio clamped to +-MAX_LOG_RATIO."""
+    return log_ratio(logp_a_N, logp_b_N).exp()
+
+
+def sequence_log_ratio(logp_a_N: Tensor, logp_b_N: Tensor, sequence_N: Tensor, *, mean: bool) -> Tensor:
+    """[S]: sum, or mean, over a completion's tokens of log p_a - log p_b, clamped to +-MAX_LOG_RATIO.
+
+    The mean is the log of the geometric mean, as in GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 7); the sum is the
+    completion's own ratio, which grows or vanishes exponentially with its length.
+    """
+    lengths_S = torch.bincount(sequence_N)
+    sums_S = torch.zeros(len(lengths_S), dtype=logp_a_N.dtype, device=logp_a_N.device)
+    sums_S = sums_S.index_add(0, sequence_N, logp_a_N - logp_b_N)
+    return (sums_S / lengths_S if mean else sums_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def effective_sample_size(weight_N: Tensor) -> Tensor:
+    """Scalar in (0, 1]: (sum w)^2 / (N sum w^2), Kish's effective sample size as a share of N."""
+    share = weight_N.sum().square() / (len(weight_N) * weight_N.square().sum())
+    return share.clamp(max=1.0)  # equal weights round to a hair above
+
+
+def truncated_weight(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, cap: float) -> Tensor:
+    """[N]: min(p_proximal / p_behaviour, cap), per token.
+
+    Truncated importance sampling (Ionides 2008), per token as in Yao et al. 2025 ("Your efficient RL framework secretly
+    brings you off-policy training").
+    """
+    return ratio(logp_proximal_N.detach(), logp_behaviour_N).clamp(max=cap)
+
+
+def sequence_weight(
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, cap: float, *, geometric: bool
+) -> Tensor:
+    """[N], equal along a completion: min(its ratio, cap); the ratio is the geometric mean over its tokens or their product."""
+    log_ratio_S = sequence_log_ratio(logp_proximal_N.detach(), logp_behaviour_N, sequence_N, mean=geometric)
+    return log_ratio_S.exp().clamp(max=cap)[sequence_N]
+
+
+def token_mask(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, low: float, high: float) -> Tensor:
+    """bool [N]: low <= p_proximal / p_behaviour <= high, per token.
+
+    The two-sided mask of IcePop (Ling team 2025, "Every step evolves", arXiv 2510.18855): together with an importance weight
+    that is not truncated below `high`, it is its calibration function.
+    """
+    r_N = ratio(logp_proximal_N.detach(), logp_behaviour_N)
+    return (r_N >= low) & (r_N <= high)
+
+
+def sequence_mask(
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, low: float, high: float, *, geometric: bool
+) -> Tensor:
+    """bool [N], equal along a completion: low <= its ratio <= high."""
+    r_S = sequence_log_ratio(logp_proximal_N.detach(), logp_behaviour_N, sequence_N, mean=geometric).exp()
+    return ((r_S >= low) & (r_S <= high))[sequence_N]
+
+
+def off_policy_mask(
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, delta: float
+) -> Tensor:
+    """bool [N]: False where A < 0 and the completion's mean log p_behaviour / p_proximal is above `delta`.
+
+    The off-policy sequence mask of DeepSeek-V3.2 (2025, arXiv 2512.02556, section 3.1): a bad completion that the policy would
+    hardly write any more has nothing left to teach, and pushing it down is what destabilises.
+    """
+    mean_S = sequence_log_ratio(logp_behaviour_N, logp_proximal_N.detach(), sequence_N, mean=True)
+    return ~((advantage_N < 0) & (mean_S > delta)[sequence_N])
+
+
+def second_moment_mask(log_ratio_N: Float32Array, limit: float) -> npt.NDArray[np.bool_]:
+    """bool [N]: the largest set of tokens, smallest |log-ratio| first, whose mean squared log-ratio is at most `limit`.
+
+    M2PO (Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161). Over the whole batch: the mean of a part says
+    nothing about the whole. Log-ratios are proximal / behaviour, where the paper has current / behaviour: the same in the first
+    update of a step, and in later ones the clip around the proximal policy limits the rest. One that is not a number is kept,
+    so that the step is refused.
+    """
+    squares = np.minimum(np.abs(log_ratio_N.astype(np.float64)), MAX_LOG_RATIO) ** 2
+    order = np.argsort(squares, kind="stable")
+    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
+    kept = np.zeros(len(order), np.bool_)
+    kept[order[: int(np.sum(means <= limit))]] = True
+    return kept | np.isnan(log_ratio_N)
+
+
+def interpolated(logp_current_N: Tensor, logp_behaviour_N: Tensor, staleness_N: Tensor) -> Tensor:
+    """[N], no gradient: log p_behaviour + (a - 1) / a (log p_current - log p_behaviour), with a the token's staleness.
+
+    Log-linear in versions, as AReaL's `loglinear`: the proximal policy is taken to be the one a version before the
+    current, so of the a versions between behaviour and current it has come a - 1. Per token, hence per version span: a
+    completion written by several versions has several. At staleness 0 and 1 it is the behaviour policy itself.
+    """
+    age_N = staleness_N.abs().clamp(min=1).to(logp_current_N.dtype)
+    return logp_behaviour_N + (age_N - 1) / age_N * (logp_current_N.detach() - logp_behaviour_N)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """weight_N: float32, masks multiplied in, no gradient. kept_N: bool, what no mask took. sums: over tokens."""
+
+    weight_N: Tensor
+    kept_N: Tensor
+    sums: Mapping[str, Tensor]
+
+
+def correct(inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequences: bool) -> Correction:
+    """The correction of proximal against behaviour that a loss multiplies its terms by.
+
+    weigh: False for a loss that has the ratio to the behaviour policy in it already: it takes masks only.
+    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` says.
+    """
+    proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
+    geometric = config.sequence_ratio == "geometric"
+    weight_N = torch.ones_like(inputs.advantage_N)
+    if weigh and config.is_cap is not None:
+        if whole_sequences or config.is_level == "sequence":
+            weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
+        else:
+            weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)
+    kept_N = torch.ones_like(inputs.advantage_N, dtype=torch.bool) if inputs.mask_N is None else inputs.mask_N > 0
+    if config.token_mask is not None:
+        kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
+    if config.sequence_mask is not None:
+        kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
+    if config.off_policy_delta is not None:
+        kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
+    beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
+    sums = {
+        "is/masked_ratio": (~kept_N).float().sum(),
+        "is/clamped_ratio": beyond_N.float().sum(),
+        "is/weight_mean": weight_N.sum(),
+    }
+    return Correction(weight_N * kept_N, kept_N, sums)

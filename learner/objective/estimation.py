@@ -1,0 +1,202 @@
+"""Advantage estimation: from rewards, and where needed an evaluation of every completion under the policy, to token targets.
+
+Pure, in numpy. Axis: T tokens of one completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from async_rlhf.buffers.record import Float32Array, Group
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.objective.advantages import (
+    best,
+    drop_constant,
+    gae,
+    group_relative,
+    leave_one_out,
+    normalised,
+    pair,
+    reinforce_pp,
+    traced,
+    v_trace,
+)
+from async_rlhf.learner.objective.corrections import second_moment_mask
+from async_rlhf.learner.objective.kl import kl_penalty
+from async_rlhf.learner.registry import LOSS_SPECS
+
+Rewards = Sequence[Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class AdvantageEstimates:
+    """advantages[g][m], None for a completion left out; targets by the completion's index in the batch."""
+
+    advantages: Sequence[Sequence[float | None]]
+    targets: Mapping[int, TokenTargets]
+
+    @property
+    def zero_advantage_groups(self) -> int:
+        """Groups of which nobody is learned from."""
+        return sum(all(value is None for value in group) for group in self.advantages)
+
+
+def select_members(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
+    """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
+    chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
+    learns_from = LOSS_SPECS[loss.kind].learns_from
+    if learns_from == "all":
+        return chosen
+    return [pair(group) if learns_from == "pair" else best(group) for group in chosen]
+
+
+def estimate_advantages(
+    groups: Sequence[Group],
+    rewards: Rewards,
+    chosen: Rewards,
+    observed: Mapping[int, PolicyEvaluation],
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+) -> AdvantageEstimates:
+    """Advantages from all rewards, for the completions in `chosen`; token targets for those in `observed`."""
+    if advantage.needs_critic:
+        beliefs = _from_critic(groups, chosen, observed, advantage, loss)
+    else:
+        values = _from_rewards(_penalised(rewards, observed, loss), advantage)
+        kept = [
+            [None if c is None else value for value, c in zip(group, some, strict=True)]
+            for group, some in zip(values, chosen, strict=True)
+        ]
+        beliefs = AdvantageEstimates(kept, {index: TokenTargets(seen) for index, seen in observed.items()})
+    return beliefs if loss.second_moment is None else _masked(groups, beliefs, loss.second_moment)
+
+
+def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
+    if config.kind == "reinforce_pp":
+        return reinforce_pp(rewards)
+    if config.kind == "leave_one_out":
+        return [leave_one_out(group) for group in rewards]
+    return [group_relative(group, scale_by_std=config.scale_by_std) for group in rewards]
+
+
+def _penalised(rewards: Rewards, observed: Mapping[int, PolicyEvaluation], loss: LossConfig) -> Rewards:
+    """Rewards less the divergence from the reference, summed over each completion's tokens, where it is asked for there."""
+    if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
+        return rewards
+    flat = [reward for group in rewards for reward in group]
+    costs = {index: float(_costs(seen, loss).sum()) for index, seen in observed.items()}
+    less = iter([None if r is None else r - costs.get(index, 0.0) for index, r in enumerate(flat)])
+    return [[next(less) for _ in group] for group in rewards]
+
+
+def _costs(seen: PolicyEvaluation, loss: LossConfig) -> Float32Array:
+    """float32 [T]: what each token loses of its reward to the divergence from the reference."""
+    if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
+        return np.zeros_like(seen.logp_proximal)
+    if seen.logp_reference is None:
+        raise ValueError("loss.kl_coef needs log-probabilities under the reference")
+    penalty = kl_penalty(seen.logp_proximal, seen.logp_reference, loss.kl_estimator)
+    return (loss.kl_coef * penalty).astype(np.float32)
+
+
+def _from_critic(
+    groups: Sequence[Group],
+    chosen: Rewards,
+    observed: Mapping[int, PolicyEvaluation],
+    config: AdvantageConfig,
+    loss: LossConfig,
+) -> AdvantageEstimates:
+    """Token advantages and returns; a completion's own advantage, for the record, is their mean."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    worth = [reward for group in chosen for reward in group]
+    indices = [index for index, reward in enumerate(worth) if reward is not None]
+    rewards, values, log_ratios = [], [], []
+    for index in indices:
+        seen, reward = observed[index], worth[index]
+        if seen.value is None:
+            raise ValueError(f"advantage.kind = {config.kind!r} needs a critic's values")
+        of_tokens = -_costs(seen, loss)
+        of_tokens[-1] += reward
+        rewards.append(of_tokens)
+        values.append(seen.value)
+        log_ratios.append(seen.logp_proximal - rollouts[index].logprobs)
+    found = _advantages_and_returns(rewards, values, log_ratios, config)
+    flat = normalised(np.concatenate([a for a, _ in found])) if config.normalise and found else None
+    targets, start = {}, 0
+    for index, (own, returns) in zip(indices, found, strict=True):
+        own_scaled = own if flat is None else flat[start : start + len(own)]
+        start += len(own)
+        targets[index] = TokenTargets(observed[index], advantage=own_scaled, returns=returns)
+    means = {index: float(target.advantage.mean()) for index, target in targets.items() if target.advantage is not None}
+    numbers = iter([means.get(index) for index in range(len(worth))])
+    return AdvantageEstimates([[next(numbers) for _ in group] for group in chosen], targets)
+
+
+def _advantages_and_returns(
+    rewards: Sequence[Float32Array],
+    values: Sequence[Float32Array],
+    log_ratios: Sequence[Float32Array],
+    config: AdvantageConfig,
+) -> list[tuple[Float32Array, Float32Array]]:
+    """Of each completion: float32 [T] twice."""
+    if config.kind == "gae" or not rewards:
+        return [gae(r, v, gamma=config.gamma, lam=config.lam) for r, v in zip(rewards, values, strict=True)]
+    ends = np.cumsum([len(r) for r in rewards])
+    end_N = np.zeros(ends[-1], np.bool_)
+    end_N[ends - 1] = True
+    estimate = v_trace if config.kind == "v_trace" else traced
+    advantage_N, return_N = estimate(
+        np.concatenate(rewards),
+        np.concatenate(values),
+        np.concatenate(log_ratios),
+        end_N,
+        gamma=config.gamma,
+        lam=config.lam,
+        rho_cap=config.rho_cap,
+        c_cap=config.c_cap,
+    )
+    return list(zip(np.split(advantage_N, ends[:-1]), np.split(return_N, ends[:-1]), strict=True))
+
+
+def _masked(groups: Sequence[Group], beliefs: AdvantageEstimates, limit: float) -> AdvantageEstimates:
+    """The second-moment mask, over all tokens of the batch."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counting = [value is not None for group in beliefs.advantages for value in group]
+    counted = [index for index in sorted(beliefs.targets) if counting[index]]
+    if not counted:
+        return beliefs
+    log_ratios = [beliefs.targets[index].observed.logp_proximal - rollouts[index].logprobs for index in counted]
+    kept_N = second_moment_mask(np.concatenate(log_ratios), limit).astype(np.float32)
+    parts = np.split(kept_N, np.cumsum([len(each) for each in log_ratios])[:-1])
+    masked = {index: replace(beliefs.targets[index], mask=part) for index, part in zip(counted, parts, strict=True)}
+    return AdvantageEstimates(beliefs.advantages, {**beliefs.targets, **masked})
+
+
+@dataclass(frozen=True)
+class PolicyEvaluation:
+    """Of one completion, before the first update of a step; float32 [T], None for what the run has no use for.
+
+    logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
+    estimate of the return from just before each token on.
+    """
+
+    logp_proximal: Float32Array
+    logp_reference: Float32Array | None = None
+    value: Float32Array | None = None
+
+
+@dataclass(frozen=True)
+class TokenTargets:
+    """What is believed of one completion token by token, where a number per completion is not enough; float32 [T].
+
+    advantage replaces the completion's own. mask (0 or 1) leaves tokens out of numerators only: it comes from
+    corrections that look at the whole batch. returns are what the critic is fitted to.
+    """
+
+    observed: PolicyEvaluation
+    advantage: Float32Array | None = None
+    mask: Float32Array | None = None
+    returns: Float32Array | None = None

@@ -1,0 +1,120 @@
+"""Ranks that share the positions of a row, for rows too long for one: Ulysses (Jacobs et al. 2023, arXiv 2309.14509).
+
+Every rank computes its L/n positions of everything but attention. Around attention an exchange of all with all trades positions
+for heads, so that each rank attends over whole rows with 1/n of the heads, under any mask. The log-probabilities of all tokens
+are then joined on every rank, which computes the whole loss; only its own tokens carry its gradient, so gradients add up over
+the ranks to the whole one. Waits for the other ranks, in `predict` and in the backward pass, as long as the process group does.
+
+Axes: R rows, L positions, l = L/n of this rank, H heads, d width of a head, N tokens, M of them this rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from async_rlhf.learner.batch.micro_batch import MicroBatch
+
+_NAME = "ulysses"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. segments_RL, positions_RL: of
+    whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
+
+    own: MicroBatch
+    segments_RL: Tensor
+    positions_RL: Tensor
+    index_M: Tensor
+    num_tokens: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch, rank: int, size: int) -> Share:
+        length = batch.ids_RL.shape[1]
+        whole = -(-length // size) * size
+        width = whole // size
+        segments = pad(batch.segments_RL, (0, whole - length), value=-1)
+        positions = pad(batch.positions_RL, (0, whole - length))
+        mine = slice(rank * width, (rank + 1) * width)
+        row_N, position_N = batch.source_N // length, batch.source_N % length
+        index = (position_N // width == rank).nonzero()[:, 0]
+        sampling_masks = None if batch.sampling_masks is None else batch.sampling_masks.of(index)
+        own = replace(
+            batch,
+            ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
+            positions_RL=positions[:, mine],
+            source_N=row_N[index] * width + position_N[index] - rank * width,
+            target_N=batch.target_N[index],
+            temperature_N=batch.temperature_N[index],
+            mask_sizes_N=None if sampling_masks is None else sampling_masks.sizes_N,
+            mask_ids_K=None if sampling_masks is None else sampling_masks.ids_K,
+        )
+        return cls(own, segments, positions, index, batch.num_tokens)
+
+    def joined(self, value_M: Tensor) -> Tensor:
+        """[N]: every token's, from the rank that has it; the gradient goes to the own ones."""
+        value_N = torch.zeros(self.num_tokens, dtype=value_M.dtype, device=value_M.device)
+        return _Joined.apply(value_N.index_put((self.index_M,), value_M))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def share_attention(model: nn.Module) -> None:
+    """Let the model's attention exchange positions for heads, in place."""
+    owner: Any = model
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    owner.set_attn_implementation(_NAME)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> Any:
+    """query, key, value: [R, H, l, d], the mask [R, 1, L, L]. Where the mask is no longer than the query nothing is shared."""
+    if attention_mask is None or attention_mask.shape[-1] == query.shape[2]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    whole = [_Exchange.apply(each, True) for each in (query, key, value)]  # type: ignore[no-untyped-call]
+    out, weights = sdpa_attention_forward(module, *whole, attention_mask, **named)  # [R, L, H/n, d]
+    own = _Exchange.apply(out.transpose(1, 2), False)  # type: ignore[no-untyped-call]
+    return own.transpose(1, 2).contiguous(), weights
+
+
+class _Exchange(torch.autograd.Function):
+    """[R, H, l, d] <-> [R, H/n, L, d]; each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.to_heads = to_heads
+        return _exchanged(x, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _exchanged(grad, not ctx.to_heads), None
+
+
+def _exchanged(x: Tensor, to_heads: bool) -> Tensor:
+    n = dist.get_world_size()
+    split, joined = (1, 2) if to_heads else (2, 1)
+    sent = torch.stack(x.chunk(n, dim=split)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return torch.cat(list(received), dim=joined)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad

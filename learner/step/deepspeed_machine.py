@@ -1,0 +1,273 @@
+"""The seam with DeepSpeed: ZeRO shares optimizer state (1), gradients (2) and parameters (3) out over the ranks.
+
+Collective throughout: every method is called on all ranks at once, and what leaves is gathered to rank 0, parameter by
+parameter or, to be published under ZeRO-3, one bucket at a time, so that no device ever holds the whole model. A
+checkpoint is the one that plain torch writes: it can be resumed by either, in any number of ranks, at any stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.check import check_division
+from async_rlhf.learner.model import lora
+from async_rlhf.learner.model.files import load_model, saved_weights, write_model
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.verification import check_policy
+from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
+from async_rlhf.learner.step.deepspeed_config import deepspeed_settings
+from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
+from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups, set_learning_rate
+
+# Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
+_BUCKET_BYTES = 256 * 2**20
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedMachine(Machine):
+    """Raises ConfigError for a configuration that DeepSpeed cannot be given."""
+
+    collective = True
+
+    def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
+        super().__init__(settings, ranks)
+        config = self.config
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        zero = deepspeed_settings(config)
+        _join(self._ranks)
+        model = load_model(settings.model_dir, torch.device("cpu"))
+        text = cast(Any, model).config.get_text_config()
+        check_division(config, lambda name: getattr(text, name, None))
+        if config.tensor_parallel > 1:
+            zero["tensor_parallel"] = autotp_settings(model, config.tensor_parallel)
+        self._aliases = _aliases(model)
+        self._lora = config.lora if config.lora.rank else None
+        if self._lora is not None:
+            lora.add_adapters(model, self._lora)
+        self.policy = Policy(model, config, with_critic=True)
+        check_policy(self.policy)
+        self._load_reference()
+        learned = model.state_dict() if self._lora is None else lora.adapters(model)
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
+        whole = {name: p.shape for name, p in self.policy.named_parameters()}
+        critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
+        learning = parameter_groups(dict(self.policy.model.named_parameters()), critic)
+        # the output layer's weight is used outside its own forward pass
+        deepspeed.zero.register_external_parameter(self.policy, self.policy.output_layer.weight)
+        optimizer = make_adamw(learning, config, self.device)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=self.policy, optimizer=optimizer, config=zero, dist_init_required=False
+        )
+        if config.tensor_parallel > 1:
+            self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
+        self._stage = int(self._engine.zero_optimization_stage())
+        own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
+        self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
+
+    # -- the machine of a step ---------------------------------------------------------------------------------------
+
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        with self._ranks.named("a forward pass"):
+            return self._engine(batch)  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        self._optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        replicas = self._ranks.size // self.config.tensor_parallel
+        with self._ranks.named("a backward pass"):
+            self._engine.backward(loss * replicas)  # DeepSpeed takes the mean over them, the loss is a part of a sum
+
+    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+        set_learning_rate(self._optimizer, self.config, step)
+        if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
+            self._optimizer._update_scale = self._refuse
+        try:
+            with self._ranks.named("an update"):
+                self._engine.step()
+        finally:
+            vars(self._optimizer).pop("_update_scale", None)
+        return float(self._engine.get_global_grad_norm()), not self._optimizer.overflow
+
+    def _refuse(self, *args: Any, **named: Any) -> None:
+        self._optimizer.overflow = True
+
+    # -- what leaves -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Mapping[str, RawTensor]:
+        """Whole in host memory of rank 0, and empty elsewhere."""
+        found: dict[str, RawTensor] = {}
+        small = lora.adapters(self.policy.model)
+        large = [(name, p) for name, p in self.policy.model.named_parameters() if name not in small]
+        with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
+            if self._lora is not None and self._lora.publish == "adapter":
+                leaving = lora.factors(self.policy.model) if self._ranks.rank == 0 else []
+                return {name: raw(tensor.cpu().clone()) for name, tensor in leaving}
+            for bucket in buckets(large, _BUCKET_BYTES // self.config.tensor_parallel):
+                with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
+                    named = {name: self._joined(f"model.{name}", p.detach()) for name, p in (*bucket, *small.items())}
+                    if self._ranks.rank == 0:
+                        whole = lora.merged(self.policy.model, named).items()
+                        found |= {name: raw(p.to(self._publish_dtype).cpu().clone()) for name, p in whole}
+        return found
+
+    @torch.no_grad()
+    def canary(self, ids: Sequence[int] = ()) -> Canary:
+        with self._ranks.named("the canary"):
+            return probe(self.policy, self.device, ids)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Gathered before it returns; only rank 0's writer writes."""
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        self._begin_moments()
+        with self._ranks.named("the gathering of a checkpoint"):
+            for name, p in self._named():
+                parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
+                if p.requires_grad:
+                    parts |= {key: safe_get_full_optimizer_state(p, key) for key in _MOMENTS}
+                whole = {key: self._joined(name, value) for key, value in parts.items() if value is not None}
+                if self._ranks.rank == 0:
+                    weights[name] = whole.pop("").cpu().clone()
+                    moments |= {f"{name}.{key}": value.cpu().clone() for key, value in whole.items()}
+        moments |= {f"{name}.step": self._count().cpu().clone() for name, p in self._named() if p.requires_grad}
+
+        def write(directory: Path) -> None:
+            if self._ranks.rank > 0:
+                return
+            own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            named = lora.merged(self.policy.model, own)
+            state = {name: named[first] for name, first in self._aliases.items()}
+            write_model(directory / "model", self.policy.model, state, self._settings.model_dir)
+            if self._lora is not None:
+                lora.write_adapter(directory / "adapter", {name: own[name] for name in self._shapes}, self._lora)
+            save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")
+            if self.policy.critic is not None:
+                critic = {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")}
+                save_file(critic, directory / "critic.safetensors")
+
+        return write
+
+    def load(self, directory: Path) -> None:
+        own = self._shapes
+        read = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
+        weights = {f"model.{name}": value for name, value in read.items()}
+        if self.policy.critic is not None:
+            weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
+        saved = load_file(directory / "optimizer.safetensors")
+        count = torch.zeros(())
+        self._begin_moments()
+        with self._ranks.named("the sharing out of a checkpoint"):
+            for name, p in self._named():
+                if name not in weights:
+                    continue  # what adapters are added to stays as it was loaded
+                value = own_part(weights[name], self._dimensions[name]).to(self.device)
+                with self._gathered([p], writes=True):
+                    p.data.copy_(value)
+                if not p.requires_grad:
+                    continue
+                safe_set_full_fp32_param(p, value.float())
+                for key in _MOMENTS:
+                    moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
+                    safe_set_full_optimizer_state(p, own_part(moment, self._dimensions[name]).to(self.device), key)
+                count = saved.get(f"{name.removeprefix('model.')}.step", count)
+        for state in self._optimizer.optimizer.state.values():
+            state["step"] = count.clone().to(state["step"].device)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Everything, under the policy's names: `model.*` and `critic.*`."""
+        return self.policy.named_parameters()
+
+    def _begin_moments(self) -> None:
+        """AdamW makes its state at the first update; what is restored needs somewhere to go before."""
+        shards = (
+            self._optimizer.fp32_partitioned_groups_flat
+            if self._stage == 3
+            else self._optimizer.single_partition_of_fp32_groups
+        )
+        for shard in shards:
+            state = self._optimizer.optimizer.state[shard]
+            if not state:
+                state["step"] = torch.zeros((), device=shard.device)
+                state |= {key: torch.zeros_like(shard) for key in _MOMENTS}
+        if self._stage < 3:
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _count(self) -> Tensor:
+        """Updates made so far, as AdamW counts them."""
+        return next((state["step"] for state in self._optimizer.optimizer.state.values() if "step" in state), torch.zeros(()))
+
+    def _gathered(self, parameters: Sequence[nn.Parameter], *, writes: bool = False) -> Any:
+        """Within, these parameters are whole on every rank; with `writes` rank 0's values are everybody's after it."""
+        return deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=0 if writes else None, enabled=self._stage == 3
+        )
+
+    def _joined(self, name: str, part: Tensor) -> Tensor:
+        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`."""
+        return joined(part, self._dimensions[name])
+
+    def _whole(self, p: nn.Parameter) -> Tensor:
+        with self._gathered([p]):
+            return p.detach().float().cpu().clone()
+
+
+def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Parameters in order, in runs that reach `size` bytes (the last may not)."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    held = 0
+    for name, p in named:
+        bucket.append((name, p))
+        held += int(getattr(p, "ds_numel", p.numel())) * p.element_size()
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+def _join(ranks: Ranks) -> None:
+    """DeepSpeed finds itself in a process group, also when it is alone."""
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    os.environ["LOCAL_SIZE"] = str(ranks.size)  # else ZeRO-3 starts `numactl` at every reduction to find it out
+    # Collectives in shared memory would be compiled at the first start (minutes), and a rank that ended would hang the others.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    groups._release_process_group_references()  # what it keeps of an earlier engine may divide the ranks in another way
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """For every name of the state dict the parameter (or buffer) that it shares storage with, by its first name."""
+    owner: dict[tuple[int, tuple[int, ...]], str] = {}
+    state = model.state_dict()
+    named = [name for name, _ in model.named_parameters()]
+    for name in [*named, *(name for name in state if name not in set(named))]:
+        owner.setdefault((state[name].data_ptr(), tuple(state[name].shape)), name)
+    return {name: owner[tensor.data_ptr(), tuple(tensor.shape)] for name, tensor in state.items()}

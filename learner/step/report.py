@@ -1,0 +1,194 @@
+"""What one learner step reports: means over the tokens of all ranks, and how far its data are from the policy.
+
+An effective sample size near 1 does not certify a step: runs have died at 0.99. So tails, moments and signs are measured too,
+and what the engine's arithmetic does (tokens of staleness 0) apart from what staleness does (all others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.objective.corrections import effective_sample_size, log_ratio, ratio
+from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
+from async_rlhf.learner.parallel.ranks import Ranks
+
+_QUANTILES = {"is/ratio_q01": 0.01, "is/ratio_q50": 0.5, "is/ratio_q99": 0.99}
+# Where weights are commonly truncated; the tail is measured beyond it whatever the loss does there.
+_DEFAULT_CAP = 2.0
+NAMES = (
+    "is/ratio_max",
+    "is/ratio_mean",
+    *_QUANTILES,
+    "is/ess",
+    "is/second_moment",
+    "is/tail_negative",
+    "kl/behaviour",
+    "mismatch/kl",
+    "mismatch/abs_log_ratio",
+    "drift/kl",
+    "drift/by_staleness",
+)
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Of all tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N."""
+
+    logp_proximal_N: Tensor
+    logp_behaviour_N: Tensor
+    advantage_N: Tensor
+    staleness_N: Tensor
+
+    @classmethod
+    def joined(cls, parts: list[StepTokens]) -> StepTokens:
+        """Of micro-batches or ranks, one after the other."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
+    """One number for each of `NAMES`; None where no token could say anything.
+
+    is/*: of the ratio proximal / behaviour before truncation. second_moment: mean squared log-ratio. tail_negative: share of
+    all ratio mass that lies above the cap on tokens with a negative advantage, the unbounded side of a policy loss.
+    kl/behaviour: mean of log p_behaviour - log p_proximal over behaviour's tokens, an unbiased estimate of the divergence.
+    mismatch/*: over tokens of staleness 0, where both policies are meant to be one: the engine's noise. drift/kl: over the
+    others, less the noise. drift/by_staleness: k3 estimate of the divergence and number of tokens at each staleness.
+    """
+    log_N = log_ratio(tokens.logp_proximal_N, tokens.logp_behaviour_N).double()
+    ratio_N = log_N.exp()
+    above_N = (ratio_N > (_DEFAULT_CAP if cap is None else cap)) & (tokens.advantage_N < 0)
+    quantiles = torch.quantile(_thinned(ratio_N), torch.tensor(list(_QUANTILES.values()), dtype=ratio_N.dtype))
+    k3_N = ratio_N - 1 - log_N  # of behaviour from proximal, at tokens of behaviour
+    fresh_N = tokens.staleness_N == 0
+    mismatch, stale = _mean(k3_N, fresh_N), _mean(k3_N, ~fresh_N)
+    return {
+        "is/ratio_max": float(ratio_N.max()),
+        "is/ratio_mean": float(ratio_N.mean()),
+        **dict(zip(_QUANTILES, quantiles.tolist(), strict=True)),
+        "is/ess": float(effective_sample_size(ratio_N)),
+        "is/second_moment": float(log_N.square().mean()),
+        "is/tail_negative": float(ratio_N[above_N].sum() / ratio_N.sum()),
+        "kl/behaviour": float((tokens.logp_behaviour_N - tokens.logp_proximal_N).double().mean()),
+        "mismatch/kl": mismatch,
+        "mismatch/abs_log_ratio": _mean(log_N.abs(), fresh_N),
+        "drift/kl": None if stale is None else stale - (mismatch or 0.0),
+        "drift/by_staleness": _curve(k3_N, tokens.staleness_N),
+    }
+
+
+def of_nothing() -> dict[str, Any]:
+    """The same names, of a step without a token."""
+    return dict.fromkeys(NAMES)
+
+
+def _curve(k3_N: Tensor, staleness_N: Tensor) -> Mapping[str, Mapping[str, float]]:
+    ages_A, place_N, counts_A = torch.unique(staleness_N, return_inverse=True, return_counts=True)
+    sums_A = torch.zeros(len(ages_A), dtype=k3_N.dtype).index_add(0, place_N, k3_N)
+    of_ages = zip(ages_A.tolist(), (sums_A / counts_A).tolist(), counts_A.tolist(), strict=True)
+    return {str(age): {"kl": kl, "tokens": count} for age, kl, count in of_ages}
+
+
+def _mean(values_N: Tensor, where_N: Tensor) -> float | None:
+    return float(values_N[where_N].mean()) if bool(where_N.any()) else None
+
+
+def _thinned(values_N: Tensor, most: int = 1 << 20) -> Tensor:
+    """At most `most` of them, evenly spread: quantiles of more cost more than they tell (and are refused above 2^24)."""
+    return values_N[:: -(-len(values_N) // most)]
+
+
+# What every backend reports of every step; a loss and a critic add their own.
+STEP_METRICS = (
+    "loss",
+    "entropy",
+    "grad_norm",
+    "clip_ratio/region_mean",
+    "is/weight_mean",
+    "is/masked_ratio",
+    "is/clamped_ratio",
+    *NAMES,
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one learner step did: metrics by name, and the mean ratio proximal / behaviour of each completion."""
+
+    metrics: Mapping[str, Any]
+    weight_of_member: Mapping[int, float]
+    applied: bool
+    """False when an update was refused because its loss or gradient is not finite. Weights and optimizer are then as
+    that update found them, and the updates after it were not tried."""
+
+    @classmethod
+    def of_nothing(cls) -> StepReport:
+        """Of a step without a token to learn from: what would be measured is None, so that its names are always there."""
+        return cls(dict.fromkeys(STEP_METRICS), {}, applied=False)
+
+
+class StepSums:
+    """Filled micro-batch by micro-batch; `report` puts the ranks together."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._grad_norms: list[float] = []
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: list[StepTokens] = []
+        self._members: list[Tensor] = []
+
+    def add(self, batch: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
+        entropy = {} if inputs.entropy_N is None else {"entropy": inputs.entropy_N.detach().sum()}
+        for name, value in {**entropy, **outputs.sums}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+        self._tokens.append(StepTokens(inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.advantage_N, inputs.staleness_N))
+        self._members.append(batch.member_N)
+
+    def add_critic(self, loss: Tensor, value_N: Tensor, return_N: Tensor) -> None:
+        """`loss` is a sum over tokens."""
+        for name, each in {
+            "critic/loss": loss,
+            "critic/value_mean": value_N.sum(),
+            "critic/return_mean": return_N.sum(),
+        }.items():
+            self._sums[name] = self._sums.get(name, 0.0) + each.detach().double()
+
+    def ended(self, loss: float, grad_norm: float) -> None:
+        """An update has ended, made or not."""
+        self._losses.append(loss)
+        self._grad_norms.append(grad_norm)
+
+    def report(self, ranks: Ranks, applied: bool, cap: float | None) -> StepReport:
+        """Means over tokens, and the diagnostics of `StepTokens`. Of nothing on ranks above 0."""
+        mine = {name: value.cpu() for name, value in self._sums.items()}
+        if self._tokens:
+            mine |= {field: tensor.cpu() for field, tensor in vars(StepTokens.joined(self._tokens)).items()}
+            mine["member_N"] = torch.cat(self._members).cpu()
+        everyone = ranks.gather(mine)
+        if everyone is None:
+            return StepReport.of_nothing()
+        busy = [each for each in everyone if "member_N" in each]
+        tokens = StepTokens.joined(
+            [StepTokens(**{field.name: each[field.name] for field in fields(StepTokens)}) for each in busy]
+        )
+        member_N = torch.cat([each["member_N"] for each in busy])
+        names = [name for each in busy for name in each if not name.endswith("_N")]
+        metrics = {
+            "loss": sum(self._losses) / len(self._losses),
+            "grad_norm": sum(self._grad_norms) / len(self._grad_norms),
+            **measure(tokens, cap),
+            **{name: sum(float(each.get(name, 0.0)) for each in busy) / len(member_N) for name in names},
+        }
+        return StepReport(metrics, _means(ratio(tokens.logp_proximal_N, tokens.logp_behaviour_N), member_N), applied)
+
+
+def _means(value_N: Tensor, member_N: Tensor) -> dict[int, float]:
+    """Mean value by member."""
+    members, place_N = torch.unique(member_N, return_inverse=True)
+    totals = torch.zeros(len(members)).index_add_(0, place_N, value_N)
+    return dict(zip(members.tolist(), (totals / torch.bincount(place_N)).tolist(), strict=True))

@@ -1,0 +1,174 @@
+"""A real hub at an address, and both ends of every conversation; groups are made by hand instead of by an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient, TakenBatch
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.tensors import RawTensor
+
+DEADLINE_S = 30.0
+QUICK_LEASE_S = 0.4
+TELEMETRY = wire.Telemetry(tokens_total=3.0)
+
+
+class Place:
+    """Where a hub lives: it can be ended and begun again at the same address and directory."""
+
+    def __init__(
+        self, folder: Path, address: str, bound: Bound, wanted: Mapping[str, Any] | None = None, **config: Any
+    ) -> None:
+        """wanted: of every actor and group, `shared` and `schema` of the hub."""
+        self.folder, self.address, self.bound, self.wanted = folder, address, bound, dict(wanted or {})
+        self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
+        self._pool = ThreadPoolExecutor(max_workers=4)
+        self._running: Future[None] | None = None
+
+    def begin(self) -> None:
+        hub = Hub(self.address, self.folder, self.config, self.bound, **self.wanted)
+        self._running = self._pool.submit(hub.run)
+
+    def end(self) -> None:
+        """Returns when the hub has; raises what it raised."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            if not running.done():
+                with self.control() as operator:
+                    operator.halt()
+            running.result(DEADLINE_S)
+
+    def restart(self) -> None:
+        self.end()
+        self.begin()
+
+    def control(self) -> Any:
+        return control(self.address, timeout_s=DEADLINE_S)
+
+    def status(self) -> dict[str, Any]:
+        with self.control() as operator:
+            status = operator.status()
+        assert status["ledger"]["closes"]
+        return dict(status)
+
+    def meanwhile(self, call: Callable[[], Any]) -> Future[Any]:
+        """Something that blocks, in a thread of its own."""
+        return self._pool.submit(call)
+
+    def close(self) -> None:
+        try:
+            self.end()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def a_group(number: int, attempt: int, version: int, actor: str, text: str = "") -> Group:
+    """Two completions whose tokens tell group and version."""
+    ids = np.array([number, version, 7], np.int32)
+    logprobs = np.array([-0.5, -1.5, -2.5], np.float32)
+    rollouts = tuple(Rollout(ids, logprobs, (Span(version, 3),), "stop", {"right": Score(1.0)}, text) for _ in range(2))
+    return Group(number, attempt, np.array([1, 2], np.int32), rollouts, 1.0, actor, f"prompt {number}", {"answer": number})
+
+
+class Actor:
+    """An actor whose engine is the test: it adopts what it is told to and holds what it is credited until `put`."""
+
+    def __init__(self, place: Place, name: str = "anna", capacity: int = 8, **options: Any) -> None:
+        self.name, self.capacity = name, capacity
+        given = {"address": place.address, "beat_s": 0.05, "timeout_s": DEADLINE_S} | options
+        self.client = ActorClient(given.pop("address"), name, **given)
+        self.fence, self.version = 0, -1
+        self.begun: dict[int, int] = {}
+        self.adopted: list[tuple[int, int]] = []
+        self.tensors: dict[str, bytes] = {}
+        self.adopts = True
+
+    def look(self) -> None:
+        self.client.poll(self.state, TELEMETRY, timeout_s=0.02)
+        if self.adopts and (weights := self.client.weights()) is not None:
+            if weights.version < self.version:
+                self.client.release(list(self.begun))
+                self.begun.clear()
+            self.fence, self.version = weights.fence, weights.version
+            self.adopted.append((weights.fence, weights.version))
+            self.tensors = {name: bytes(tensor.data) for name, tensor in weights.tensors().items()}
+            self.client.beat(self.state, TELEMETRY)
+        self.begun |= {credit.number: credit.attempt for credit in self.client.credits()}
+
+    @property
+    def state(self) -> ActorState:
+        progress = tuple((number, 1) for number in self.begun)
+        return ActorState(self.capacity, self.fence, self.version, tuple(self.begun.items()), progress)
+
+    def put(self, *numbers: int, text: str = "") -> None:
+        for number in numbers:
+            self.client.put(a_group(number, self.begun.pop(number), self.version, self.name, text))
+
+
+def until(what: Callable[[], Any], *actors: Actor) -> None:
+    """Let the actors look round until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s; {[(a.name, a.begun, a.adopted) for a in actors]}"
+        for actor in actors:
+            actor.look()
+        if not actors:
+            time.sleep(0.01)
+
+
+def delivered(actor: Actor) -> Callable[[], bool]:
+    return lambda: not actor.client.unacknowledged
+
+
+def holds(actor: Actor, number: int) -> Callable[[], bool]:
+    return lambda: number in actor.begun
+
+
+@contextmanager
+def peers(*made: Actor | LearnerClient | Connection) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in made:
+            (each.client if isinstance(each, Actor) else each).close()
+
+
+def tensors(seed: int, size: int = 40) -> dict[str, RawTensor]:
+    return {"w": RawTensor("uint8", (size,), np.random.default_rng(seed).bytes(size)), "b": RawTensor("float32", (), b"abcd")}
+
+
+def learner_of(place: Place, step: int = 0, committed: int = 0) -> LearnerClient:
+    learner = LearnerClient(place.address, timeout_s=DEADLINE_S)
+    learner.register(step, committed)
+    return learner
+
+
+def taken(learner: LearnerClient, step: int) -> list[int]:
+    batch = learner.take(step)
+    assert isinstance(batch, TakenBatch), batch
+    return [group.number for group in batch.groups]
+
+
+def train(learner: LearnerClient, step: int) -> list[int]:
+    """One step whose batch is there: take, trained, publish."""
+    numbers = taken(learner, step)
+    learner.trained(step)
+    learner.publish(step + 1, tensors(step + 1))
+    return numbers
+
+
+# The walk

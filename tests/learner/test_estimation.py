@@ -1,0 +1,122 @@
+"""From rewards and observations to advantages and token targets: baselines of all, targets of the chosen, exact costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from making import make_group
+
+from async_rlhf.buffers.record import Group
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.objective.advantages import gae, group_relative, leave_one_out
+from async_rlhf.learner.objective.corrections import second_moment_mask
+from async_rlhf.learner.objective.estimation import AdvantageEstimates, PolicyEvaluation, estimate_advantages, select_members
+from async_rlhf.learner.objective.kl import kl_penalty
+
+GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
+REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.5], [None, 2.0, -1.0]]
+PLAIN = AdvantageConfig()
+
+
+def observations(groups: Sequence[Group], **fields: Any) -> dict[int, PolicyEvaluation]:
+    """Of every completion: proximal 0.1 above behaviour, reference 0.3 below, values rising; by index in the batch."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        index: PolicyEvaluation(
+            logp_proximal=r.logprobs + np.float32(0.1) * (1 + index),
+            logp_reference=r.logprobs - np.float32(0.3),
+            value=np.linspace(0, 1, r.num_tokens, dtype=np.float32),
+        )
+        for index, r in enumerate(rollouts)
+    }
+
+
+def estimates_of(
+    advantage: AdvantageConfig, loss: LossConfig, observed: dict[int, PolicyEvaluation] | None = None
+) -> AdvantageEstimates:
+    return estimate_advantages(GROUPS, REWARDS, select_members(REWARDS, advantage, loss), observed or {}, advantage, loss)
+
+
+def test_without_an_observation_there_are_advantages_and_nothing_else() -> None:
+    found = estimates_of(PLAIN, LossConfig())
+    assert found.advantages == [group_relative(group, scale_by_std=True) for group in REWARDS]
+    assert found.targets == {} and found.zero_advantage_groups == 0
+
+
+def test_the_baseline_is_of_all_that_count_also_of_those_that_are_left_out() -> None:
+    found = estimates_of(AdvantageConfig(kind="leave_one_out"), LossConfig(kind="online_dpo"))
+    first, second = leave_one_out(REWARDS[0]), leave_one_out(REWARDS[1])
+    assert found.advantages == [[first[0], first[1], None], [None, second[1], second[2]]]
+
+
+def test_a_divergence_taken_from_the_reward_costs_each_completion_its_own() -> None:
+    loss = LossConfig(kl_coef=0.2, kl_in="reward", kl_estimator="k1")
+    observed = observations(GROUPS)
+    found = estimates_of(AdvantageConfig(scale_by_std=False), loss, observed)
+    costs = [0.2 * float((seen.logp_proximal - seen.logp_reference).sum()) for seen in observed.values()]
+    penalised = [[1.0 - costs[0], 0.0 - costs[1], 0.5 - costs[2]], [None, 2.0 - costs[4], -1.0 - costs[5]]]
+    expected = [group_relative(group, scale_by_std=False) for group in penalised]
+    for values, wanted in zip(found.advantages, expected, strict=True):
+        assert values == [None if each is None else pytest.approx(each, abs=1e-5) for each in wanted]
+
+
+def test_a_critic_gives_every_token_its_own_advantage_and_return() -> None:
+    config = AdvantageConfig(kind="gae", normalise=False, gamma=0.9, lam=0.8)
+    observed = observations(GROUPS)
+    found = estimates_of(config, LossConfig(), {index: seen for index, seen in observed.items() if index != 3})
+    assert sorted(found.targets) == [0, 1, 2, 4, 5]  # a failed score has no advantage
+    rewards = np.array([0, 0, 1], np.float32)
+    advantage, returns = gae(rewards, observed[0].value, gamma=0.9, lam=0.8)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.targets[0].advantage, advantage, rtol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.targets[0].returns, returns, rtol=1e-6)  # type: ignore[arg-type]
+    assert found.advantages[0][0] == pytest.approx(float(advantage.mean()))
+    assert found.advantages[1][0] is None
+
+
+def test_a_critics_rewards_pay_the_divergence_token_by_token() -> None:
+    loss = LossConfig(kl_coef=0.2, kl_in="reward", kl_estimator="k3")
+    config = AdvantageConfig(kind="gae", normalise=False, gamma=1.0, lam=1.0)
+    seen = observations(GROUPS)[2]
+    found = estimates_of(config, loss, observations(GROUPS))
+    cost = 0.2 * kl_penalty(seen.logp_proximal, seen.logp_reference, "k3")  # type: ignore[arg-type]
+    rewards = np.array([0, 0, 0, 0.5]) - cost
+    left = np.cumsum(rewards[::-1])[::-1]  # with gamma and lambda 1 the return is what is still to come
+    np.testing.assert_allclose(found.targets[2].returns, left, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["v_trace", "traced"])
+def test_traces_take_the_ratio_of_proximal_to_behaviour_and_end_with_each_completion(kind: str) -> None:
+    config = AdvantageConfig.model_validate({"kind": kind, "normalise": False})
+    together = estimates_of(config, LossConfig(), observations(GROUPS))
+    alone = estimate_advantages([GROUPS[1]], [REWARDS[1]], [REWARDS[1]],
+                    {i - 3: seen for i, seen in observations(GROUPS).items() if i >= 3}, config, LossConfig())  # fmt: skip
+    for index in (4, 5):
+        assert np.array_equal(together.targets[index].returns, alone.targets[index - 3].returns)  # type: ignore[arg-type]
+    on_policy = {i: PolicyEvaluation(r.logprobs, None, observations(GROUPS)[i].value)
+                 for i, r in enumerate(r for g in GROUPS for r in g.rollouts)}  # fmt: skip
+    fresh = estimates_of(config, LossConfig(), on_policy)
+    off = estimates_of(
+        config, LossConfig(), {i: PolicyEvaluation(s.logp_proximal - 2, None, s.value) for i, s in on_policy.items()}
+    )
+    assert not np.allclose(fresh.targets[0].returns, off.targets[0].returns)  # type: ignore[arg-type]
+
+
+def test_normalised_over_the_tokens_of_the_batch() -> None:
+    found = estimates_of(AdvantageConfig(kind="gae"), LossConfig(), observations(GROUPS))
+    tokens = np.concatenate([target.advantage for target in found.targets.values() if target.advantage is not None])
+    assert float(tokens.mean()) == pytest.approx(0, abs=1e-6) and float(tokens.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_second_moment_mask_sees_the_whole_batch() -> None:
+    observed = observations(GROUPS)
+    found = estimates_of(PLAIN, LossConfig(second_moment=0.05), observed)
+    rollouts = [rollout for group in GROUPS for rollout in group.rollouts]
+    counted = [0, 1, 2, 4, 5]
+    logs = np.concatenate([observed[i].logp_proximal - rollouts[i].logprobs for i in counted])
+    mask = np.concatenate([found.targets[i].mask for i in counted])  # type: ignore[misc]
+    assert mask.tolist() == second_moment_mask(logs, 0.05).astype(float).tolist()
+    assert 0 < mask.sum() < len(mask)  # of the farther completions tokens are masked, of the nearer none
+    assert found.targets[3].mask is None

@@ -1,0 +1,303 @@
+"""One learner step on real models: what changes, what must not, and what comes back from disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from making import CONFIGS, TINY_SPELLER, make_group, make_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.weights.weight_set import WeightSet
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.step import controller, update
+from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.step.report import STEP_METRICS, StepReport
+
+GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
+ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> Controller:
+    config = {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 4, "micro_batch_tokens": 40, **settings}
+    return controller.make_backend(path, LearnerConfig(**config), LossConfig(is_cap=is_cap))
+
+
+def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
+    return split_updates(make_rows(groups, advantages, 512), num_updates)
+
+
+def weights(backend: Controller) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in backend.tensors().items()}
+
+
+def optimizer_state(backend: Controller) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value.clone()
+        for name, p in backend.machine.policy.model.named_parameters()
+        for key, value in backend.machine._optimizer.state.get(p, {}).items()
+    }
+
+
+def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_changes_every_weight_and_is_the_same_each_time(model_dir: Path) -> None:
+    one, other = make_backend(model_dir), make_backend(model_dir)
+    before = weights(one)
+    for step in range(3):
+        assert one.step(make_updates(), step) == other.step(make_updates(), step)
+    assert all(weights(one)[name] != before[name] for name in before)
+    assert weights(one) == weights(other)
+    assert_equal(optimizer_state(one), optimizer_state(other))
+
+
+def test_a_step_makes_the_praised_likelier_and_the_blamed_less_likely(model_dir: Path) -> None:
+    backend = make_backend(model_dir, warmup_steps=0)
+
+    def logps() -> list[float]:
+        rollouts = [(group, rollout) for group in GROUPS[:1] for rollout in group.rollouts[:2]]
+        with torch.no_grad():
+            return [float(logprobs(backend, group, rollout).sum()) for group, rollout in rollouts]
+
+    praised, blamed = logps()
+    backend.step(make_updates(1, GROUPS[:1], [[1.0, -1.0, None]]), 0)
+    assert logps()[0] > praised and logps()[1] < blamed
+
+
+def logprobs(backend: Controller, group: Group, rollout: Rollout) -> Tensor:
+    return oracles.completion_logprobs(
+        backend.machine.policy.model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+    )
+
+
+def test_a_report_has_the_metrics_a_backend_owes_and_they_are_the_twins(model_dir: Path) -> None:
+    backend = make_backend(model_dir)
+    ratios: list[list[float]] = []
+    with torch.no_grad():
+        for group in GROUPS:
+            for rollout in group.rollouts:
+                pairs = zip(logprobs(backend, group, rollout).tolist(), rollout.logprobs.tolist(), strict=True)
+                ratios.append([oracles.ratio(logp, behaviour) for logp, behaviour in pairs])
+    loss = float(oracles.loss(backend.machine.policy.model, GROUPS, ADVANTAGES, LossConfig(is_cap=2.0)).detach())
+    report = backend.step(make_updates(), 0)
+    flat = [r for each in ratios for r in each]
+    assert set(report.metrics) == set(STEP_METRICS) == set(StepReport.of_nothing().metrics)
+    assert report.metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert report.metrics["is/ratio_max"] == pytest.approx(max(flat), rel=1e-3)
+    assert report.metrics["is/ratio_mean"] == pytest.approx(sum(flat) / len(flat), rel=1e-3)
+    assert report.metrics["is/ess"] == pytest.approx(oracles.effective_sample_size(flat), rel=1e-3)
+    assert report.metrics["clip_ratio/region_mean"] == 0.0  # the first update is on the policy it clips around
+    assert report.metrics["kl/behaviour"] == pytest.approx(-sum(np.log(flat)) / len(flat), rel=1e-3)
+    assert report.weight_of_member == {n: pytest.approx(sum(each) / len(each), rel=1e-3) for n, each in enumerate(ratios)}
+
+
+def test_the_proximal_policy_is_the_one_before_the_first_update(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(model_dir, warmup_steps=0, learning_rate=1e-2)
+    seen: list[tuple[Tensor, Tensor]] = []
+    loss = update.objective
+
+    def spy(inputs: Any, config: LossConfig) -> Any:
+        seen.append((inputs.logp_current_N.detach(), inputs.logp_proximal_N))
+        return loss(inputs, config)
+
+    monkeypatch.setattr(update, "objective", spy)
+    with torch.no_grad():
+        before = [logprobs(backend, group, rollout) for group in GROUPS for rollout in group.rollouts]
+    report = backend.step(make_updates(2), 0)
+    first, second = [torch.cat([pair[i] for pair in seen]) for i in (0, 1)]
+    torch.testing.assert_close(second, torch.cat(before), rtol=0, atol=1e-5)
+    half = len(second) // 2
+    torch.testing.assert_close(first[:half], second[:half])
+    assert (first[half:] - second[half:]).abs().max() > 1e-2  # the first update moved the policy
+    clipped = report.metrics["clip_ratio/region_mean"]
+    assert clipped is not None and clipped > 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_optimizer(model_dir: Path, poison: float) -> None:
+    backend = make_backend(model_dir)
+    assert backend.step(make_updates(), 0).applied
+    before, state = weights(backend), optimizer_state(backend)
+    report = backend.step(make_updates(1, GROUPS, [[1.0, poison, 0.5], *ADVANTAGES[1:]]), 1)
+    assert not report.applied
+    assert weights(backend) == before
+    assert_equal(optimizer_state(backend), state)
+    # and it leaves nothing behind: the next step is the one that would have been made without it
+    undisturbed = make_backend(model_dir)
+    undisturbed.step(make_updates(), 0)
+    assert backend.step(make_updates(), 1) == undisturbed.step(make_updates(), 1)
+    assert weights(backend) == weights(undisturbed)
+
+
+def test_behaviour_log_probabilities_that_are_not_numbers_are_refused_too(model_dir: Path) -> None:
+    backend, group = make_backend(model_dir), make_group(0, [3])
+    group.rollouts[0].logprobs[1] = np.nan  # past the door, which would have refused it
+    before = weights(backend)
+    assert not backend.step(make_updates(1, [group], [[1.0]]), 0).applied
+    assert weights(backend) == before and not optimizer_state(backend)
+
+
+def test_after_a_refused_update_the_later_ones_of_the_step_are_not_tried(model_dir: Path) -> None:
+    backend, alone = make_backend(model_dir), make_backend(model_dir)
+    updates = make_updates(4, GROUPS, [*ADVANTAGES[:1], [float("nan")] * 3, *ADVANTAGES[2:]])
+    assert len(updates) == 4
+    assert not backend.step(updates, 0).applied
+    assert alone.step(updates[:1], 0).applied
+    assert weights(backend) == weights(alone)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+    make_model(name).save_pretrained(tmp_path / "start")
+    (tmp_path / "saved").mkdir()
+    straight = make_backend(tmp_path / "start")
+    for step in range(4):
+        if step == 2:
+            straight.save(tmp_path / "saved")
+        straight.step(make_updates(2), step)
+    resumed = make_backend(tmp_path / "start")
+    resumed.load(tmp_path / "saved")
+    for step in (2, 3):
+        resumed.step(make_updates(2), step)
+    assert weights(resumed) == weights(straight)
+    assert_equal(optimizer_state(resumed), optimizer_state(straight))
+
+
+def test_a_checkpoint_of_no_steps_can_be_loaded(tmp_path: Path, model_dir: Path) -> None:
+    one, other = make_backend(model_dir), make_backend(model_dir)
+    one.save(tmp_path)
+    other.load(tmp_path)
+    one.step(make_updates(), 0)
+    other.step(make_updates(), 0)
+    assert weights(one) == weights(other)
+
+
+def test_what_is_saved_is_a_model_directory_like_the_one_it_began_with(tmp_path: Path) -> None:
+    backend = make_backend(TINY_SPELLER)
+    backend.step(make_updates(), 0)
+    backend.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    trained = {name: bytes(p.detach().numpy().tobytes()) for name, p in model.named_parameters()}
+    assert trained == weights(backend)
+    text = "Spell this word backward: cab"
+    tokenizers = [AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (TINY_SPELLER, tmp_path / "model")]
+    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+    assert tokenizers[0].eos_token_id == tokenizers[1].eos_token_id == model.generation_config.eos_token_id
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in TINY_SPELLER.iterdir()}
+
+
+def test_a_generation_config_that_cannot_be_saved_is_copied(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(TINY_SPELLER, start)
+    odd = {"do_sample": False, "temperature": 0.6, "eos_token_id": 1}  # as many published models have it
+    (start / "generation_config.json").write_text(json.dumps(odd))
+    (tmp_path / "saved").mkdir()
+    make_backend(start).save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text()) == odd
+
+
+def test_tied_parameters_are_published_once(tmp_path: Path) -> None:
+    for name in ("llama", "llama-tied"):
+        make_model(name).save_pretrained(tmp_path / name)
+    tied, untied = (set(make_backend(tmp_path / name).tensors()) for name in ("llama-tied", "llama"))
+    assert untied - tied == {"lm_head.weight"} and tied < untied
+
+
+def test_tensors_are_views_of_live_memory_and_a_weight_set_is_a_copy(model_dir: Path) -> None:
+    backend = make_backend(model_dir)
+    tensors = backend.tensors()
+    published = WeightSet.of(1, 0, tensors).tensors()
+    before = weights(backend)
+    backend.step(make_updates(), 0)
+    assert {name: bytes(tensor.data) for name, tensor in tensors.items()} == weights(backend)
+    assert {name: bytes(tensor.data) for name, tensor in published.items()} == before != weights(backend)
+
+
+def test_scalars_and_empty_parameters_can_be_published(model_dir: Path) -> None:
+    backend = make_backend(model_dir)
+    backend.machine.policy.model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    backend.machine.policy.model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+    tensors = backend.tensors()
+    assert np.frombuffer(tensors["scale"].data, np.float32).tolist() == [2.0] and tensors["scale"].shape == ()
+    assert len(tensors["nothing"].data) == 0 and tensors["nothing"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_and_learner_agree_on_what_was_sampled(tmp_path: Path, name: str, temperature: float) -> None:
+    """At staleness 0 the importance weight is 1: the engine adopts what was published and samples, the learner recomputes."""
+    make_model(name).save_pretrained(tmp_path)
+    backend = make_backend(tmp_path, warmup_steps=0)
+    backend.step(make_updates(), 0)  # weights the engine was not started with
+    engine = TorchEngine(make_model(name), slots=4, stop_ids=(), version=0, max_length=128)
+    engine.load_weights(1, WeightSet.of(1, 1, backend.tensors()).tensors())
+    prompts = [group.prompt_ids for group in GROUPS]
+    for n, prompt in enumerate(prompts):
+        engine.submit(
+            [Request(RolloutKey(n, 0, m), tuple(prompt.tolist()), 4 + 3 * m, temperature, 10 * n + m) for m in (0, 1, 2)]
+        )
+    done: dict[RolloutKey, Rollout] = {}
+    while engine.num_unfinished:
+        for each in engine.step():
+            done[each.key] = Rollout(each.token_ids, each.logprobs, each.spans, each.finish_reason)
+    groups = [
+        Group(n, 0, prompt, tuple(done[RolloutKey(n, 0, m)] for m in (0, 1, 2)), temperature)
+        for n, prompt in enumerate(prompts)
+    ]
+    for group in groups:
+        for rollout in group.rollouts:
+            with torch.no_grad():
+                found = logprobs(backend, group, rollout)
+            np.testing.assert_allclose(found.numpy(), rollout.logprobs, rtol=0, atol=1e-4)
+    report = backend.step(make_updates(1, groups), 1)
+    assert report.metrics["is/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert report.metrics["is/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert report.metrics["kl/behaviour"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_learning_rate_rises_from_the_first_step_on(model_dir: Path) -> None:
+    backend = make_backend(model_dir, learning_rate=1e-3, warmup_steps=4)
+    rates = []
+    for step in range(6):
+        backend.step(make_updates(), step)
+        rates.append(backend.machine._optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"learner.device = '{device}' cannot be used: .*; use 'cpu'"):
+        make_backend(model_dir, device=device)
+
+
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no Hugging Face causal language model"):
+        make_backend(tmp_path)
