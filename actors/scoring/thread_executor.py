@@ -1,7 +1,7 @@
 """The executor of functions that exist only in this process: lambdas, closures, bound methods, functions of a notebook.
 
 They run in threads of this process, so they share its interpreter and cannot be killed. A call past its time-out is answered as
-failed and its thread is abandoned; too many abandoned threads end the executor.
+failed and its thread is abandoned. While too many abandoned threads run, every further call fails at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from async_rlhf.actors.rewards import RewardFunction, Signature, settings_of
+from async_rlhf.actors.rewards import Answer, RewardFunction, Signature, settings_of
 from async_rlhf.actors.scoring.executor import Answered, Call, Ready, timed_out
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 
 MAX_ABANDONED = 32
+_TOO_MANY = (
+    f"more than {MAX_ABANDONED} calls of rewards of the calling process ran past their time-out and never ended; put the "
+    "function into a .py file, where a call can be killed"
+)
 
 
 class ThreadExecutor:
@@ -44,11 +48,8 @@ class ThreadExecutor:
         """A call that runs cannot be stopped."""
 
     def check(self) -> None:
-        if self._num_abandoned > MAX_ABANDONED or not self._thread.is_alive():
-            raise RewardError(
-                f"{self._num_abandoned} calls of rewards of the calling process ran past their time-out and never ended; "
-                "put the function into a .py file, where a call can be killed"
-            )
+        if not self._thread.is_alive():
+            raise RewardError("the thread of the calling process's rewards has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
         with self._changed:
@@ -66,20 +67,26 @@ class ThreadExecutor:
                 for call in late:
                     del self._running[call.id]
                 self._num_abandoned += len(late)
-                started = []
+                started: list[Call] = []
+                refused: list[Call] = []
+                if self._num_abandoned > MAX_ABANDONED:
+                    refused = list(self._waiting)
+                    self._waiting.clear()
                 while self._waiting and len(self._running) < self._concurrency:
                     call = self._waiting.popleft()
                     self._running[call.id] = (call, now + call.timeout_s)
                     started.append(call)
                 if self._closing:
                     return
-                if not late and not started:
+                if not late and not started and not refused:
                     deadlines = [deadline for _, deadline in self._running.values()]
                     self._changed.wait(min(deadlines) - now if deadlines else None)
             for call in started:
                 threading.Thread(target=self._call, args=(call,), name=f"reward {call.spec.name}", daemon=True).start()
             for call in late:
                 self._answered(call.id, (timed_out(call.timeout_s),))
+            for call in refused:
+                self._answered(call.id, (Answer(None, _TOO_MANY),))
 
     def _call(self, call: Call) -> None:
         ready, began = self._functions[call.spec.name], time.time()

@@ -11,7 +11,7 @@ import pytest
 from async_rlhf.actors.rewards import Answer, spec_in_process
 from async_rlhf.actors.scoring.executor import Call
 from async_rlhf.actors.scoring.thread_executor import MAX_ABANDONED, ThreadExecutor
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError
 
 Found = queue.SimpleQueue[tuple[int, tuple[Answer, ...]]]
 
@@ -46,25 +46,32 @@ def test_lambdas_lists_and_coroutines_are_answered_and_what_hangs_times_out() ->
     executor.close(10.0)
 
 
-def test_too_many_calls_that_never_end_end_the_executor() -> None:
+def test_while_too_many_calls_never_end_every_other_fails_at_once_with_the_reason() -> None:
     release = threading.Event()
     found: Found = queue.SimpleQueue()
-    executor = ThreadExecutor({"hangs": lambda completion: release.wait(60)}, 64, lambda *ended: found.put(ended))
-    spec = spec_in_process("hangs", lambda completion: 1.0, None)
+
+    def hangs(completion: str) -> bool:
+        return completion == "quick" or release.wait(60)
+
+    executor = ThreadExecutor({"hangs": hangs}, 64, lambda call_id, answers: found.put((call_id, answers)))
+    spec = spec_in_process("hangs", hangs, None)
+
+    def ask(number: int, text: str, timeout_s: float) -> None:
+        executor.submit(Call(number, spec, ({"completion": text},), timeout_s))
+
     for number in range(MAX_ABANDONED + 1):
-        executor.submit(Call(number, spec, ({"completion": "x"},), 0.05))
+        ask(number, "x", 0.05)
     for _ in range(MAX_ABANDONED + 1):
-        found.get(timeout=30)
-    with pytest.raises(RewardError, match=r"never ended; put the function into a \.py file"):
-        executor.check()
+        assert "timed out" in str(found.get(timeout=30)[1][0].failure)
+    ask(99, "quick", 30.0)
+    assert "never ended; put the function into a .py file" in str(found.get(timeout=30)[1][0].failure)
     release.set()
     until = time.monotonic() + 30
-    while time.monotonic() < until:
-        try:
-            executor.check()
-            break
-        except RewardError:
-            time.sleep(0.01)
+    value = None
+    while value is None and time.monotonic() < until:
+        ask(100, "quick", 30.0)
+        value = found.get(timeout=30)[1][0].value
+    assert value == 1.0
     executor.check()
     executor.close(10.0)
 
