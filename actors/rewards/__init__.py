@@ -11,16 +11,30 @@ def` works for all. A number is a value, None is not applicable, anything raised
 time-outs (`async_rlhf.actors.scoring`).
 """
 
+from async_rlhf.actors.rewards.adapters import adapted
 from async_rlhf.actors.rewards.answer import Answer, failed
-from async_rlhf.actors.rewards.loading import BUILTINS, RewardSpec, absolute, load, resolve, spec_of
-from async_rlhf.actors.rewards.settings import RewardSettings, Stream, TransientError, reward, settings_of
+from async_rlhf.actors.rewards.loading import (
+    BUILTINS,
+    CALLER,
+    CALLER_ADDRESS,
+    RewardSpec,
+    absolute,
+    load,
+    resolve,
+    spec_in_process,
+    spec_of,
+)
+from async_rlhf.actors.rewards.settings import RewardFunction, RewardSettings, Stream, TransientError, reward, settings_of
 from async_rlhf.actors.rewards.signature import FIELDS, Signature
 from async_rlhf.buffers.score import Score
 
 __all__ = [
     "BUILTINS",
+    "CALLER",
+    "CALLER_ADDRESS",
     "FIELDS",
     "Answer",
+    "RewardFunction",
     "RewardSettings",
     "RewardSpec",
     "Score",
@@ -28,10 +42,12 @@ __all__ = [
     "Stream",
     "TransientError",
     "absolute",
+    "adapted",
     "failed",
     "load",
     "resolve",
     "reward",
     "settings_of",
+    "spec_in_process",
     "spec_of",
 ]

@@ -38,6 +38,9 @@ BUILTINS = {
     "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
 
+CALLER, CALLER_ADDRESS = "caller", "ASYNC_RLHF_CALLER_REWARDS"
+"""The address of the rewards that the process which started a run serves itself, and the variable that resolves it."""
+
 _PRIVATE = "_async_rlhf_reward_file_"
 _LOADED = "__async_rlhf_loaded__"
 _FIX = "another process cannot import it; define it with 'def' at the top level of a module or a .py file"
@@ -116,12 +119,30 @@ def _spec(
     overrides: Mapping[str, Mapping[str, Any]],
 ) -> RewardSpec:
     function = _function(target)
-    signature, settings = Signature.of(function), settings_of(function)
+    settings = settings_of(function)
     name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    given = overrides.get(name, {})
-    settings = replace(settings, **given)
+    return _checked(name, target, function, columns, dict(options.get(name, {})), overrides.get(name, {}))
+
+
+def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
+    """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
+    spec = _checked(name, f"{CALLER}:{name}", function, columns, {}, {})
+    if spec.scope == "group" or spec.stream_tokens or spec.holds_model:
+        raise ConfigError(f"reward {name!r} judges groups, reads unfinished completions or loads a model: {_FIX}")
+    return spec
+
+
+def _checked(
+    name: str,
+    target: str,
+    function: RewardFunction,
+    columns: AbstractSet[str] | None,
+    chosen: dict[str, Any],
+    given: Mapping[str, Any],
+) -> RewardSpec:
+    """chosen: values of its options; given: settings that override its decorator."""
+    signature, settings = Signature.of(function), replace(settings_of(function), **given)
     _check_given(name, given, settings, signature.is_async)
-    chosen = dict(options.get(name, {}))
     if columns is not None:
         signature.check(name, columns, chosen.keys())
         if settings.check is not None:

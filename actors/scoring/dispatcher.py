@@ -19,16 +19,17 @@ from functools import partial
 from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import RewardSpec
+from async_rlhf.actors.rewards import RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.event_loop_executor import EventLoopExecutor
 from async_rlhf.actors.scoring.executor import Answered, Answers, Call, Executor, Shown
 from async_rlhf.actors.scoring.process_executor import ProcessExecutor
 from async_rlhf.actors.scoring.remote_executor import RemoteExecutor
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
+from async_rlhf.actors.scoring.thread_executor import ThreadExecutor
 from async_rlhf.buffers.errors import RewardError
 
 _LOOK_S = 0.5
-_REMOTE = "remote"
+_REMOTE, _CALLER = "remote", "caller"
 # Batches, limits and retries of a remote stage are its server's.
 _UNLIMITED: Mapping[str, Any] = {
     "batch_size": 1,
@@ -46,12 +47,20 @@ class Dispatcher:
     answered: called once for each task, with its members' answers. shown: called for each prefetch with the reward's name, the
     streams it has read, and when that ran or why it failed. Both from its threads.
     scorer: address of the scoring server of this machine, which runs the stages placed there; "" runs every stage here.
+    functions: by reward, those that only this process has.
     """
 
     def __init__(
-        self, specs: Sequence[RewardSpec], config: ScoringConfig, answered: Answered, shown: Shown, scorer: str = ""
+        self,
+        specs: Sequence[RewardSpec],
+        config: ScoringConfig,
+        answered: Answered,
+        shown: Shown,
+        scorer: str = "",
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self._config, self._scorer, self._answered, self._shown = config, scorer, answered, shown
+        self._functions = functions or {}
         self._specs = {spec.name: spec for spec in specs}
         self._places = {spec.name: self._place(spec) for spec in specs}
         self._queues: dict[str, RewardQueue] = {}
@@ -210,14 +219,18 @@ class Dispatcher:
     # -- where a reward runs -----------------------------------------------------------------------------------------
 
     def _place(self, spec: RewardSpec) -> str:
-        """On the scoring server, the event loop, the shared workers, or workers of its own."""
+        """On the scoring server, in threads here, on the event loop, in the shared workers, or in workers of its own."""
         if self._scorer and self._config.in_process(spec.name):
             return _REMOTE
+        if spec.name in self._functions:
+            return _CALLER
         return "event loop" if spec.kind == "async" else f"workers {spec.name if spec.workers else ''}"
 
     def _executor(self, place: str, specs: tuple[RewardSpec, ...]) -> Executor:
         if place == _REMOTE:
             return RemoteExecutor(self._scorer, self._heard, self._shown)
+        if place == _CALLER:
+            return ThreadExecutor(self._functions, self._config.max_concurrency, self._heard)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
         if specs[0].kind == "async":
             return EventLoopExecutor(specs, self._config.max_concurrency, memory_mb, self._heard)

@@ -2,6 +2,7 @@
 
     ProcessExecutor      worker processes, one synchronous call at a time in each
     EventLoopExecutor    one process with an event loop, many asynchronous calls at once
+    ThreadExecutor       threads of this process, for functions that no other can import
     RemoteExecutor       the scoring server of this machine
 
 `Ready` is a loaded reward inside the process that calls it. All of it is plain data between processes.

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from async_rlhf.actors.rewards import Answer, TransientError, reward
+from async_rlhf.actors.rewards import CALLER, CALLER_ADDRESS, Answer, TransientError, reward
 from async_rlhf.actors.scoring.messages import REWARD_CHANNEL, ScoreRequest, ScoreResponse, frames_of, to_answers, unpack
+from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.transport.keys import load_peer
 
@@ -24,13 +26,15 @@ _SEND_HWM = 10_000
 
 
 @reward(retries=3, timeout_s=30.0)
-async def remote(address: str, keys: str = "", timeout_s: float = 30.0, **fields: Any) -> Score:
+async def remote(address: str, keys: str = "", timeout_s: float = 30.0, reward_name: str = "", **fields: Any) -> Score:
     """The score of the reward that the server at `address` serves.
 
     keys: a key directory (`async-rlhf keys new`), needed for a server on another machine. timeout_s: the server drops the
-    request after it.
+    request after it. reward_name: which of its rewards, where there are several.
     """
-    answer = await _server(address, keys).score(fields, timeout_s)
+    if address == CALLER and not (address := os.environ.get(CALLER_ADDRESS, "")):
+        raise RewardError("its function is in the process that started this run; start the run with train(rewards=[...]) again")
+    answer = await _server(address, keys).score(reward_name, fields, timeout_s)
     if answer.retry_after_s is not None:
         raise TransientError(f"{address}: {answer.failure}", after_s=answer.retry_after_s)
     return answer.score()
@@ -59,12 +63,12 @@ class _Server:
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def score(self, fields: dict[str, Any], timeout_s: float) -> Answer:
+    async def score(self, stage: str, fields: dict[str, Any], timeout_s: float) -> Answer:
         """Waits for the answer; the caller's time-out ends it."""
         loop = asyncio.get_running_loop()
         if self._reader is None or self._reader.done():
             self._reader = loop.create_task(self._read())
-        request = ScoreRequest(id=next(self._ids), members=[fields], timeout_s=timeout_s)
+        request = ScoreRequest(id=next(self._ids), stage=stage, members=[fields], timeout_s=timeout_s)
         answer = self._pending[request.id] = loop.create_future()
         try:
             await self._socket.send_multipart(frames_of(request, REWARD_CHANNEL))

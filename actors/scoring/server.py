@@ -18,7 +18,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import zmq
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.messages import (
@@ -107,7 +107,9 @@ class ScoringServer:
         address: str,
         service: Service = SCORER,
         key_dir: Path | None = None,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
+        """functions: by reward, those that only this process has."""
         local = address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:"))
         if key_dir is None and not local:
             raise ConfigError(
@@ -138,7 +140,7 @@ class ScoringServer:
         except zmq.ZMQError as error:
             raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
         self.address = self._socket.address
-        self._dispatcher = Dispatcher(specs, config, self._answered, self._shown)
+        self._dispatcher = Dispatcher(specs, config, self._answered, self._shown, functions=functions)
 
     def run(self) -> None:
         """Serve until `stop`; raises RewardError when the workers of a stage do not come up."""

@@ -15,6 +15,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
+from async_rlhf.run.caller_rewards import served, split
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.daemon import Progress, Supervisor
 from async_rlhf.run.display import Display
@@ -48,19 +49,20 @@ def train(
 ) -> TrainResult:
     """Run the configuration in a TOML file to its end.
 
-    rewards: functions instead of those the file names; they must be importable by another process (no lambda, no
-    closure). loss, advantage: functions of your own, declared with `@loss` and `@advantage`; importable too. overrides:
-    dotted keys. resume: go on with its run directory, from the newest checkpoint or from that of
-    `from_step` steps. Raises ConfigError before any process starts, and what ended the run otherwise
-    (see `async_rlhf.exit_codes`).
+    rewards: functions instead of those the file names; one that no other process can import (a lambda, a closure, a bound
+    method) is served by threads of this process (`caller_rewards`). loss, advantage: functions of your own, declared with
+    `@loss` and `@advantage`, which must be importable. overrides: dotted keys. resume: go on with its run directory, from the
+    newest checkpoint or from that of `from_step` steps. Raises ConfigError before any process starts, and what ended the run
+    otherwise (see `async_rlhf.exit_codes`).
     """
-    changed = dict(overrides or {})
+    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:
-        changed["rewards.functions"] = [spec_of(function) for function in rewards]
+        changed["rewards.functions"], own_rewards = split(rewards)
     for section, own in (("loss", loss), ("advantage", advantage)):
         if own is not None:
             changed[f"{section}.kind"] = _importable(section, own)
-    return run(load(config, changed), resume=resume, from_step=from_step, quiet=quiet)
+    with served(own_rewards, load(config, changed)) as resolved:
+        return run(resolved, resume=resume, from_step=from_step, quiet=quiet)
 
 
 def _importable(section: str, function: Callable[..., Any]) -> str:

@@ -18,6 +18,7 @@ from tests.conftest import QUICK, SMALL
 SCRIPT = """
 import json
 import sys
+import time
 from async_rlhf import reward, train
 
 @reward
@@ -33,6 +34,22 @@ async def slowly(completion: str) -> float:
     await asyncio.sleep(0.01)
     return 0.5
 
+seen = []
+
+def of_this_process():
+    @reward(weight=0.5, timeout_s=1.0)
+    def closure(completion: str, answer: str) -> float:
+        seen.append(completion)
+        if len(seen) == 1:
+            time.sleep(4.0)
+        return 0.25
+
+    class Judge:
+        def bound(self, completions, prompts):
+            return [float(len(each) > 0) for each in completions]
+
+    return [lambda completion: 1.0, closure, Judge().bound]
+
 if __name__ == "__main__":
     config, overrides = sys.argv[1], json.loads(sys.argv[2])
     result = train(config, rewards=[exact, lengths, slowly], overrides=overrides)
@@ -40,11 +57,13 @@ if __name__ == "__main__":
     assert {"rewards/exact/mean", "rewards/lengths/mean", "rewards/slowly/mean"} <= set(last)
     assert last["rewards/slowly/mean"] == 0.5 and last["rewards/failed_ratio"] == 0.0
     assert (result.checkpoint / "model.safetensors").exists() and result.finished
-    try:
-        train(config, rewards=[lambda completion: 1.0], overrides=overrides)
-    except Exception as error:
-        assert "lambda" in str(error), error
-        print("all good", last["reward"])
+    served = of_this_process()
+    result = train(config, rewards=served, overrides={**overrides, "name": "served", "rewards.max_failed_ratio": 1.0})
+    first = result.metrics[0]
+    assert result.finished and seen and first["rewards/reward_0/mean"] == 1.0, first
+    assert first["rewards/closure/mean"] == 0.25 and "rewards/bound/mean" in first
+    assert any(each["rewards/failed_ratio"] > 0 for each in result.metrics), "the call that timed out"
+    print("all good", last["reward"])
 """
 
 
