@@ -12,7 +12,7 @@ from making import make_group, make_model
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli import app
+from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.check import RunContext, check
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
