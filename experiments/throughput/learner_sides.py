@@ -134,7 +134,12 @@ def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple
     side = ours(model, groups, threads)
     side()
     with ExitStack() as stack:
-        for name in ("logprobs._entropy_", "update.objective", "update.StepSums.add", "update.StepSums.report"):
+        for name in (
+            "model.logprobs._entropy_",
+            "step.update.objective",
+            "step.report.StepSums.add",
+            "step.report.StepSums.report",
+        ):
             found = pkgutil.resolve_name(f"async_rlhf.learner.{name}")
             stack.enter_context(mock.patch(f"async_rlhf.learner.{name}", counted(found)))
         whole = side().cpu

@@ -61,7 +61,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
     class Plain(torch.nn.Module):
         pass
 
-    with pytest.raises(ConfigError, match="this model has no layers that sampling_mask it; use false"):
+    with pytest.raises(ConfigError, match="this model has no layers that support it; use false"):
         Policy(Plain(), LearnerConfig(gradient_checkpointing=True))
 
 
