@@ -93,7 +93,7 @@ class FakeEngine:
 class FakeScoring:
     """Answers after none or a few polls; of two groups in three with what a reference says of the tokens."""
 
-    asked_again = 0
+    num_resent = 0
 
     def __init__(self, rng: Random) -> None:
         self._rng, self._pending, self._lengths = rng, dict[RolloutKey, int](), dict[RolloutKey, int]()
