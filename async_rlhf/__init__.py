@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
-    from async_rlhf.inspect.reward_trial import Trial, try_rewards
+    from async_rlhf.inspect.trials import Trial, try_rewards
     from async_rlhf.learner.registry import advantage, loss
     from async_rlhf.run.api import TrainResult, train
 
@@ -23,7 +23,7 @@ _HOMES = {
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
     **dict.fromkeys(("TrainResult", "train"), "async_rlhf.run.api"),
     **dict.fromkeys(("advantage", "loss"), "async_rlhf.learner.registry"),
-    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.reward_trial"),
+    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.trials"),
 }
 
 

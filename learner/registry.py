@@ -8,10 +8,8 @@ which read the source and do not import it. No torch here.
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.user_files import import_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LossLevel = Literal["token", "sequence", "pair"]
@@ -235,28 +234,11 @@ def _decorator(node: ast.FunctionDef, name: str) -> ast.Call | None:
 def _load(kind: str, shipped: Mapping[str, str], section: str) -> Callable[..., Any]:
     place, name = _place(kind, shipped)
     try:
-        module = _file_module(Path(place)) if place.endswith(".py") else import_module(place)
+        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
         function: Callable[..., Any] = getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{section}.kind = {kind!r}: importing {place} raised {type(error).__name__}: {error}") from error
     return function
-
-
-def _file_module(path: Path) -> Any:
-    """Import a file once, under a private name."""
-    name = "_async_rlhf_learner_file_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} does not exist")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _check_choice(name: str, field: str, values: Iterable[str], choice: Any) -> None:

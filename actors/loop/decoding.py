@@ -7,27 +7,27 @@ from collections.abc import Callable
 
 from async_rlhf.buffers.stages import Activity, StageTime
 
-Tell = Callable[[str, float, float], None]
+RecordSpan = Callable[[str, float, float], None]
 """(what it was, began, ended): a mark for a trace; seconds since the epoch."""
 
 # Between two steps the loop hears the hub and collects scores: less than this is part of decoding.
 _PAUSE_S = 0.02
 
 
-def tell_nobody(what: str, began: float, ended: float) -> None: ...
+def record_nothing(what: str, began: float, ended: float) -> None: ...
 
 
 class Decoding:
-    """Owns the stretches in which the engine decoded, as far back as somebody may ask. Called by the actor's loop."""
+    """Owns the stretches in which the engine decoded, as far back as `forget` leaves them. Called by the actor's loop."""
 
-    def __init__(self, tell: Tell = tell_nobody) -> None:
-        self._stretches, self._tell = Activity(), tell
+    def __init__(self, record: RecordSpan = record_nothing) -> None:
+        self._stretches, self._record = Activity(), record
         self._until = time.time()
 
     def stepped(self, began: float) -> None:
         """The engine has just decoded, since `began`."""
         if began - self._until > _PAUSE_S:
-            self._tell("idle", self._until, began)
+            self._record("idle", self._until, began)
         else:
             began = self._until
         self._until = time.time()

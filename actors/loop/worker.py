@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
-from async_rlhf.actors.loop.decoding import Decoding, Tell, tell_nobody
+from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
 from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
 from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
@@ -113,12 +113,12 @@ class Worker:
         work: Work,
         capacity: int,
         canary_tolerance: float,
-        tell: Tell = tell_nobody,
+        record: RecordSpan = record_nothing,
     ) -> None:
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
-        self._mark, self._decoding = tell, Decoding(tell)
+        self._mark, self._decoding = record, Decoding(record)
         self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
         self._fence = 0
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first

@@ -7,9 +7,7 @@ process starts, so a misspelt one costs seconds, not an hour.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -23,6 +21,7 @@ from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
 from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
@@ -41,8 +40,6 @@ BUILTINS = {
 CALLER, CALLER_ADDRESS = "caller", "ASYNC_RLHF_CALLER_REWARDS"
 """The address of the rewards that the process which started a run serves itself, and the variable that resolves it."""
 
-_PRIVATE = "_async_rlhf_reward_file_"
-_LOADED = "__async_rlhf_loaded__"
 _FIX = "another process cannot import it; define it with 'def' at the top level of a module or a .py file"
 
 
@@ -230,7 +227,7 @@ def spec_of(function: Callable[..., Any]) -> str:
         raise RewardError(f"{name!r} is defined inside another function: {_FIX}")
     module = sys.modules.get(function.__module__)
     # A script's module is called __main__ (or __mp_main__ in its children), one loaded from a file has a private name.
-    if function.__module__ in ("__main__", "__mp_main__") or function.__module__.startswith(_PRIVATE):
+    if function.__module__ in ("__main__", "__mp_main__") or function.__module__.startswith(PRIVATE):
         file = getattr(module, "__file__", None)
         if file is None:
             raise RewardError(f"{name!r} was typed into an interactive session, which has no file: {_FIX}")
@@ -288,29 +285,11 @@ def _module(name: str, target: str) -> ModuleType:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Import a file once, under a private name: `if __name__ == "__main__"` does not run."""
-    name = _PRIVATE + hashlib.sha256(str(path).encode()).hexdigest()[:16]
-    if (module := sys.modules.get(name)) is not None:
-        if not hasattr(module, _LOADED):
-            raise RewardError(
-                f"{path} starts a run while it is being imported for its rewards; "
-                f"put what starts the run under: if __name__ == '__main__':"
-            )
-        return module
-    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward file {path} does not exist; paths are relative to the configuration's folder")
-    module = importlib.util.module_from_spec(spec)
-    # The file may import its neighbours, as it can when it is run as a script.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-        setattr(module, _LOADED, True)
+        return import_file(path)
+    except MissingFileError as error:
+        raise RewardError(f"reward file {error}") from error
+    except UnfinishedImportError as error:
+        raise RewardError(f"{error} for its rewards; put what starts the run under: if __name__ == '__main__':") from error
     except (Exception, SystemExit) as error:  # the file is the user's own code and may raise anything
         raise RewardError(f"importing reward file {path} raised {type(error).__name__}: {error}") from error
-    finally:
-        if not hasattr(module, _LOADED):
-            del sys.modules[name]
-    return module

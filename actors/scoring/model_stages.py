@@ -8,10 +8,11 @@ actors share one model through the scorer process, or through a reward server (`
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,9 +28,24 @@ if TYPE_CHECKING:
     from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
     from async_rlhf.buffers.record import SamplingMask
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _CACHE_BYTES, _MAX_LENGTH = 1 << 30, 2048
+
+
+def _once(make: Callable[P, T]) -> Callable[P, T]:
+    """One object of this process for each set of arguments, defaults filled in."""
+    signature, kept = inspect.signature(make), functools.cache(make)
+
+    @functools.wraps(make)
+    def found(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return kept(*bound.args)
+
+    return found
 
 
 def check_incremental(path: str, of: str) -> None:
@@ -136,6 +152,7 @@ def _reward_model(path: str, label: int, device: str, dtype: str, threads: int) 
     return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
 
 
+@_once
 def _reward_judge(
     path: str,
     label: int = 0,
@@ -144,13 +161,6 @@ def _reward_judge(
     threads: int = 1,
     max_length: int = _MAX_LENGTH,
     cache_bytes: int = _CACHE_BYTES,
-) -> IncrementalJudge[Score]:
-    return _cached_reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
-
-
-@functools.cache
-def _cached_reward_judge(
-    path: str, label: int, device: str, dtype: str, threads: int, max_length: int, cache_bytes: int
 ) -> IncrementalJudge[Score]:
     from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
 
@@ -217,6 +227,7 @@ def _reference_model(path: str, device: str, dtype: str, threads: int) -> Refere
     return ReferenceModel(Path(path), device=device, dtype=dtype, threads=threads)
 
 
+@_once
 def _reference_judge(
     path: str,
     temperature: float,
@@ -225,13 +236,6 @@ def _reference_judge(
     dtype: str = "float32",
     threads: int = 1,
     cache_bytes: int = _CACHE_BYTES,
-) -> IncrementalJudge[Logprobs]:
-    return _cached_reference_judge(path, temperature, device, dtype, threads, cache_bytes)
-
-
-@functools.cache
-def _cached_reference_judge(
-    path: str, temperature: float, device: str, dtype: str, threads: int, cache_bytes: int
 ) -> IncrementalJudge[Logprobs]:
     from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
 

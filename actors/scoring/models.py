@@ -26,13 +26,8 @@ class RewardModel:
     def __init__(self, path: Path, *, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self._label, self.device = label, torch.device(device)
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
-            )
-        except (OSError, ValueError) as error:
-            raise RewardError(f"reward model {str(path)!r} cannot be loaded: {error}") from error
+        self._tokenizer = _loaded(AutoTokenizer, path, "reward model")
+        model = _loaded(AutoModelForSequenceClassification, path, "reward model", dtype=getattr(torch, dtype))
         self._model = model.to(self.device).eval()
         self.dtype: torch.dtype = model.dtype
         if self._tokenizer.pad_token_id is None:
@@ -97,12 +92,7 @@ class ReferenceModel:
     def __init__(self, path: Path, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self.device = torch.device(device)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
-            )
-        except (OSError, ValueError) as error:
-            raise RewardError(f"the reference {str(path)!r} cannot be loaded: {error}") from error
+        model = _loaded(AutoModelForCausalLM, path, "the reference", dtype=getattr(torch, dtype))
         self._model = model.to(self.device).eval()
         self.dtype: torch.dtype = model.dtype
         self._head = model.get_output_embeddings()
@@ -172,3 +162,11 @@ def _restricted(logits_RV: torch.Tensor, sizes_R: torch.Tensor, ids_K: torch.Ten
     restricted_RV = torch.full_like(logits_RV, -torch.inf)
     restricted_RV[index] = logits_RV[index]
     return restricted_RV
+
+
+def _loaded(kind: Any, path: Path, what: str, **options: Any) -> Any:
+    """Raises RewardError."""
+    try:
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise RewardError(f"{what} {str(path)!r} cannot be loaded: {error}") from error

@@ -21,7 +21,7 @@ from async_rlhf.actors.torch_engine.chunks import attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.graphs import record_on_cuda
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
-from async_rlhf.actors.torch_engine.model_check import check_engine, check_invariance
+from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError
 
@@ -38,7 +38,6 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    batch_invariant = _is_batch_invariant(model, config)
     engine = TorchEngine(
         model,
         slots=config.slots,
@@ -51,11 +50,9 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
         recorder=record_on_cuda if config.cuda_graphs else None,
         base=Base(Path(model_dir)),
-        batch_invariant=batch_invariant,
+        batch_invariant=_is_batch_invariant(model, config),
     )
     check_engine(engine, model)
-    if batch_invariant:
-        check_invariance(engine, model)
     return engine
 
 

@@ -23,10 +23,12 @@ _NUM_NEW = 8
 
 
 def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
-    """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone."""
+    """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone, or are not the
+    same bits in any batch where it promises them."""
     requests = _requests(model)
     try:
-        difference = _difference(model, requests, _completed(engine, requests))
+        together = _completed(engine, requests)
+        difference = _difference(model, requests, together)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
     if not difference <= MAX_DIFFERENCE[model.dtype]:
@@ -35,12 +37,12 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
             f"log-probabilities of sampled tokens differ from plain passes by {difference:.3g} nats on average "
             f"(at most {MAX_DIFFERENCE[model.dtype]:g} in {str(model.dtype).removeprefix('torch.')})",
         )
+    if engine.is_batch_invariant:
+        _check_bits(engine, requests, together)
 
 
-def check_invariance(engine: TorchEngine, model: PreTrainedModel) -> None:
+def _check_bits(engine: TorchEngine, requests: Sequence[Request], together: dict[RolloutKey, Completion]) -> None:
     """Raises ConfigError when, on this processor, the bits of a completion depend on what is computed beside it."""
-    requests = _requests(model)
-    together = _completed(engine, requests)
     for request in requests:
         alone, beside = _completed(engine, [request])[request.key], together[request.key]
         if alone.token_ids.tolist() != beside.token_ids.tolist() or alone.logprobs.tobytes() != beside.logprobs.tobytes():

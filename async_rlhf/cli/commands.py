@@ -276,7 +276,7 @@ def rewards_try(
     with _errors():
         from async_rlhf.config import parse_settings
         from async_rlhf.exit_codes import REWARDS_FAILED
-        from async_rlhf.inspect.reward_trial import lines, try_rewards
+        from async_rlhf.inspect.trials import lines, try_rewards
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
         trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
@@ -293,9 +293,9 @@ def loss_try(
 ) -> None:
     """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias. Exit code 1 when one fails."""
     with _errors():
-        from async_rlhf.loss_trial import run_trial
+        from async_rlhf.inspect.trials import run_loss_trial
 
-        raise typer.Exit(run_trial(loss, overrides or [], typer.echo, as_json=as_json))
+        raise typer.Exit(run_loss_trial(loss, overrides or [], typer.echo, as_json=as_json))
 
 
 @app.command()

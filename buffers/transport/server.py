@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class ServerSocket:
         self._max_unfinished = max_message_bytes + UNREAD_BY_ZMQ
         self._authenticator = Authenticator(self._context, self._socket, access)
         self._waker, self._poller = Waker(), zmq.Poller()
+        self._closed, self._closing = False, threading.RLock()  # `wake` may come while `close` runs, also from a signal handler
         for waited_for in (self._socket, *self._authenticator.sockets, self._waker.descriptor):
             self._poller.register(waited_for, zmq.POLLIN)
         try:
@@ -67,7 +69,10 @@ class ServerSocket:
             self._authenticator.attend()
 
     def wake(self) -> None:
-        self._waker.ring()
+        """End a `wait`; also when the socket is closed."""
+        with self._closing:
+            if not self._closed:
+                self._waker.ring()
 
     def register(self, waited_for: Any) -> None:
         """A socket or descriptor that `wait` watches too."""
@@ -99,7 +104,9 @@ class ServerSocket:
 
     def close(self) -> None:
         """Sends what is unsent for `linger_ms`."""
-        self._authenticator.close()
-        self._socket.close()
-        self._context.term()
-        self._waker.close()
+        with self._closing:
+            self._closed = True
+            self._authenticator.close()
+            self._socket.close()
+            self._context.term()
+            self._waker.close()

@@ -14,7 +14,6 @@ relay that dies loses nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 
 import zmq
@@ -52,14 +51,12 @@ class Relay:
         except zmq.ZMQError as error:
             raise ConfigError(f"{address!r} cannot be listened at: {error}") from error
         self._proxy = RelayProxy(hub_address, config, self._open, self._close)
-        self._stopped, self._ended, self._ending = False, False, threading.RLock()  # `stop` may come while `run` ends
+        self._stopped = False
 
     def stop(self) -> None:
         """End `run`; may be called from any thread, also when it has ended."""
-        with self._ending:
-            self._stopped = True
-            if not self._ended:
-                self._socket.wake()
+        self._stopped = True
+        self._socket.wake()
 
     def run(self) -> None:
         """Serve until `stop`. Raises DeadlineError, with the reason, when the hub does not let this relay in."""
@@ -79,10 +76,8 @@ class Relay:
                 self._socket.send(self._proxy.outbox)
                 self._proxy.outbox.clear()
         finally:
-            with self._ending:
-                self._ended = True
-                self._proxy.close()
-                self._socket.close()
+            self._proxy.close()
+            self._socket.close()
 
     def _open(self, name: str) -> Link:
         link = self._connect(self._hub_address, name)

@@ -247,7 +247,7 @@ def test_a_column_travels_as_it_is_or_the_score_fails(machine: Machine) -> None:
 
 def test_nobody_waits_forever_for_a_scorer_that_is_not_there(socket_dir: Path) -> None:
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.2 s"):
-        server_state(f"ipc://{socket_dir}/nobody", 0.2)
+        server_state(f"ipc://{socket_dir}/absent", 0.2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from async_rlhf.learner.check import RunContext, check
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import try_loss
-from async_rlhf.learner.registry import advantage_spec, loss_spec, losses
+from async_rlhf.learner.registry import advantage_spec, load_loss, loss_spec, losses
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.api import train
 
@@ -210,3 +210,18 @@ def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path:
 
     with pytest.raises(ConfigError, match=r"is defined inside another function.*%%writefile my_loss.py"):
         train(tmp_path / "none.toml", loss=local)
+
+
+def test_a_file_may_import_its_neighbours_as_a_file_of_rewards_may(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_loss.py").write_text("SCALE = 3.0\n")
+    (tmp_path / "scaled.py").write_text(
+        "from async_rlhf import loss\nfrom beside_the_loss import SCALE\n"
+        "@loss()\ndef scaled(inputs, weight_N, config): return SCALE, {}\n"
+    )
+    function = load_loss(f"{tmp_path / 'scaled.py'}:scaled")
+    assert function(None, None, None) == (3.0, {})
+
+
+def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.py does not exist; paths are relative to the configuration's folder"):
+        load_loss(f"{tmp_path / 'none.py'}:plain")

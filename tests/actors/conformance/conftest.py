@@ -95,9 +95,7 @@ def made(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pyte
         start, weights = partial(start_torch, torch_directory, half), partial(raw_weights, dtype="bfloat16")
         yield Subject(request.param, start, begin_torch, BFLOAT16_TOLERANCE, weights)
         return
-    # The generic forward is not batch invariant.
-    invariant = False if request.param == "torch-generic" else None
-    config = scarce() if request.param == "torch-scarce" else EngineConfig(slots=32, batch_invariant=invariant)
+    config = scarce() if request.param == "torch-scarce" else EngineConfig(slots=32)
     yield Subject(request.param, partial(start_torch, torch_directory, config), begin_torch)
 
 

@@ -85,7 +85,7 @@ def a_group(number: int, attempt: int, version: int, actor: str, text: str = "")
 
 
 class Actor:
-    """An actor whose engine is the test: it adopts what it is told to and holds what it is credited until `put`."""
+    """An actor whose engine is the test: it adopts what is announced to it and holds what it is credited until `put`."""
 
     def __init__(self, place: Place, name: str = "anna", capacity: int = 8, **options: Any) -> None:
         self.name, self.capacity = name, capacity

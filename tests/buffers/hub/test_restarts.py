@@ -38,7 +38,7 @@ def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(place: Callable[
         until(delivered(anna), anna)
 
         hub.end()
-        anna.put(3)  # while nobody hears it
+        anna.put(3)  # while no hub runs
         anna.look()
         hub.begin()
         until(delivered(anna), anna)

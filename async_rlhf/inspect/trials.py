@@ -1,7 +1,8 @@
-"""Try rewards on completions that exist already, before a run: values, failures, timings.
+"""Rewards and losses tried before a run depends on them.
 
-The rewards run exactly as in a run: same processes, same time-outs, same limits. Completions come from a JSONL file (each
-object a `completion`, or `completions` of one group, and the columns of its prompt) or from a run directory's samples.
+Rewards on completions that exist already: values, failures, timings. They run exactly as in a run: same processes, same
+time-outs, same limits. Completions come from a JSONL file (each object a `completion`, or `completions` of one group, and the
+columns of its prompt) or from a run directory's samples.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.score import Score
+from async_rlhf.config import parse_settings
+from async_rlhf.learner.config import LossConfig
 
 _TOKENS = ("completion_ids", "prompt_ids")
 _BINS = 10
@@ -126,6 +129,16 @@ def lines(trial: Trial) -> list[str]:
         lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
         lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
     return lines
+
+
+def run_loss_trial(kind: str, overrides: Sequence[str], echo: Callable[[str], object], *, as_json: bool) -> int:
+    """Print the laws of a loss under these settings of `[loss]`. Returns 1 when one fails. Raises ConfigError."""
+    from async_rlhf.learner.objective.trial import lines, try_loss  # needs torch
+
+    given = parse_settings(("loss",), [f"loss.kind='{kind}'", *overrides])
+    trial = try_loss(LossConfig.model_validate(given["loss"]))
+    echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
+    return 0 if trial.holds else 1
 
 
 def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
