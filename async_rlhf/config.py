@@ -17,11 +17,11 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
 from async_rlhf.actors.config import ActorsConfig, DataConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
-from async_rlhf.actors.model_directory import check_own_code
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.model_directory import check_own_code
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.learner.check import RunContext, check_division, check_machine
 from async_rlhf.learner.check import check as check_learning

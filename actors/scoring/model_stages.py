@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from async_rlhf.actors.model_directory import check_own_code
 from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.rewards.settings import Stream, reward
 from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import check_own_code
 from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:

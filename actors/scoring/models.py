@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 # B completions of a batch, T tokens, C model width.
@@ -167,6 +168,6 @@ def _restricted(logits_RV: torch.Tensor, sizes_R: torch.Tensor, ids_K: torch.Ten
 def _loaded(kind: Any, path: Path, what: str, **options: Any) -> Any:
     """Raises RewardError."""
     try:
-        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+        return from_pretrained(kind, path, **options)
     except (OSError, ValueError) as error:
         raise RewardError(f"{what} {str(path)!r} cannot be loaded: {error}") from error

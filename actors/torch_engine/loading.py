@@ -24,6 +24,7 @@ from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
@@ -37,7 +38,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     model = _load_model(model_dir, config)
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer = from_pretrained(AutoTokenizer, Path(model_dir))
     engine = TorchEngine(
         model,
         slots=config.slots,
@@ -106,9 +107,7 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"engine.device = {config.device!r} cannot be used: {error}; use 'cpu'") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=getattr(torch, config.dtype), local_files_only=True, trust_remote_code=False
-        )
+        model = from_pretrained(AutoModelForCausalLM, Path(model_dir), dtype=getattr(torch, config.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
     attention_of(model.config)

@@ -19,6 +19,7 @@ from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.buffers.attention import max_length as longest_text
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     model = _skeleton(model_dir, config.dtype)
     tokenizer = None
     if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer = from_pretrained(AutoTokenizer, Path(model_dir))
     enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
     # Only now: vLLM reads the environment when it is imported.
@@ -72,8 +73,8 @@ def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        config = from_pretrained(AutoConfig, Path(model_dir))
+        with LOADING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.config import Config
@@ -69,7 +70,7 @@ def _vocabulary(config: Config) -> int:
         return size
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    found = from_pretrained(AutoConfig, Path(config.model))
     return int(found.get_text_config().vocab_size)
 
 

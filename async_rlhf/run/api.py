@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.model_directory import check_stop_strings
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
+from async_rlhf.buffers.model_directory import check_stop_strings
 from async_rlhf.config import Config, load
 from async_rlhf.launch.gguf import model_directory
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
@@ -108,7 +109,7 @@ def run_actor(
     from async_rlhf.buffers.transport.link import connector
 
     rows, _ = load_rows(config.data)
-    tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
     client = ActorClient(
@@ -181,7 +182,7 @@ def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     from async_rlhf.actors.scoring.pool import ScoringPool
 
     _, rows = load_rows(config.data)
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    tokenizer = from_pretrained(AutoTokenizer, Path(model))
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
     engine = load_engine(model, config.served_engine, version=0)
     try:

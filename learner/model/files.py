@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.learner.checkpoint.store import CheckpointError
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
@@ -22,9 +23,7 @@ _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
 def load_model(directory: Path, device: torch.device) -> nn.Module:
     """A causal language model in float32, in evaluation mode; raises ConfigError when the directory holds none."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
-        )
+        model = from_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
     return cast(nn.Module, model.to(device).eval())

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
 
 def convert(file: Path, directory: Path) -> None:
@@ -28,16 +29,15 @@ def convert(file: Path, directory: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"{file} is a GGUF file: install the reader with pip install 'async-rlhf[gguf]'") from error
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        quantised = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{file} cannot be read as a GGUF model: {error}") from error
     config = quantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the tensors are dequantised: saved with it, they would be taken for packed ones
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    with LOADING:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.load_state_dict(quantised.state_dict())
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:

@@ -1,12 +1,24 @@
-"""What a model directory says before a run: code of its own, which is never executed, and stop strings it can never reach."""
+"""Model directories: loaded one at a time, never with code of their own; and what is refused before a run."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
+
+LOADING = threading.RLock()
+"""Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
+of two threads that load at once, one would leave parameters untied for good."""
+
+
+def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
+    """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
+    with LOADING:
+        return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
 
 
 def check_own_code(directory: Path, where: str) -> None:
@@ -18,7 +30,7 @@ def check_own_code(directory: Path, where: str) -> None:
     kinds = [AutoConfig] + [AutoTokenizer] * (directory / "tokenizer_config.json").is_file()
     for kind in kinds:
         try:
-            kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            from_pretrained(kind, directory)
         except ValueError as error:
             raise ConfigError(
                 f"{where} = {str(directory)!r} needs its own code (auto_map), which is never run; use a model that "
