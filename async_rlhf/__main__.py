@@ -1,5 +1,5 @@
 """`python -m async_rlhf` is `async-rlhf`."""
 
-from async_rlhf.cli import main
+from async_rlhf.cli.commands import main
 
 main()

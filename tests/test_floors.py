@@ -47,7 +47,7 @@ ROOMS = {
     "zstandard": ("buffers/weights/delta.py",),
     "pebble": ("actors/scoring/process_executor.py",),
     "matplotlib": ("experiments/",),
-    "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "experiments/"),
+    "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "learner/model/gguf.py", "experiments/"),
 }
 FORBIDDEN = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle")
 

@@ -1,1 +1,0 @@
-"""What an actor does: it makes groups by the hub's credits; and held-out prompts, which are evaluated in the same way."""

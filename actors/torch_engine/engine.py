@@ -20,16 +20,14 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.torch_engine.adapters import Base
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
-from async_rlhf.actors.torch_engine.forward import Forward, ModelForward
-from async_rlhf.actors.torch_engine.graphs import GraphedForward, Recorder
+from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, ModelForward, Recorder
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import Truncation, sample
 from async_rlhf.actors.torch_engine.scheduler import Plan, Scheduler
-from async_rlhf.actors.torch_engine.weights import adopt_weights, check_weights
+from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor

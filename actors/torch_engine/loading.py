@@ -16,12 +16,12 @@ from transformers import (
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
-from async_rlhf.actors.torch_engine.adapters import Base
 from async_rlhf.actors.torch_engine.chunks import attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.actors.torch_engine.graphs import record_on_cuda
+from async_rlhf.actors.torch_engine.forward import record_on_cuda
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.model_check import check_engine
+from async_rlhf.actors.torch_engine.weights import Base
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained

@@ -1,17 +1,23 @@
 """A weight set enters a model whole or not at all. Knows names, shapes and bytes; nothing about engines or versions.
 
-A set is all parameters, or the adapters of some (see `adapters`).
+A set is all parameters, or the low-rank adapters of some, W = W0 + B A, with W0 read from the model directory: it then has
+`<parameter>.lora_A` (float32 [r, columns]) and `<parameter>.lora_B` (float32 [rows, r], alpha / r times the factor) of every
+adapted parameter. The sum is made in float32 and rounded once, to the type that is served, as the learner makes it where it
+publishes merged weights (Hu et al. 2021, arXiv 2106.09685).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
-from async_rlhf.actors.torch_engine.adapters import A, B, Base, adapted_parameters, check_adapters, with_adapter
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.tensors import RawTensor
+
+A, B = ".lora_A", ".lora_B"
 
 
 def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
@@ -62,3 +68,62 @@ def _some(names: list[str]) -> str:
     """The first few names, for a message."""
     shown = ", ".join(names[:3]) or "none"
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+class Base:
+    """The weights of a model directory, read from its safetensors files each time one is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: dict[str, Path] = {}
+        for path in sorted(directory.glob("model*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._file |= dict.fromkeys(file.keys(), path)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored. Raises WeightsError for a name that no file has."""
+        if name not in self._file:
+            raise WeightsError(
+                f"the adapter of {name} has nothing to be added to: {self._directory} has no tensor of that name. "
+                'Set learner.lora.publish = "merged"'
+            )
+        with safe_open(self._file[name], framework="pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def adapted_parameters(names: Iterable[str]) -> set[str]:
+    """The parameters that a set of these names has adapters of; none for a set of whole weights."""
+    return {name.removesuffix(suffix) for name in names for suffix in (A, B) if name.endswith(suffix)}
+
+
+def with_adapter(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32: base + b a."""
+    return base.float() + b @ a
+
+
+def check_adapters(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None) -> None:
+    """Raises WeightsError for half an adapter, one of no parameter, one of another shape, and where there is no base."""
+    if base is None:
+        raise WeightsError("an engine without a model directory cannot take adapters alone; publish merged weights")
+    parameters = dict(model.named_parameters())
+    pairs = adapted_parameters(tensors)
+    if unknown := sorted((pairs - parameters.keys()) | (tensors.keys() - {name + end for name in pairs for end in (A, B)})):
+        raise WeightsError(f"a set of adapters holds {unknown[0]}, which adapts no parameter of this model")
+    for name in sorted(pairs):
+        shapes = [tensors[name + end].shape if name + end in tensors else None for end in (B, A)]
+        rows, columns = parameters[name].shape if parameters[name].ndim == 2 else (-1, -1)
+        b, a = (shape if shape is not None and len(shape) == 2 else (-2, -3) for shape in shapes)
+        types = {tensors[name + end].dtype for end in (A, B) if name + end in tensors}
+        if (b[0], a[1]) != (rows, columns) or b[1] != a[0] or types != {"float32"}:
+            raise WeightsError(
+                f"parameter {name}: got the adapter {shapes[0]} x {shapes[1]} in {', '.join(sorted(types))}, the model has "
+                f"{tuple(parameters[name].shape)} and wants float32; publish adapters of the model the engine was started with"
+            )
+        if tuple(base.tensor(name).shape) != (rows, columns):
+            raise WeightsError(
+                f"parameter {name} is {tuple(base.tensor(name).shape)} in the model directory, {rows, columns} here"
+            )

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.torch_engine.adapters import Base
-from async_rlhf.actors.torch_engine.weights import check_weights
+from async_rlhf.actors.torch_engine.weights import Base, check_weights
 from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.actors.vllm_engine.weights import write_weights
 from async_rlhf.buffers.errors import EngineError

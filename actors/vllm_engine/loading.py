@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
-from async_rlhf.actors.torch_engine.adapters import Base
 from async_rlhf.actors.torch_engine.loading import find_stop_ids
+from async_rlhf.actors.torch_engine.weights import Base
 from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment, probe
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.session import Session

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from safetensors import safe_open
 
-from async_rlhf.actors.torch_engine.adapters import A, B, Base, adapted_parameters, with_adapter
+from async_rlhf.actors.torch_engine.weights import A, B, Base, adapted_parameters, with_adapter
 from async_rlhf.actors.vllm_engine.arguments import ACTOR_PID
 
 if TYPE_CHECKING:

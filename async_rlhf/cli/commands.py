@@ -94,7 +94,7 @@ def check(
             for line in drawing(graph_of(loaded)):
                 typer.echo(line)
         if deep:
-            from async_rlhf.launch.gguf import model_directory
+            from async_rlhf.learner.model.gguf import model_directory
             from async_rlhf.run.model_checks import deep_check
 
             for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):

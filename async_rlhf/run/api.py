@@ -13,8 +13,8 @@ from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.buffers.model_directory import check_stop_strings
 from async_rlhf.config import Config, load
-from async_rlhf.launch.gguf import model_directory
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
+from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.caller_rewards import served, split
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.daemon import Progress, Supervisor

@@ -29,7 +29,6 @@ from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -37,6 +36,7 @@ from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
 from async_rlhf.buffers.transport import roles
 from async_rlhf.buffers.transport.peers import Peers
+from async_rlhf.buffers.transport.server import Refusals
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.refusals import Refusals
 from async_rlhf.buffers.transport.link import Link
 from async_rlhf.buffers.transport.roles import Holder, check
+from async_rlhf.buffers.transport.server import Refusals
 from async_rlhf.buffers.weights.cache import WeightCache
 
 _log = logging.getLogger(__name__)

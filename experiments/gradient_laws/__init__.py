@@ -1,1 +1,0 @@
-"""What each correction's gradient is in expectation, by enumeration instead of sampling: no error bars."""

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
-from async_rlhf.launch.gguf import model_directory
+from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
 DType = Literal["float32", "bfloat16"]

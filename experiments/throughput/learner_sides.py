@@ -242,7 +242,7 @@ class Trl:
         self._log = directory / "trl.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", "async_rlhf.experiments.throughput.trl_training", str(directory / "spec.json")],
+                [str(python), "-m", "async_rlhf.experiments.throughput.trl_side", "learner", str(directory / "spec.json")],
                 cwd=ROOT,
                 env=trl_process_environment(threads),
                 stdin=subprocess.PIPE,

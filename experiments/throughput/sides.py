@@ -162,7 +162,7 @@ def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Pat
         "slow_reward": load.slow_reward,
     }
     spec.write_text(json.dumps(asked))
-    command = [str(python), "-m", "async_rlhf.experiments.throughput.trl_side", str(spec), str(result)]
+    command = [str(python), "-m", "async_rlhf.experiments.throughput.trl_side", "pipeline", str(spec), str(result)]
     with log.open("wb") as file:
         done = subprocess.run(
             command,

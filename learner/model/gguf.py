@@ -1,22 +1,60 @@
-"""From a GGUF file to a Hugging Face directory: dequantised weights as safetensors, the tokenizer with its chat template.
+"""A GGUF file as `model`: converted once, by a process of its own, into a Hugging Face directory that every role can load:
+dequantised weights as safetensors, the tokenizer with its chat template. Needs the `gguf` extra.
 
-`python -m async_rlhf.learner.model.gguf FILE DIRECTORY` does it once; the directory appears whole or not at all.
-Needs the `gguf` extra.
+The supervisor stays without torch. Converted models lie in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`), under a
+name that changes with the file, and are found there by the next run and by `--resume`; a directory appears whole or not at all.
+`python -m async_rlhf.learner.model.gguf FILE DIRECTORY` converts.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import xxhash
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained
+
+_DEADLINE_S = 1800.0
+_BLOCK = 1 << 24
+
+
+def model_directory(model: str) -> str:
+    """The directory to load for `model`: itself, or the one its GGUF file was converted to, here if need be.
+
+    Raises ConfigError when the file cannot be converted.
+    """
+    file = Path(model)
+    if file.suffix != ".gguf":
+        return model
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-rlhf"
+    directory = cache / f"{file.stem}-{_digest(file)}"
+    if not (directory / "config.json").is_file():
+        print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201
+        command = [sys.executable, "-P", "-m", "async_rlhf.learner.model.gguf", str(file), str(directory)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"model = {model!r} was not converted within {_DEADLINE_S:.0f} s") from error
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            raise ConfigError(f"model = {model!r} cannot be used: {reason[0]}")
+    return str(directory)
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def convert(file: Path, directory: Path) -> None:
@@ -28,6 +66,9 @@ def convert(file: Path, directory: Path) -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{file} is a GGUF file: install the reader with pip install 'async-rlhf[gguf]'") from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     try:
         quantised = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)

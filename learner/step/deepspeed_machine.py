@@ -7,6 +7,7 @@ checkpoint is the one that plain torch writes: it can be resumed by either, in a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import LearnerConfig
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -39,13 +43,29 @@ from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
 from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
-from async_rlhf.learner.step.deepspeed_config import deepspeed_settings
 from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
 from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups, set_learning_rate
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
+_REDUCE_ELEMENTS = 50_000_000
+# What the rest of the configuration decides.
+_OURS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+    "tensor_parallel",
+    "sequence_parallel_size",
+)
 
 
 class DeepSpeedMachine(Machine):
@@ -271,3 +291,43 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     for name in [*named, *(name for name in state if name not in set(named))]:
         owner.setdefault((state[name].data_ptr(), tuple(state[name].shape)), name)
     return {name: owner[tensor.data_ptr(), tuple(tensor.shape)] for name, tensor in state.items()}
+
+
+def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration: ours, with the user's file laid over it. Raises ConfigError."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # sizes are decided in tokens, where rows are cut
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": _REDUCE_ELEMENTS,
+        },
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    return settings if config.deepspeed_config is None else _laid_over(settings, config.deepspeed_config)
+
+
+def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
+    try:
+        own = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
+    if not isinstance(own, dict):
+        raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")
+    if taken := [key for key in _OURS if key in own]:
+        raise ConfigError(
+            f"learner.deepspeed_config = {path!r} sets {', '.join(taken)}, which this run's own settings decide; leave it out"
+        )
+    stage = own.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
+    if stage != settings["zero_optimization"]["stage"]:
+        raise ConfigError(f"learner.deepspeed_config = {path!r} asks for ZeRO stage {stage}; set learner.zero_stage = {stage}")
+    merged = {**settings, **own}
+    merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
+    return merged

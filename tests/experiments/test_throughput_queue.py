@@ -10,8 +10,7 @@ from pathlib import Path
 import msgpack
 
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.experiments.throughput.queue import GROUP_SIZE, a_group
-from async_rlhf.experiments.throughput.queue_producer import _header, _map_head
+from async_rlhf.experiments.throughput.queue import GROUP_SIZE, _header, _map_head, a_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.gguf import model_directory
+from async_rlhf.learner.model.gguf import model_directory
 
 # Name in the file -> name in the model.
 LAYER = {

@@ -11,7 +11,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.check import check_division, check_machine
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.step.deepspeed_config import deepspeed_settings
+from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "more ranks than groups": (
