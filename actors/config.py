@@ -142,9 +142,9 @@ class RewardsConfig(Section):
     """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
     stop_when: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """By reward name: texts after which a completion ends, because this reward needs no more of it; `[]` takes back what it
-    says itself."""
+    declares itself."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each reward by name; where not given, what `@reward(weight=...)` says, else 1.0."""
+    """Weight of each reward by name; where not given, that of `@reward(weight=...)`, else 1.0."""
     combine: Literal["sum", "product"] = "sum"
     """What is made of the weighted scores."""
     gates: tuple[str, ...] = ()

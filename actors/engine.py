@@ -8,7 +8,7 @@ engine's `on_update`:
     keep        they go on, with their caches: cheapest; a token may attend to keys and values of older weights, and its
                 span names the oldest of them (`Span.cache_version`)
     interrupt   they go on after their prefixes have been computed again by the new weights: every token's log-probability
-                is what its own version says of its whole prefix
+                is that of its own version over its whole prefix
     finish      they end first, with the weights they began with; meanwhile nothing is admitted
 
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `actors/engines.py` picks it.
@@ -45,7 +45,7 @@ class Request:
     tokens at least `min_p` times as likely as the likeliest (0: all), the `top_k` likeliest (0: all), the fewest
     likeliest whose probabilities sum to at least `top_p` (1: all).
     stop: the completion ends with the token after which its text contains one of these.
-    partial_every: `Engine.partials` tells what there is of it each time so many tokens came; 0: nobody will ask.
+    partial_every: `Engine.partials` returns it each time so many tokens have come; 0: never.
     """
 
     key: RolloutKey
@@ -144,9 +144,9 @@ class Engine(Protocol):
         ...
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
-        """What is being written and has its `partial_every` tokens more than `known` says, 0 for who is not in it.
+        """What is being written and has its `partial_every` tokens more than in `known`; a key that is not there counts as 0.
 
-        What they begin with never changes. Cheap enough to be asked after every step.
+        What they begin with never changes. Cheap enough to be called after every step.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""From `engine.kind` to an engine. Imports the engine asked for and no other: each brings its own heavy library."""
+"""From `engine.kind` to an engine. Imports that engine and no other: each brings its own heavy library."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TASK_PREFIX = "reasoning_gym:"
 # The stream of training prompts of a procedural task; `options.seed` chooses another. It is not the run's seed, so that
 # runs with different seeds see the same prompts in a different order.
 TRAINING_SEED = 0
-# Draws allowed per prompt asked for. Finding all n prompts of a task that has just n takes about n ln n draws: 20 n is
+# Draws allowed per requested prompt. Finding all n prompts of a task that has just n takes about n ln n draws: 20 n is
 # enough for every task, and one that has too few prompts is found out within seconds.
 DRAWS_PER_PROMPT = 20
 _U64 = (1 << 64) - 1
@@ -56,7 +56,7 @@ def load_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows): the same for every caller; no training prompt is a held-out prompt.
 
     Some reasoning-gym tasks (`word_ladder`, `ransom_note`) walk over sets of strings: they are the same only for
-    processes that share one PYTHONHASHSEED, which whoever starts the actors must set. `codeio` runs programs that draw
+    processes that share one PYTHONHASHSEED, which the launcher of the actors must set. `codeio` runs programs that draw
     as they like: it is never the same twice.
     Raises ConfigError for a source, option or column that does not exist, a row that is not one, or too few prompts.
     """

@@ -127,7 +127,7 @@ class Config(Section):
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration in a TOML file with dotted overrides (`{"queue.max_staleness": 0}`), checked.
 
-    Raises ConfigError: what was asked, the value, the limit, the nearest valid choice.
+    Raises ConfigError: the setting, its value, the limit, the nearest valid choice.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""How the scores of a rollout become its reward. Every component stays apart in the record; this is what is believed.
+"""How the scores of a rollout become its reward. Every component stays apart in the record; the reward is what is trained on.
 
     score -> (v - mean) / std where it is normalised -> clipped -> times its weight -> summed or multiplied
           -> 0 unless every gate is above 0 -> clipped

@@ -66,7 +66,7 @@ def check_stop_strings(stop: Sequence[str], model: Path) -> None:
 
 
 def _special_tokens(model: Path) -> list[str]:
-    """What `tokenizer.json` says is no text; nothing where there is no such file (a GGUF file, another tokenizer)."""
+    """The special tokens of `tokenizer.json`, which are no text; none where there is no such file (another tokenizer)."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return []

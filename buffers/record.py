@@ -1,7 +1,7 @@
 """What was observed: one rollout, and the group of rollouts that share a prompt.
 
 Records hold observations only (tokens, the log-probabilities they were sampled with, the version of every token, scores
-and their state). What is *believed* about them (advantages, ratios, KL) is computed by the learner when it consumes
+and their state). What is estimated from them (advantages, ratios, KL) is computed by the learner when it consumes
 them, so a changed algorithm never needs a changed actor. Invariants are checked when a record is made; a record that
 exists is well formed. Made by actors, carried by the wire, read by the learner.
 """

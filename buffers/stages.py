@@ -54,7 +54,7 @@ def unpack(timings: Mapping[str, float]) -> dict[str, StageTime]:
 
 
 def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the rollouts' timings: `stages/<name>/seconds`, and of every reward what no decoding hid.
+    """Means over the rollouts' timings: `stages/<name>/seconds`, and of every reward the seconds without any decoding.
 
     `stages/<name>/ahead_s`: of a reward that reads along, its seconds before the completions ended; not in the others.
     `stages/exposed_ratio`: of all seconds of scoring, the share during which the completion's own engine had nothing to do.

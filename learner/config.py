@@ -113,11 +113,11 @@ class GuardConfig(Section):
 
     enabled: bool = False
     min_ess: float = Field(default=0.5, gt=0, lt=1)
-    """Aim lower when the effective sample size, as a share of the tokens, falls below this."""
+    """The target is lowered when the effective sample size, as a share of the tokens, falls below this."""
     max_second_moment: float = Field(default=0.1, gt=0)
-    """Aim lower when the mean squared log-ratio rises above this."""
+    """The target is lowered when the mean squared log-ratio rises above this."""
     max_clip_ratio: float = Field(default=0.3, gt=0, lt=1)
-    """Aim lower when this share of tokens is clipped or masked."""
+    """The target is lowered when this share of tokens is clipped or masked."""
     patience: int = Field(default=3, ge=1)
     """Steps in a row that must look bad before the aim goes down by one."""
     recovery: int = Field(default=10, ge=1)

@@ -1,4 +1,4 @@
-"""When an actor's engine decoded and when it had nothing to do: what scoring hid behind, and marks on a trace."""
+"""When an actor's engine decoded and when it had nothing to do: which hides the time of scoring, and marks on a trace."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Decoding:
         self._until = time.time()
         self._stretches.add(began, self._until)
 
-    def hid(self, began: float, ended: float) -> StageTime:
-        """A stage that ran then, with the seconds of it behind which the engine decoded."""
+    def overlap(self, began: float, ended: float) -> StageTime:
+        """A stage that ran then, with those of its seconds in which the engine decoded."""
         return StageTime(began, ended, self._stretches.covers(began, ended))
 
     def forget(self, before: float) -> None:

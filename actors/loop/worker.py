@@ -253,7 +253,7 @@ class Worker:
         number = scored.key.group
         group = self._open[number]
         completion, text, generated = group.completions[scored.key.member]
-        stages = {name: self._decoding.hid(*when) for name, when in scored.stages.items()}
+        stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
         group.rollouts[scored.key.member] = Rollout(
             completion_ids=completion.token_ids,
             logprobs=completion.logprobs,

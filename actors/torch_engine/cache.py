@@ -1,6 +1,6 @@
 """Keys and values of all running rows in preallocated buffers, each row at its own position.
 
-A transformers `Cache` that any model's attention layers call through `update`. Before a pass the forward says what the
+A transformers `Cache` that any model's attention layers call through `update`. Before a pass the forward declares what the
 pass brings: *chunks* of prefixes (each written to one or more rows, attention over what those rows hold before it and
 over itself) or *tokens* (one per row, written at that row's own position, attention over the prefix that holds the
 longest running row). The columns of a row beyond its position hold leftovers of earlier occupants; the mask hides them
@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks
 
-# Columns are added in multiples of this where nothing else is asked, and at least half of what is there, so that copying
+# Columns are added in multiples of this by default, and at least half of what is there, so that copying
 # stays a small share; small, because columns that are never used stand between those that are and cost bandwidth.
 COLUMNS_STEP = 16
 
@@ -102,8 +102,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         return seen[0], seen[1]
 
     def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [N, H, D] where `begin_tokens` said; returns views of the first N rows at most, [N, H, length, D], of keys
-        and values."""
+        """Store [N, H, D] at the places of `begin_tokens`; returns keys and values of the first N rows at most, views of
+        [N, H, length, D]."""
         num_rows, num_heads, _ = new_keys.shape
         keys = self._buffer(self.keys, layer, new_keys)
         values = self._buffer(self.values, layer, new_values)

@@ -6,7 +6,7 @@ never samples and never knows a request.
 
 `GraphedForward` saves the start of a thousand GPU kernels from Python: the decode pass is recorded once per shape, then
 replayed. A recorded pass reads its tokens and positions from fixed tensors and works on as many rows and columns as its shape
-says: row counts are rounded up to a power of two, lengths to `LENGTH_STEP`. Rows that do not run write into rows that are never
+has: row counts are rounded up to a power of two, lengths to `LENGTH_STEP`. Rows that do not run write into rows that are never
 read. Prefixes, whose shapes vary, are computed the ordinary way. What was recorded is forgotten when the cache gets other
 buffers. Which parts of a GPU are used is decided by the recorder; the rest runs anywhere, and is tested so.
 

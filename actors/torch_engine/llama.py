@@ -252,10 +252,10 @@ class LlamaForward:
         keys, values = self._cache.write_tokens(index, k, v)
         attended = []
         for (start, stop, length), mask in parts:
-            seen, said = (part[start:stop, :, :length].flatten(0, 1) for part in (keys, values))
-            asked = q[start:stop].reshape(len(seen), -1, self._width)
-            scores = torch.baddbmm(mask, asked, self._widened(seen).transpose(1, 2), alpha=self._width**-0.5)
-            attended.append(torch.bmm(scores.softmax(dim=-1), self._widened(said)).view(stop - start, -1))
+            row_keys, row_values = (part[start:stop, :, :length].flatten(0, 1) for part in (keys, values))
+            queries = q[start:stop].reshape(len(row_keys), -1, self._width)
+            scores = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5)
+            attended.append(torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(stop - start, -1))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _widened(self, kept: torch.Tensor) -> torch.Tensor:

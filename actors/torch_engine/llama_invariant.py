@@ -3,7 +3,7 @@
 A product's rounding depends on its shape, so here every product that a token takes part in has a shape that its request
 alone decides. Prompts are cut into *pieces* at multiples of `PIECE` positions, and the tokens of a piece attend in one
 product, in their places, whichever of them are there. Every token after a prompt attends in a product of its own, as it
-did when it was sampled, also where a row that was sent back is computed again. Columns seen are rounded up, those a token
+did when it was sampled, also where a row that was sent back is computed again. Visible columns are rounded up, those a token
 must not see get the weight 0, and values are added in blocks of so many columns that a product adds them one after the
 other: then zeros at the end change nothing. Products with weights treat rows alike, if there are more than a few.
 
@@ -43,7 +43,7 @@ def can_be_invariant(model: PreTrainedModel) -> bool:
 
 
 def columns_step(model: LlamaForCausalLM) -> int:
-    """Columns seen are a multiple of this: 16, or more where that many columns of one head are a small product."""
+    """Visible columns are a multiple of this: 16, or more where that many columns of one head are a small product."""
     head_width, step = model.model.layers[0].self_attn.head_dim, 16
     while step * head_width < _SMALL_PRODUCT and step < BLOCK:
         step *= 2
@@ -54,13 +54,13 @@ def columns_step(model: LlamaForCausalLM) -> int:
 class _Group:
     """Pieces that attend together, each to the first T columns of its row.
 
-    rows: of the cache, a slice or int64 [B]. asked: tokens of the pass, a slice of B or int64 [B, L]; a place that no
+    rows: of the cache, a slice or int64 [B]. tokens: tokens of the pass, a slice of B or int64 [B, L]; a place that no
     token of the pass takes holds any. answered: int64 [2, tokens]: tokens of the pass, and their places among B x L;
     None where all are. mask: [B J, L G, T].
     """
 
     rows: slice | torch.Tensor
-    asked: slice | torch.Tensor
+    tokens: slice | torch.Tensor
     answered: torch.Tensor | None
     mask: torch.Tensor
 
@@ -137,9 +137,9 @@ class InvariantLlamaForward(LlamaForward):
                 for each in range(piece.count)
             ]
         ).T
-        asked = answered.new_zeros(len(pieces) * size).index_copy_(0, answered[1], answered[0])
+        tokens = answered.new_zeros(len(pieces) * size).index_copy_(0, answered[1], answered[0])
         mask = self._piece_mask(torch.tensor([piece.base for piece in pieces]), size, length)
-        return _Group(torch.tensor([piece.row for piece in pieces]), asked.view(-1, size), answered, mask)
+        return _Group(torch.tensor([piece.row for piece in pieces]), tokens.view(-1, size), answered, mask)
 
     def _piece_mask(self, bases: torch.Tensor, size: int, length: int) -> torch.Tensor:
         """[B J, L G, T]: 0 up to the position of each place, the lowest finite number beyond; bases: int64 [B], of place 0."""
@@ -154,27 +154,29 @@ class InvariantLlamaForward(LlamaForward):
         self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
     ) -> None:
         """Fill in of [S, H D] what the group's tokens attended to; keys, values: [R, J, columns, D]."""
-        asked, columns = q[group.asked], group.mask.shape[-1]
-        seen, said = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
+        queries, columns = q[group.tokens], group.mask.shape[-1]
+        row_keys, row_values = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
         if group.answered is None:
-            answer = self._over(asked.reshape(len(seen), -1, self._width), seen, said, group.mask)
-            attended[group.asked] = answer.view(len(asked), -1)
+            answer = self._over(queries.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
+            attended[group.tokens] = answer.view(len(queries), -1)
             return
         # [B, J, L, G, D]: of a head the tokens of a piece together.
-        by_head = asked.view(*asked.shape[:2], self._num_key_heads, -1, self._width).transpose(1, 2)
-        answer = self._over(by_head.reshape(len(seen), -1, self._width), seen, said, group.mask)
-        by_token = answer.view(by_head.shape).transpose(1, 2).reshape(asked.shape[0] * asked.shape[1], -1)
+        by_head = queries.view(*queries.shape[:2], self._num_key_heads, -1, self._width).transpose(1, 2)
+        answer = self._over(by_head.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
+        by_token = answer.view(by_head.shape).transpose(1, 2).reshape(queries.shape[0] * queries.shape[1], -1)
         attended[group.answered[0]] = by_token[group.answered[1]]
 
-    def _over(self, asked: torch.Tensor, seen: torch.Tensor, said: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """asked [B J, L G, D] over keys and values [B J, T, D] -> [B J, L G, D]."""
-        weights = torch.baddbmm(mask, asked, self._widened(seen).transpose(1, 2), alpha=self._width**-0.5).softmax(dim=-1)
-        said = self._widened(said)
-        if said.shape[1] <= BLOCK or asked.shape[1] < FEW_ROWS:
-            return torch.bmm(weights, said)
-        answer = torch.bmm(weights[:, :, :BLOCK], said[:, :BLOCK])
-        for start in range(BLOCK, said.shape[1], BLOCK):
-            answer.baddbmm_(weights[:, :, start : start + BLOCK], said[:, start : start + BLOCK])
+    def _over(
+        self, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [B J, L G, D] over keys and values [B J, T, D] -> [B J, L G, D]."""
+        weights = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5).softmax(dim=-1)
+        row_values = self._widened(row_values)
+        if row_values.shape[1] <= BLOCK or queries.shape[1] < FEW_ROWS:
+            return torch.bmm(weights, row_values)
+        answer = torch.bmm(weights[:, :, :BLOCK], row_values[:, :BLOCK])
+        for start in range(BLOCK, row_values.shape[1], BLOCK):
+            answer.baddbmm_(weights[:, :, start : start + BLOCK], row_values[:, start : start + BLOCK])
         return answer
 
     def _columns(self, length: int) -> int:

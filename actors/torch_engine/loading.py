@@ -80,7 +80,7 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _is_batch_invariant(model: PreTrainedModel, config: EngineConfig) -> bool:
-    """Raises ConfigError where it is asked for and cannot be; where it is left open, whether it can."""
+    """Raises ConfigError where it is demanded and impossible; where it is left open, whether it is possible."""
     if config.batch_invariant is False:
         return False
     obstacle = config.cannot_be_invariant

@@ -22,7 +22,7 @@ _BELOW_ONE = 1.0 - 2.0**-40
 
 
 class Rows:
-    """Arrays over rows. `T` grows to the longest completion ever asked for.
+    """Arrays over rows. `T` grows to the longest completion requested so far.
 
     positions: int64 [R], index of the last token in its sequence; the next token is predicted from there.
     counts, limits: int64 [R], tokens sampled and tokens allowed.

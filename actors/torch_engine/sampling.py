@@ -93,5 +93,5 @@ def _first_above(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.T
 
 def _search(sums: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
     """int64 [N, 1]: the first of running sums [N, K] above its threshold [N, 1]."""
-    # Only rows that are not numbers get past the end; their log-probability says so.
+    # Only rows that are not numbers get past the end; their log-probability shows it.
     return torch.searchsorted(sums, thresholds, right=True).clamp_(max=sums.shape[-1] - 1)

@@ -5,7 +5,7 @@ runs empty becomes cheaper. A row freed by a finished sequence is given to the n
 the last rows move down into the holes. Requests enter in the order they were submitted; one that is sent back (to make
 room, or because new weights interrupt it) keeps its tokens and its place in that order.
 
-A row whose prefix is not computed yet is *filling*: each plan says which chunks of which prefixes come next, at most
+A row whose prefix is not computed yet is *filling*: each plan names which chunks of which prefixes come next, at most
 `prefill_tokens` at a time. Prompts submitted together are computed once, for all rows that want them. No framework, no
 clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing random histories.
 """
@@ -196,7 +196,7 @@ class Scheduler:
     ) -> Plan:
         """Close all holes, admit as many waiting requests as fit, choose what is computed of prefixes by `version`.
 
-        `fits(rows, length)` says whether there is memory for so many rows of up to `length` tokens, the running ones
+        `fits(rows, length)`: whether there is memory for so many rows of up to `length` tokens, the running ones
         being at most `longest`. `only_begun` admits nothing but what was sent back.
         """
         holes = [row for row, entry in enumerate(self._rows) if entry is None]

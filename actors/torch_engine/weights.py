@@ -71,7 +71,7 @@ def _some(names: list[str]) -> str:
 
 
 class Base:
-    """The weights of a model directory, read from its safetensors files each time one is asked for."""
+    """The weights of a model directory, read from its safetensors files at each call."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

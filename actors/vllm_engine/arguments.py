@@ -88,7 +88,7 @@ TESTED = "0.32.0"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """names_versions: the engine says which weights sampled a token; else a completion counts as its oldest weights'.
+    """names_versions: the engine reports which weights sampled a token; else a completion counts as its oldest weights'.
 
     flat_logprobs: log-probabilities come as flat lists, which spares an object per token.
     partials: it reports what a request has written every so many tokens; else rewards have no incremental scoring.

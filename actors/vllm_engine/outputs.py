@@ -16,7 +16,7 @@ from async_rlhf.buffers.record import Float32Array, Int32Array, SamplingMask, Sp
 def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilities) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams but for its `output_kind`, which `partial_every` decides.
 
-    With top-k its likeliest tokens are asked for, because what of them has a finite log-probability is the sampling_mask.
+    With top-k its likeliest tokens are requested, because what of them has a finite log-probability is the sampling_mask.
     """
     arguments: dict[str, Any] = {
         "max_tokens": request.max_new_tokens,
@@ -28,7 +28,7 @@ def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilit
         "stop": list(request.stop),
         "detokenize": bool(request.stop),
         "stop_token_ids": list(stop_ids),
-        "ignore_eos": True,  # stop_token_ids says it all
+        "ignore_eos": True,  # stop_token_ids has them all
         "logprobs": request.top_k,
     }
     if request.partial_every:

@@ -1,6 +1,6 @@
 """One running vLLM: its processes, the thread and event loop it lives in, and the requests it has been given.
 
-    owns        AsyncLLM and its processes; a thread; requests that wait for a place, and completions nobody has taken
+    owns        AsyncLLM and its processes; a thread; requests that wait for a place, and completions not taken yet
     waits for   vLLM's outputs
     woken by    vLLM, and calls from the engine's thread; each call has a deadline and a name
     on close    vLLM is shut down, its processes end; when the actor is killed they end by themselves (`worker`)
@@ -44,7 +44,7 @@ _CLOSE_S = 20.0
 class _Running:
     """A request vLLM works on, by the name vLLM knows it by. oldest: the oldest weights its cache may come from.
 
-    tokens: what vLLM has told of it; only of a request with `partial_every`.
+    tokens: what vLLM has reported of it; only of a request with `partial_every`.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Session:
         return self._call(self._hold(), "vLLM to admit nothing more")
 
     def adopt(self, version: int, file: Path, recompute: bool) -> None:
-        """Generation goes on with the weights in `file`, which compute all running prefixes again if so asked.
+        """Generation goes on with the weights in `file`, which compute all running prefixes again where `on_update` demands it.
 
         Raises EngineError when vLLM cannot.
         """

@@ -123,14 +123,14 @@ def trace(
 ) -> None:
     """Write a run's time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
     with _errors():
-        from async_rlhf.inspect.trace import export, hidden
+        from async_rlhf.inspect.trace import export, overlap
         from async_rlhf.run.run_dir import RunDir
 
         run = RunDir.existing(run_dir)
         out = out or run.path / "trace.json"
         typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
-        for name, hiding in hidden(run).items():
-            typer.echo(f"{name}: {hiding.seconds:.1f} s of calls, {hiding.share:.1%} hidden behind decoding and training")
+        for name, found in overlap(run).items():
+            typer.echo(f"{name}: {found.seconds:.1f} s of calls, {found.share:.1%} hidden behind decoding and training")
 
 
 @app.command()

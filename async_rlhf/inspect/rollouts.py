@@ -16,7 +16,7 @@ from async_rlhf.run.run_dir import RunDir
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
-    """One plain object a group, in the order of training; only those of a step (from 1) or a group number when asked.
+    """One plain object a group, in the order of training; only those of `step` (from 1) or `group` where given.
 
     Raises ConfigError for a run that has begun no journal, DamagedError for a journal that is not as it was written.
     """

@@ -41,7 +41,7 @@ class TracedRollout:
 
 
 @dataclass(frozen=True)
-class Hiding:
+class Overlap:
     """Seconds of a stage over all rollouts, those of them without any decoding or training, and the share of the rest."""
 
     seconds: float
@@ -59,7 +59,7 @@ def export(run: RunDir, out: Path) -> int:
     return len(events)
 
 
-def hidden(run: RunDir) -> dict[str, Hiding]:
+def overlap(run: RunDir) -> dict[str, Overlap]:
     """By reward: how many of its seconds the run stood still meanwhile.
 
     A wait for a score that any engine's decoding or the learner's training fills is hidden; the rest is exposed.
@@ -72,7 +72,7 @@ def hidden(run: RunDir) -> dict[str, Hiding]:
                 sums = found.setdefault(name, [0.0, 0.0])
                 sums[0] += time.seconds
                 sums[1] += max(0.0, time.seconds - working.covers(time.began, time.ended))
-    return {name: Hiding(s, e, 1.0 - e / s if s > 0 else 1.0) for name, (s, e) in found.items()}
+    return {name: Overlap(s, e, 1.0 - e / s if s > 0 else 1.0) for name, (s, e) in found.items()}
 
 
 def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:

@@ -230,7 +230,7 @@ class Supervisor:
         if role == "actor":
             self._courier.gone(child.node.name)
             if code == 0:
-                child.ends_well(self._now())  # perhaps the hub asked for it: its state shows
+                child.ends_well(self._now())  # perhaps at the hub's request: its state shows
                 return
         self._died(child, f"by signal {-code}" if code < 0 else f"with code {code}" + (f" ({words})" if words else ""))
 

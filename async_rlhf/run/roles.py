@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"fatal: {error}\n")
         return exit_code(error)
     except _AskedToEnd as asked:
-        _log.info("ended: asked to by %s", asked)
+        _log.info("ended at the request of %s", asked)
     return 0
 
 

@@ -40,7 +40,7 @@ class ActorClient:
 
     Owns the connection and, after `keep_beating`, a thread that beats while the actor's own is busy elsewhere (an engine that
     loads weights); what it sends is the state it was given last, so that it proves life and no progress. Waits for nothing
-    but the hub's messages. When the hub was restarted, or the connection to it was lost, it says Hello with everything the
+    but the hub's messages. When the hub was restarted, or the connection to it was lost, it sends Hello with everything the
     actor holds and repeats the puts that were not acknowledged. Between a Hello and its Welcome no credit counts: the hub gave
     it before it knew what the actor holds, and gives it again. shared: digests of what the hub must have in common.
     Raises DeadlineError when the hub is silent for `timeout_s` while it was listened to, WireError for a group larger than the

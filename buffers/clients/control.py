@@ -32,7 +32,7 @@ class Control:
         """Raises WireError when what answers is no hub."""
         answer, _ = self._connection.ask(wire.GetStatus(), timeout_s=self._timeout_s)
         if not isinstance(answer, wire.Status):
-            raise WireError(f"the hub answered {answer.type!r} when asked for its status")
+            raise WireError(f"the hub answered {answer.type!r} to a request for its status")
         return answer.status
 
     def drain(self) -> None:

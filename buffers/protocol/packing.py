@@ -183,7 +183,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
     wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * (num_completion + judged)]
     if [len(array) for array in arrays] != wanted:
-        raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header says {wanted}")
+        raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")
     ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
     return ids.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False)
 

@@ -31,7 +31,7 @@ Claim: it never deadlocks when S >= p - 1 + ceil((W - 1) / B).
 
 Three spellings of one inequality. Reverb's rate limiter bounds `inserts * samples_per_insert - samples` at insertion;
 AReaL admits while `accepted + running < (S + version + 1) B`; TitanRL holds `(S + 1) B` slots that a published version
-frees. With W = 1 and p = 1 the rule above says n < (S + version + 1) B: AReaL's capacity, counted by number instead of
+frees. With W = 1 and p = 1 the rule above is n < (S + version + 1) B: AReaL's capacity, counted by number instead of
 by sum, so that it also bounds each group and not only their total. The window costs TitanRL's `ceil((W - 1) / B)` steps.
 
 Refill: a zero-advantage group may be filtered when it is put; its number dies, and the numbers behind it replace it. So a

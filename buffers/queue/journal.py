@@ -150,7 +150,7 @@ class Journal:
             for data in _chunks(self._pending):
                 _write(file, data)
         if wanted:
-            # What was written earlier and never synced may be gone when this fails, whatever a later fsync says.
+            # What was written earlier and never synced may be gone when this fails, whatever a later fsync returns.
             with self.disk(mends=not self._unsynced):
                 self._files.sync(file)
                 if not self._named:

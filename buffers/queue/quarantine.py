@@ -16,7 +16,7 @@ from typing import Any
 
 from async_rlhf.buffers.files import DISK, Files
 
-_LOST = "the file that said why was lost"
+_LOST = "the file with the reason was lost"
 
 
 class Quarantine:

@@ -89,7 +89,7 @@ def load_hub(directory: Path) -> HubKeys:
     _check_directory(directory / "allowed")
     files = sorted((directory / "allowed").glob("*.public"))
     if not files:
-        raise ConfigError(f"{str(directory / 'allowed')!r} holds no *.public: the hub would let nobody in; {_MAKE}")
+        raise ConfigError(f"{str(directory / 'allowed')!r} holds no *.public: the hub would refuse every peer; {_MAKE}")
     allowed = dict(map(_read_entry, files))
     if len(allowed) < len(files):
         raise ConfigError(f"{str(directory / 'allowed')!r}: one key stands in two files; who holds it must be one")

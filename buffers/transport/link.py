@@ -1,8 +1,8 @@
 """One peer's end of the wire: frames in and out, nothing about what they say. The seam that a simulator replaces.
 
 A DEALER socket reconnects by itself when the connection broke or the hub comes back at the same address; `was_remade`
-says so, because messages may then be lost both ways. ZeroMQ says nothing of a handshake that fails, and tries again for
-ever or never again: the socket's monitor is watched, and an error says why.
+reports it, because messages may then be lost both ways. ZeroMQ does not report a handshake that fails, and tries again for
+ever or never again: the socket's monitor is watched, and an error gives the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from async_rlhf.buffers.transport.frames import Waker, bytes_received, receive, 
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
-# actor holds, after which `send` says no. Received: an actor asks for a few chunks of weights of 1 MiB at a time.
+# actor holds, after which `send` refuses. Received: an actor asks for a few chunks of weights of 1 MiB at a time.
 _SEND_HWM = 1000
 _RECEIVE_HWM = 1000
 # A handshake that breaks off may be a hub that was killed in the middle of it; at the pauses below these take a second.

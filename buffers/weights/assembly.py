@@ -91,7 +91,7 @@ class Assembly:
     def advance(self, max_bytes: int = PIECE_BYTES) -> None:
         """Patch or verify about so many bytes of what is there.
 
-        Raises WeightsError naming the first tensor that is not what its digest says, or for a damaged delta.
+        Raises WeightsError naming the first tensor that does not match its digest, or for a damaged delta.
         """
         while self._patching is not None:
             done = next(self._patching, None)
@@ -141,7 +141,7 @@ class _Verifier:
             self._done = until
             if self._done == self._end:
                 if self._hasher.hexdigest() != self._spec.digest:
-                    raise WeightsError(f"version {self._version}: tensor {self._spec.name!r} is not what its digest says")
+                    raise WeightsError(f"version {self._version}: tensor {self._spec.name!r} does not match its digest")
                 self._begin()
 
     def _begin(self) -> None:

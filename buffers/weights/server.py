@@ -66,7 +66,7 @@ class WeightServer:
     def hear(self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission) -> wire.Message:
         """The answer to the learner. A set that is whole is stored, and published by `admission`.
 
-        Raises RefusedError for a version that may not come, WeightsError for what does not fit or is not what its digest says,
+        Raises RefusedError for a version that may not come, WeightsError for what does not fit or does not match its digest,
         WireError for a part of another set, and DiskFullError when there is no room for the whole: `store_again` once there is.
         """
         if isinstance(message, wire.Publish):

@@ -127,7 +127,7 @@ def num_chunks(size: int) -> int:
 def chunk_of(data: bytes | memoryview, index: int, name: str) -> memoryview:
     """Chunk `index` of these bytes; raises WeightsError for one that does not exist."""
     if not 0 <= index < num_chunks(len(data)):
-        raise WeightsError(f"{name} has chunks 0 to {num_chunks(len(data)) - 1}, asked for {index}")
+        raise WeightsError(f"{name} has chunks 0 to {num_chunks(len(data)) - 1}, not {index}")
     return memoryview(data)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 

@@ -1,4 +1,4 @@
-"""How good a reward model is: how often it prefers what was preferred, and whether its certainty can be believed. Pure."""
+"""How good a reward model is: how often it prefers what was preferred, and whether its certainty is calibrated. Pure."""
 
 from __future__ import annotations
 

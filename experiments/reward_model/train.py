@@ -1,4 +1,4 @@
-"""Trains a reward model from preference pairs and says how good it is.
+"""Trains a reward model from preference pairs and measures how good it is.
 
     python -m async_rlhf.experiments.reward_model.train --out DIR [--pairs FILE] [--model DIR]
 
@@ -139,8 +139,8 @@ def _agreement(pairs: Sequence[Pair], found: Sequence[float], gold: Callable[[st
     if gold is None:
         return None
     true = [gold(pair.prompt, pair.chosen) - gold(pair.prompt, pair.rejected) for pair in pairs]
-    told = [(margin > 0) == (truth > 0) for margin, truth in zip(found, true, strict=True) if truth != 0]
-    return sum(told) / len(told) if told else None
+    right = [(margin > 0) == (truth > 0) for margin, truth in zip(found, true, strict=True) if truth != 0]
+    return sum(right) / len(right) if right else None
 
 
 def main(

@@ -1,4 +1,4 @@
-"""What a sweep file says, and the grid of runs it stands for. Starts nothing, writes nothing.
+"""A sweep file and the grid of runs it stands for. Starts nothing, writes nothing.
 
     [sweep]
     name = "staleness-quick"

@@ -100,7 +100,7 @@ def _two_keys(groups: Groups, keys: Sequence[str]) -> Figure:
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:
-    """Words have colours that are told apart, numbers a scale."""
+    """Words have distinct colours, numbers a scale."""
     if any(isinstance(value, str) for value in values) and len(values) <= 10:
         return [matplotlib.colormaps["tab10"](i) for i in range(len(values))]
     # The yellow end of the scale is not readable on white.

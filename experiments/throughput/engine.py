@@ -10,7 +10,7 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 (`--model DIRECTORY --dtype bfloat16`, 16 slots), for instance the one that `make train-chat` fetches: a directory, or a
 GGUF file, which is converted once.
 
-Only tokens that were asked for are counted. `generate` samples without top-k or top-p and returns no
+Only requested tokens are counted. `generate` samples without top-k or top-p and returns no
 log-probabilities; the engine returns them.
 """
 

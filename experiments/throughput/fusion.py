@@ -18,7 +18,7 @@ from async_rlhf.config import override
 from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
-from async_rlhf.inspect.trace import hidden
+from async_rlhf.inspect.trace import overlap
 from async_rlhf.run.api import TrainResult, run
 from async_rlhf.run.run_dir import RunDir
 
@@ -41,9 +41,9 @@ def fusion(
         prompts = write_prompts(directory / "prompts.jsonl")
         ahead = {"max_steps": many, "queue.max_staleness": max_staleness, "queue.keep_rollouts": True}
         overlapped = _run(directory, prompts, "overlapped", ahead)
-        ((_, hiding),) = hidden(RunDir.existing(overlapped.run_dir)).items()
-        sides, calls = {"hidden": [hiding.seconds * hiding.share], "scoring": [hiding.seconds]}, many * BATCH_SIZE
-        further = {"samples_per_s": _samples_per_s(overlapped), "calls": calls, "exposed_s_per_call": hiding.exposed_s / calls}
+        ((_, judge),) = overlap(RunDir.existing(overlapped.run_dir)).items()
+        sides, calls = {"hidden": [judge.seconds * judge.share], "scoring": [judge.seconds]}, many * BATCH_SIZE
+        further = {"samples_per_s": _samples_per_s(overlapped), "calls": calls, "exposed_s_per_call": judge.exposed_s / calls}
         yield Row.of(f"up to {max_staleness} steps ahead", sides, "s", at_least=GOAL, figures=further)
         synchronous = {"max_steps": few, "queue.max_staleness": 0}
         fused = _run(directory, prompts, "fused", synchronous)

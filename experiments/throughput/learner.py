@@ -5,7 +5,7 @@ Lengths are long-tailed (log-normal, sigma 1, median 48, cut at 256 tokens; prom
 - alone:  every completion has a prompt of its own. Nothing to share: what our machinery costs beside the bare loop.
 - shared: 8 completions of each prompt, which the learner computes once for all of them.
 
-Two models: the shipped tiny one, and one of 39 million random parameters with a vocabulary of 32,768. `learner_sides` says
+Two models: the shipped tiny one, and one of 39 million random parameters with a vocabulary of 32,768. `learner_sides` describes
 what the sides do. A rate is completion tokens a second by the clock: prompts and padding are work, not result. `cpu_ratio` is
 the same ratio in processor time: read it where other programs use the machine.
 """

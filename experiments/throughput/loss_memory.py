@@ -2,7 +2,7 @@
 
 Each is measured in a process of its own: the peak of its resident memory less what it held just before, with hidden states
 and output layer already there. The gradient of the output layer belongs to both. The plain one is left out, and
-said to be, where it would not fit: it needs six float32 matrices of tokens by vocabulary.
+extrapolated where it would not fit: it needs six float32 matrices of tokens by vocabulary.
 """
 
 from __future__ import annotations

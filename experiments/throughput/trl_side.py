@@ -24,7 +24,7 @@ from async_rlhf.experiments.throughput.judges import similarity, slow_similarity
 
 
 def spare_config(output_dir: str, learning_rate: float, **further: Any) -> GRPOConfig:
-    """TRL's configuration with nothing that costs time and is not asked for; `further` goes to it as it is."""
+    """TRL's configuration with nothing that costs time and is not compared; `further` goes to it as it is."""
     return GRPOConfig(
         output_dir=output_dir,
         learning_rate=learning_rate,

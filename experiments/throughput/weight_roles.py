@@ -1,6 +1,6 @@
-"""The other processes of the weights benchmark: a hub, a learner that publishes when it is told to, and raw ZeroMQ.
+"""The other processes of the weights benchmark: a hub, a learner that publishes on command, and raw ZeroMQ.
 
-hub ADDRESS DIRECTORY TRANSPORT       serves until it is told to halt
+hub ADDRESS DIRECTORY TRANSPORT       serves until Halt
 learner ADDRESS TRANSPORT BYTES       for each line of its input: publishes a set that differs a little from the last,
                                       and prints when it began, in seconds of the clock all processes share
 source ADDRESS BYTES FRAME_BYTES      for each line of its input: pushes so many bytes in frames of that size

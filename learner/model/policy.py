@@ -30,7 +30,7 @@ _LARGE = 1e4
 class Policy(nn.Module):
     """`model` is the language model, `critic` estimates values where there is one.
 
-    Raises ConfigError when gradient checkpointing is asked of a model that has none.
+    Raises ConfigError when the model does not support gradient checkpointing.
     """
 
     def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:

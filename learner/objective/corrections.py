@@ -105,7 +105,7 @@ def off_policy_mask(
 def second_moment_mask(log_ratio_N: Float32Array, limit: float) -> npt.NDArray[np.bool_]:
     """bool [N]: the largest set of tokens, smallest |log-ratio| first, whose mean squared log-ratio is at most `limit`.
 
-    M2PO (Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161). Over the whole batch: the mean of a part says
+    M2PO (Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161). Over the whole batch: the mean of a part shows
     nothing about the whole. Log-ratios are proximal / behaviour, where the paper has current / behaviour: the same in the first
     update of a step, and in later ones the clip around the proximal policy limits the rest. One that is not a number is kept,
     so that the step is refused.

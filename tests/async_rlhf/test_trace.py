@@ -16,7 +16,7 @@ from async_rlhf.actors.scoring.graph import drawing, stages
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime, pack
 from async_rlhf.cli.commands import app
-from async_rlhf.inspect.trace import export, hidden
+from async_rlhf.inspect.trace import export, overlap
 from async_rlhf.run.api import run
 from async_rlhf.run.run_dir import RunDir
 
@@ -75,8 +75,8 @@ def test_a_score_is_exposed_only_while_nobody_decodes_and_nobody_trains(small: C
     )
     record = {"step": 1, "time": 19.0, "step_time": 19.0, "idle/learner": 17 / 19}
     run_dir.metrics.write_text(json.dumps(record) + "\n")
-    assert hidden(run_dir)["judge"].seconds == 10.0
-    assert hidden(run_dir)["judge"].exposed_s == pytest.approx(3 + 1 + 1)
+    assert overlap(run_dir)["judge"].seconds == 10.0
+    assert overlap(run_dir)["judge"].exposed_s == pytest.approx(3 + 1 + 1)
     assert export(run_dir, run_dir.path / "trace.json") > 0
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import resource
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rlhf.buffers.lines import LineFile, read_lines
+from tests.conftest import file_size_limit
 
 PAGE = 4096
 
@@ -29,17 +27,6 @@ def write(path: Path, *numbers: int, padding: int = 0) -> None:
     with path.open("a") as file:
         for step in numbers:
             file.write(json.dumps({"step": step, "text": "x" * padding}) + "\n")
-
-
-@contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: a disk that is full for everybody in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("behind", [b"", b'{"step": 4, "te', b"\0" * PAGE, b"\0" * PAGE + b"\n", b"[4]\n", b"\xff\n", b"\n\n"])
@@ -113,7 +100,7 @@ def test_half_a_line_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     file = LineFile(path)
     file.write('{"step": 1}')
-    with small_files(20), pytest.raises(OSError, match="File too large"):
+    with file_size_limit(20), pytest.raises(OSError, match="File too large"):
         file.write('{"step": 2, "text": "more than fits"}')
     assert path.stat().st_size == 20 and steps(path) == [1]
     file.write('{"step": 3}')

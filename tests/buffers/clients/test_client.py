@@ -162,7 +162,7 @@ def test_a_damaged_set_is_fetched_again_and_at_last_given_up() -> None:
     for _ in range(4):
         link.say(other.manifest())
         link.say(wire.Chunk(fence=1, version=3, index=0), [b"abX"])
-    with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
+    with pytest.raises(WeightsError, match="tensor 'w' does not match its digest"):
         client.poll(STATE, wire.Telemetry())
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +22,7 @@ from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import Actor, Place, delivered, learner_of, peers, taken, tensors, until
+from tests.conftest import file_size_limit
 from tests.simulation.disk import MemoryDisk
 
 ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)
@@ -134,17 +134,6 @@ def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it
             two_lives_and_a_crash(seed)
 
 
-@contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: a disk that is full for everybody in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.fixture
 def place(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Place]]:
     places: list[Place] = []
@@ -168,7 +157,7 @@ def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(pla
         anna.put(0)
         until(delivered(anna), anna)
         size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
-        with small_files(size + 100):
+        with file_size_limit(size + 100):
             anna.put(1)
             until(lambda: hub.status()["state"] == "disk full", anna)
             anna.put(2)
@@ -195,7 +184,7 @@ def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place
         until(delivered(anna), anna)
         assert taken(learner, 0) == [0]
         learner.trained(0)
-        with small_files(100):
+        with file_size_limit(100):
             committing = hub.meanwhile(lambda: learner.commit(1))
             until(lambda: hub.status()["state"] == "disk full", anna)
             assert not committing.done()
@@ -215,7 +204,7 @@ def test_in_exact_mode_a_version_is_published_when_there_is_room_for_its_weights
         assert taken(learner, 0) == [0]
         incarnation = hub.status()["incarnation"]
         largest = max(path.stat().st_size for path in (hub.folder / "weights").iterdir())
-        with small_files(largest - 1):
+        with file_size_limit(largest - 1):
             publishing = hub.meanwhile(lambda: learner.publish(1, tensors(1)))
             until(lambda: hub.status()["state"] == "disk full", anna)
             assert "version 1 cannot be kept" in hub.status()["waiting_for"]

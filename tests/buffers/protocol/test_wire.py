@@ -296,8 +296,8 @@ def test_a_column_too_deep_is_refused_however_it_came() -> None:
         ),
         (lambda header, arrays: (spoiled(header, spans=[(0, 2, None)]), arrays), "spans must .*cover all 3 tokens"),
         (lambda header, arrays: (spoiled(header, spans=[(0, 3, None), (1, 0, None)]), arrays), "spans must be non-empty"),
-        (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header says"),
-        (lambda header, arrays: (spoiled(header, has_reference=True), arrays), "its header says"),
+        (lambda header, arrays: (spoiled(header, num_support=1), arrays), "its header has"),
+        (lambda header, arrays: (spoiled(header, has_reference=True), arrays), "its header has"),
         (lambda header, arrays: (header | {"has_reference": [True]}, arrays), "'has_reference' has 1 items for 2 members"),
         (
             lambda header, arrays: (

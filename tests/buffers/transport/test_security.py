@@ -243,7 +243,7 @@ def _entry(name: str, words: str, of: str = "") -> Callable[[Path], object]:
         (_remove("hub.secret"), "hub.secret' cannot be read"),
         (_remove("hub.public"), "hub.public' cannot be read"),
         (_remove("peer.secret"), "peer.secret' cannot be read"),
-        (lambda directory: [file.unlink() for file in (directory / "allowed").iterdir()], "let nobody in"),
+        (lambda directory: [file.unlink() for file in (directory / "allowed").iterdir()], "refuse every peer"),
         (_set_mode("hub.secret", 0o640), "can be read by others"),
         (_set_mode("peer.secret", 0o604), "can be read by others"),
         (_set_mode("hub.public", 0o666), "can be changed by others"),

@@ -89,7 +89,7 @@ def test_a_damaged_delta_makes_the_right_set_or_none(sets: tuple[WeightSet, Weig
 
 def test_a_delta_to_another_set_is_refused_by_the_digests() -> None:
     sets = [WeightSet.of(1, v, {"w": RawTensor("int32", (4,), np.full(4, v, "<i4").tobytes())}) for v in (1, 2, 3)]
-    with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
+    with pytest.raises(WeightsError, match="tensor 'w' does not match its digest"):
         applied(sets[1], sets[2], encoded(sets[0], sets[2]))
 
 

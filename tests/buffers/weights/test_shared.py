@@ -122,7 +122,7 @@ def test_mapped_bytes_that_are_not_what_their_digests_say_are_refused() -> None:
     weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
     announced = weights.announcement()
     wrong = announced.tensors[0].model_copy(update={"digest": "0" * 32})
-    with pytest.raises(WeightsError, match="tensor 'w' is not what its digest says"):
+    with pytest.raises(WeightsError, match="tensor 'w' does not match its digest"):
         Assembly(announced.model_copy(update={"tensors": [wrong]}), given=weights.memory).whole()
 
 
