@@ -182,7 +182,7 @@ def _check_guard(guard: GuardConfig, data: RunContext) -> None:
         return
     if data.exact:
         raise ConfigError(
-            "guard.enabled = true moves the staleness aimed at, and queue.exact = true fixes it. Set one of them to false."
+            "guard.enabled = true moves the target staleness, and queue.exact = true fixes it. Set one of them to false."
         )
     if data.max_staleness <= data.lowest_staleness:
         raise ConfigError(

@@ -109,7 +109,7 @@ class LossConfig(Section):
 
 
 class GuardConfig(Section):
-    """The adaptive guard: the staleness aimed at moves below its hard bound while the data look too old to learn from."""
+    """The adaptive guard: the target staleness moves below its hard bound while the data look too old to learn from."""
 
     enabled: bool = False
     min_ess: float = Field(default=0.5, gt=0, lt=1)
@@ -119,9 +119,9 @@ class GuardConfig(Section):
     max_clip_ratio: float = Field(default=0.3, gt=0, lt=1)
     """The target is lowered when this share of tokens is clipped or masked."""
     patience: int = Field(default=3, ge=1)
-    """Steps in a row that must look bad before the aim goes down by one."""
+    """Steps in a row that must look bad before the target goes down by one."""
     recovery: int = Field(default=10, ge=1)
-    """Steps in a row that must look good (by a margin) before the aim goes up by one."""
+    """Steps in a row that must look good (by a margin) before the target goes up by one."""
     margin: float = Field(default=0.2, ge=0, lt=1)
     """How much better than the limit is good."""
 

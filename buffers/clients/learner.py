@@ -60,9 +60,9 @@ class LearnerClient:
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
+    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming."""
-        taken = self._take(step, aim)
+        taken = self._take(step, target_staleness)
         if isinstance(taken, str | SuspectGroup):
             return taken
         batch, frames = taken
@@ -80,8 +80,10 @@ class LearnerClient:
         message = wire.Tried(fence=self.fence, step=suspect.step, number=suspect.number, done=True)
         self._connection.ask(message, timeout_s=self._timeout_s)
 
-    def _take(self, step: int, aim: int | None = None) -> tuple[wire.Batch, wire.Frames] | SuspectGroup | str:
-        answer, frames = self._connection.ask(wire.Take(fence=self.fence, step=step, aim=aim), timeout_s=self._timeout_s)
+    def _take(self, step: int, target_staleness: int | None = None) -> tuple[wire.Batch, wire.Frames] | SuspectGroup | str:
+        answer, frames = self._connection.ask(
+            wire.Take(fence=self.fence, step=step, target_staleness=target_staleness), timeout_s=self._timeout_s
+        )
         if isinstance(answer, wire.Ended):
             return answer.reason
         if isinstance(answer, wire.Trial):

@@ -62,7 +62,7 @@ class LearnerSession:
             admission.trained(admission.step)
         match message:
             case wire.Take():
-                admission.aim = message.aim
+                admission.target_staleness = message.target_staleness
                 self._parked = (identity, request, message)
                 return None
             case wire.Tried():

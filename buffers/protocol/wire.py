@@ -202,12 +202,12 @@ class Registered(MessageBase):
 
 
 class Take(MessageBase):
-    """`aim`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
+    """`target_staleness`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
 
     type: Literal["take"] = "take"
     fence: Count
     step: Count
-    aim: Count | None = None
+    target_staleness: Count | None = None
 
 
 class Batch(MessageBase):

@@ -47,7 +47,7 @@ class Admission:
         self.owner = ""  # the learner that holds the fence
         self.step = self.committed_step = 0
         self.published: int | None = None
-        self.aim: int | None = None  # the staleness credits are to stay within, when less than the bound
+        self.target_staleness: int | None = None  # the staleness credits are to stay within, when less than the bound
         self.draining = False
         self._order = ConsumptionOrder(bound)
         self.fleet = Fleet(self._order, max_attempts, lease_s, self._drop_of_other_version)
@@ -73,7 +73,7 @@ class Admission:
     def may_begin(self, version: int) -> bool:
         """Whether an actor that serves this version could be given the next credit."""
         number = self._order.next_number()
-        return number is not None and self.bound.allows(version, number, self._order.dead_below(number), self.aim)
+        return number is not None and self.bound.allows(version, number, self._order.dead_below(number), self.target_staleness)
 
     def lowest_needed_version(self) -> int:
         """The oldest weight set that may still have to be served: the newest one, in exact mode that of the oldest work."""
@@ -96,7 +96,7 @@ class Admission:
                 if actor.has_room(number, self.fleet.failures.suspects)
                 and actor.fence == self.fence > 0
                 and actor.version <= self.fleet.newest
-                and self.bound.allows(actor.version, number, moved_up, self.aim)
+                and self.bound.allows(actor.version, number, moved_up, self.target_staleness)
             ]
             if not able:
                 break

@@ -107,14 +107,14 @@ class Bound:
         """Lowest version that may sample a token of group `number`."""
         return max(0, self.last_step(number, dead_below) - self.max_staleness)
 
-    def allows(self, version: int, number: int, dead_below: int = 0, aim: int | None = None) -> bool:
+    def allows(self, version: int, number: int, dead_below: int = 0, target_staleness: int | None = None) -> bool:
         """Whether weights of `version` may begin group `number` (in exact mode: must be exactly the one).
 
-        `aim`: a staleness to stay within instead of the bound, as far as the run can go on with it; it allows less, never more.
+        `target_staleness`: to stay within instead of the bound, as far as the run can go on with it; it never allows more.
         """
         within = self.max_staleness
-        if aim is not None and not self.exact:
-            within = min(within, max(aim, self.lowest_staleness))
+        if target_staleness is not None and not self.exact:
+            within = min(within, max(target_staleness, self.lowest_staleness))
         low = max(0, self.last_step(number, dead_below) - within)
         return version == low if self.exact else version >= low
 

@@ -1,5 +1,6 @@
 """What protects a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps that are
-not finite, engines that sample from another policy; and the adaptive guard, which aims below it while data look too old.
+not finite, engines that sample from another policy; and the adaptive guard, which lowers the target staleness while data look
+too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
 because an effective sample size near 1 alone certifies nothing. Down after `patience` bad steps in a row, up after `recovery`
@@ -112,7 +113,7 @@ class Safeguards:
 
 @dataclass(frozen=True)
 class StalenessTarget:
-    """The staleness aimed at, and how many steps in a row looked bad or good since it last moved."""
+    """The target staleness, and how many steps in a row looked bad or good since it last moved."""
 
     staleness: int
     bad: int = 0
@@ -163,7 +164,7 @@ def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], 
 
 @dataclass
 class StalenessController:
-    """The staleness that the next take aims at, moved by what each step measured; `lowest` and `highest` as of `adjusted`."""
+    """The target staleness of the next take, moved by what each step measured; `lowest` and `highest` as of `adjusted`."""
 
     config: GuardConfig
     lowest: int
@@ -174,7 +175,7 @@ class StalenessController:
         self.target = StalenessTarget(self.highest)
 
     @property
-    def aim(self) -> int | None:
+    def target_staleness(self) -> int | None:
         """What the hub is given: None without a guard."""
         return self.target.staleness if self.config.enabled else None
 

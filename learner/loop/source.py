@@ -26,7 +26,7 @@ class BatchSource(Protocol):
 
     def register(self, step: int, committed: int) -> None: ...
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str: ...
+    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str: ...
 
     def tried(self, suspect: SuspectGroup) -> None: ...
 
@@ -43,7 +43,7 @@ class ArchiveSource:
     def __init__(self, queue_dir: Path) -> None:
         self._batches: Iterator[ArchivedBatch] = read_batches(queue_dir)
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | str:
+    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | str:
         """Batch `step`, or the reason why there is none; raises RefusedError when it was deleted from the archive."""
         for batch in self._batches:
             if batch.step == step:
@@ -86,14 +86,14 @@ class SourceSession:
         self.waited_s = self.broadcast_s = 0.0
         """Of the last `take`, and of the publication in this step."""
 
-    def take(self, step: int, aim: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
+    def take(self, step: int, target_staleness: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
         while True:
             try:
                 if not self._registered:
                     self._register(step)
                 began = time.monotonic()
-                taken = self._source.take(step, aim)
+                taken = self._source.take(step, target_staleness)
                 if isinstance(taken, SuspectGroup):
                     _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
                     try_group(taken.group())

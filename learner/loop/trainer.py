@@ -60,7 +60,7 @@ class TrainerConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     lowest_staleness: int = 0
-    """The smallest staleness the guard may aim at: below it the run would wait forever."""
+    """The smallest staleness the guard may set as target: below it the run would wait forever."""
     mismatch_limit: float = math.inf
     """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
 
@@ -105,7 +105,7 @@ class Trainer:
 
     def run(self) -> str:
         try:
-            while not isinstance(batch := self._session.take(self.step, self._staleness.aim, self.try_group), str):
+            while not isinstance(batch := self._session.take(self.step, self._staleness.target_staleness, self.try_group), str):
                 self._train(batch)
             self._end(for_good=batch != _DRAINED)
         finally:
@@ -193,7 +193,7 @@ class Trainer:
                 **report.metrics,
                 "groups": [group.number for group in batch.groups],
                 "applied": report.applied,
-                "staleness/aim": self._staleness.target.staleness,
+                "staleness/target": self._staleness.target.staleness,
                 **measured,
                 "broadcast/seconds": self._session.broadcast_s,
                 "checkpoint/pause_seconds": self._paused_s,

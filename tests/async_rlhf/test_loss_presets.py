@@ -25,7 +25,7 @@ def test_the_decoupled_preset_trains_on_old_truncated_data_under_its_masks_and_i
     for record in result.metrics:
         assert record["applied"] or record["groups/zero_advantage"] == 4
         assert record["staleness/violations"] == 0
-        assert 0 <= record["staleness/aim"] <= 8 and record["staleness/max"] <= 8
+        assert 0 <= record["staleness/target"] <= 8 and record["staleness/max"] <= 8
         assert 0 <= record["is/masked_ratio"] <= 1 and record["is/weight_mean"] <= 2.0
         assert set(record["drift/by_staleness"]) <= set(record["staleness/histogram"])
 

@@ -58,7 +58,7 @@ class ScriptedHub:
     ) -> None:
         self.batches, self.faults, self.ends = batches, dict(faults or {}), ends
         self.calls: list[tuple[str, int]] = []
-        self.aims: list[int | None] = []
+        self.targets: list[int | None] = []
         self.step = self.committed = -1
         self.known = False
         self.published: int | None = None
@@ -71,9 +71,9 @@ class ScriptedHub:
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
 
-    def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
+    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         self._called("take", step)
-        self.aims.append(aim)
+        self.targets.append(target_staleness)
         assert step == self.step
         if suspects := [group for group in self.suspects if group.number not in self.passed]:
             header, arrays = packing.pack_group(suspects[0])
@@ -503,7 +503,7 @@ def test_the_guard_tells_the_hub_what_it_aims_at_and_says_why(
     guard = GuardConfig(enabled=True, min_ess=0.999, patience=2)  # made-up log-probabilities are far from the model's
     with caplog.at_level("INFO"):
         Life(tmp_path, model_dir, hub, max_staleness=3, believing={"guard": guard, "lowest_staleness": 1}).trainer.run()
-    assert hub.aims == [3, 3, 2, 2, 1]
+    assert hub.targets == [3, 3, 2, 2, 1]
     moves = [message for message in caplog.messages if "aiming at staleness" in message]
     assert len(moves) == 2 and "aiming at staleness 2 instead of 3: 2 steps in a row: is/ess" in moves[0]
 
@@ -511,7 +511,7 @@ def test_the_guard_tells_the_hub_what_it_aims_at_and_says_why(
 def test_without_a_guard_nothing_is_said_of_an_aim(tmp_path: Path, model_dir: Path) -> None:
     hub = ScriptedHub(make_batches())
     Life(tmp_path, model_dir, hub).trainer.run()
-    assert set(hub.aims) == {None}
+    assert set(hub.targets) == {None}
 
 
 def test_groups_that_say_nothing_are_left_out_and_counted(tmp_path: Path, model_dir: Path) -> None:
@@ -682,13 +682,13 @@ def test_a_run_in_which_groups_are_tried_has_the_bits_of_one_in_which_none_is(
     tried = [*batches[2], batches[1][0], make_group(9, [2, 2], rewards=[None, None]), poisoned(make_group(8, [3, 1, 4]))]
 
     class Trying(ScriptedHub):
-        def take(self, step: int, aim: int | None = None) -> TakenBatch | SuspectGroup | str:
+        def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
             states = torch.get_rng_state()
             for group in tried:
                 lives[1].trainer.try_group(group)
             assert torch.equal(torch.get_rng_state(), states)
             assert all(p.grad is None for p in lives[1].backend.machine._learning())
-            return super().take(step, aim)
+            return super().take(step, target_staleness)
 
     lives = [
         Life(tmp_path / str(number), model_dir, hub, **settings)

@@ -94,8 +94,8 @@ def free_a_slot_at_take() -> AbstractContextManager[Any]:
         bound, freed = self.bound, self.bound.groups_per_batch * (self.step in self._batches.taken)
         allows = type(bound).allows
 
-        def early(self: Any, version: int, number: int, dead_below: int = 0, aim: int | None = None) -> bool:
-            return allows(self, version, number, dead_below + freed, aim)
+        def early(self: Any, version: int, number: int, dead_below: int = 0, target_staleness: int | None = None) -> bool:
+            return allows(self, version, number, dead_below + freed, target_staleness)
 
         with patch.object(type(bound), "allows", early):
             return honest(self)

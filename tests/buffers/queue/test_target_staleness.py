@@ -1,4 +1,4 @@
-"""A learner may aim below the bound: new groups stay within its aim, and the run goes on whatever it aims at."""
+"""A learner may set a target below the bound: new groups stay within it, and the run goes on whatever it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from async_rlhf.buffers.record import Entry
 ACTOR = "actor"
 
 
-def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
-    """Largest staleness trained on at each step, with one fast actor; `aims` by step, the last one on and on."""
+def staleness_by_step(bound: Bound, targets: list[int | None]) -> list[int]:
+    """Largest staleness trained on at each step, with one fast actor; `targets` by step, the last one on and on."""
     admission = Admission(bound)
     admission.fleet.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
     admission.register(1, 0, 0)
@@ -23,7 +23,7 @@ def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
     while moved:
         moved = False
         step = admission.step
-        admission.aim = aims[min(step, len(aims) - 1)]
+        admission.target_staleness = targets[min(step, len(targets) - 1)]
         for credit in [credit for given in admission.credits().values() for credit in given]:
             version = versions[credit.number] = admission.fleet.actors[ACTOR].version
             admission.put(ACTOR, credit.number, Entry(credit.attempt, version, version, 1))
@@ -38,13 +38,15 @@ def staleness_by_step(bound: Bound, aims: list[int | None]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("aim", [None, 0, 1, 2, 3, 9])
+@pytest.mark.parametrize("target", [None, 0, 1, 2, 3, 9])
 @pytest.mark.parametrize(("publish_every", "window"), [(1, 1), (2, 1), (1, 5), (2, 9)])
-def test_new_groups_stay_within_the_aim_as_far_as_the_run_can_go_on(aim: int | None, publish_every: int, window: int) -> None:
+def test_new_groups_stay_within_the_target_as_far_as_the_run_can_go_on(
+    target: int | None, publish_every: int, window: int
+) -> None:
     bound = Bound(4, max_staleness=4, num_groups=64, publish_every=publish_every, window=window)
-    found = staleness_by_step(bound, [aim])
+    found = staleness_by_step(bound, [target])
     assert len(found) == 16, "the run must reach its end"
-    within = 4 if aim is None else min(4, max(aim, bound.lowest_staleness))
+    within = 4 if target is None else min(4, max(target, bound.lowest_staleness))
     assert max(found) <= within
     if window == 1 and publish_every == 1:
         assert max(found) == within  # and what is allowed is used
@@ -60,4 +62,4 @@ def test_the_aim_moves_while_the_run_goes_on_and_what_is_begun_is_kept() -> None
 
 def test_in_exact_mode_an_aim_changes_nothing() -> None:
     bound = Bound(4, max_staleness=2, num_groups=40, exact=True)
-    assert all(bound.allows(5, number, aim=0) == bound.allows(5, number) for number in range(40))
+    assert all(bound.allows(5, number, target_staleness=0) == bound.allows(5, number) for number in range(40))
