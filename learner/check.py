@@ -13,7 +13,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import advantage_spec, loss_spec
+from async_rlhf.learner.registry import advantage_settings, advantage_spec, loss_spec
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RunContext:
 
 def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: RunContext) -> None:
     """Raises ConfigError."""
+    _check_estimator(advantage)
     _check_critic(learner, advantage, loss)
     _check_groups(advantage, loss, data)
     _check_refill(advantage, data)
@@ -43,6 +44,15 @@ def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, 
     _check_asynchrony(advantage, loss, data)
     _check_sampling_mask(loss, data)
     _check_guard(guard, data)
+
+
+def _check_estimator(advantage: AdvantageConfig) -> None:
+    known = sorted(set(AdvantageConfig.model_fields) - {"kind"})
+    if unknown := [name for name in advantage_settings(advantage.kind) if name not in known]:
+        raise ConfigError(
+            f"advantage.kind = {advantage.kind!r} asks for {unknown[0]!r} by keyword, which is no setting of [advantage]: "
+            f"{', '.join(known)}. Write a number of your own as a constant of the file."
+        )
 
 
 def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:

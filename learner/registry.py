@@ -141,6 +141,13 @@ def advantage_spec(kind: str) -> AdvantageSpec:
 
 
 @cache
+def advantage_settings(kind: str) -> tuple[str, ...]:
+    """The settings of `[advantage]` that an estimator takes. Raises ConfigError as `advantage_spec` does."""
+    node, _ = _declaration(kind, advantages(), "advantage")
+    return tuple(each.arg for each in node.args.kwonlyargs)
+
+
+@cache
 def load_loss(kind: str) -> Callable[..., Any]:
     """The function; imports torch, and a user's own file. Raises ConfigError."""
     return _load(kind, losses(), "loss")
@@ -165,8 +172,8 @@ def _shipped(place: str, decorator: str) -> dict[str, str]:
     return found
 
 
-def _declared(kind: str, shipped: Mapping[str, str], decorator: str) -> dict[str, Any]:
-    """The arguments of a function's decorator, read from its source."""
+def _declaration(kind: str, shipped: Mapping[str, str], decorator: str) -> tuple[ast.FunctionDef, ast.Call]:
+    """A function and the call of its decorator, read from the source."""
     place, name = _place(kind, shipped)
     file = Path(place) if place.endswith(".py") else _module_file(place, kind, decorator)
     node = next((each for each in _functions(file) if each.name == name), None)
@@ -175,11 +182,19 @@ def _declared(kind: str, shipped: Mapping[str, str], decorator: str) -> dict[str
         hint = did_you_mean(name, names) if names else "it defines no function"
         raise ConfigError(f"{decorator}.kind = {kind!r}: no function {name!r} at the top level of {place}; {hint}")
     call = _decorator(node, decorator)
+    if call is None and (other := next((o for o in ("loss", "advantage") if _decorator(node, o)), None)):
+        raise ConfigError(f"{decorator}.kind = {kind!r} is declared with @{other}(): name it in {other}.kind")
     if call is None:
         raise ConfigError(
             f"{decorator}.kind = {kind!r} is not declared: write @{decorator}() above its 'def' "
             f"(from async_rlhf import {decorator})"
         )
+    return node, call
+
+
+def _declared(kind: str, shipped: Mapping[str, str], decorator: str) -> dict[str, Any]:
+    """The arguments of a function's decorator."""
+    _, call = _declaration(kind, shipped, decorator)
     try:
         given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except ValueError as error:

@@ -53,12 +53,13 @@ class Display(daemon.Progress):
 
 
 def line(record: dict[str, Any]) -> str:
-    """One step in a line: reward, staleness, speed, and who was idle."""
+    """One step in a line: reward, staleness, speed, who was idle, and the share of scores that failed."""
+    failed = f"  failed scores: {ratio:.1%}" if (ratio := record.get("rewards/failed_ratio", 0.0)) else ""
     reward = "   -  " if record["reward"] is None else f"{record['reward']:6.3f}"
     return (
         f"reward {reward}  staleness {record['staleness/mean']:.2f} (max {record['staleness/max']})  "
         f"{record['tokens_per_second']:,.0f} tok/s  "
-        f"idle: learner {record['idle/learner']:.0%}, actors {record['idle/actor']:.0%}"
+        f"idle: learner {record['idle/learner']:.0%}, actors {record['idle/actor']:.0%}{failed}"
     )
 
 

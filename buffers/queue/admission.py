@@ -121,7 +121,8 @@ class Admission:
             raise RefusedError(reason, f"attempt {entry.attempt} of group {number} holds no lease of {name}")
         if entry.newest_version > self.fleet.newest:
             self._give_up(actor, number)
-            raise RefusedError("future", f"version {entry.newest_version} is not published (newest: {self.fleet.newest})")
+            newest = f"version {entry.newest_version}, newest published: {self.fleet.newest}"
+            raise RefusedError("future", f"group {number} has a token of {newest}")
         low = self._order.lowest_version(number)
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)

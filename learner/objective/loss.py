@@ -68,7 +68,7 @@ class Counts:
 
 
 class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by its level in `kinds`, and sums over tokens.
+    """Returns the loss of each token [N], sequence [S] or pair, by its declared `level`, and sums over tokens.
 
     `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
     """

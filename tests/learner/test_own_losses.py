@@ -95,6 +95,10 @@ def centred(rewards, *, scale_by_std):
 def forgetful(rewards):
     return [0.0 for _ in rewards]
 
+@advantage()
+def scaled(rewards, *, my_scale=2.0):
+    return rewards
+
 @advantage(level="completion", off_policy=False)
 def of_tokens(reward_T, value_T, *, gamma):
     return reward_T - value_T, reward_T
@@ -156,6 +160,7 @@ def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str
         ("misspelt", r"declares level = 'word'; it is one of 'token', 'sequence', 'pair'"),
         ("twice", r"the ratio would count twice"),
         ("absent", r"no function 'absent' at the top level"),
+        ("centred", r"is declared with @advantage\(\): name it in advantage.kind"),
     ],
 )
 def test_a_declaration_without_meaning_is_refused_without_running_the_file(mine: str, name: str, says: str) -> None:
@@ -176,6 +181,14 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
     assert advantage_spec(tokens.kind).needs_critic and LossConfig(kind=f"{mine}:held").needs_reference
     with pytest.raises(ConfigError, match="without an importance weight"):
         check(learner, AdvantageConfig(), LossConfig(kind=f"{mine}:plain", is_cap=None), guard, DATA)
+
+
+def test_an_estimator_that_asks_for_no_setting_of_its_section_is_refused(mine: str) -> None:
+    check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:centred"), LossConfig(), GuardConfig(), DATA)
+    with pytest.raises(
+        ConfigError, match=r"asks for 'my_scale' by keyword, which is no setting of \[advantage\]: .*scale_by_std"
+    ):
+        check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:scaled"), LossConfig(), GuardConfig(), DATA)
 
 
 def test_an_own_loss_and_estimator_train_a_model(mine: str, tmp_path: Path) -> None:
