@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from async_rlhf.config import Config, load
+from tests.workers import long_ones_first
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = REPOSITORY / "configs" / "quick.toml"
@@ -27,6 +28,8 @@ QUICK = REPOSITORY / "configs" / "quick.toml"
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
+# Workers run side by side, and the models of tests are tiny: more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
@@ -42,6 +45,11 @@ SMALL: dict[str, Any] = {
     "stall_timeout_s": 240.0,
     "queue.lease_s": 5.0,
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long_ones_first(items)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import pytest
 
 from tests.simulation import mutations, schedule, sweep
 
+pytestmark = pytest.mark.xdist_group("simulation")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = 1000
 FOUND_BY = {
