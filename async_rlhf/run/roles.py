@@ -45,13 +45,13 @@ _log = logging.getLogger(__name__)
 
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
-    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.actors.prompts import num_training_rows, prompt_number
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.transport.keys import load_hub
 
     @cache
     def num_rows() -> int:
-        return len(load_rows(config.data)[0])
+        return num_training_rows(config.data)
 
     num_prompts = num_rows() if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
