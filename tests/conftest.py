@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 
 from async_rlhf.config import Config, load
-from tests.workers import long_ones_first
+from tests.workers import Scheduling, place
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = REPOSITORY / "configs" / "quick.toml"
@@ -47,9 +47,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long_ones_first(items)
+    items.sort(key=lambda item: place(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return Scheduling(config, log)
 
 
 @pytest.fixture

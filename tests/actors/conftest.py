@@ -40,7 +40,7 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
 @pytest.hookimpl(trylast=True)  # after what the test's own fixtures still ask of it
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """vLLM's processes are not left to take time from tests that do not ask for them."""
-    if nextitem is None or not starts_vllm(nextitem):
+    if nextitem is None or not starts_vllm(nextitem.nodeid):
         _close()
 
 

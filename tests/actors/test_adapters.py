@@ -38,7 +38,7 @@ def a_set(a: torch.Tensor, b: torch.Tensor, name: str = NAME) -> dict[str, RawTe
     return {f"{name}.lora_A": raw(a), f"{name}.lora_B": raw(b)}
 
 
-@pytest.fixture(params=["torch", pytest.param("vllm", marks=pytest.mark.xdist_group("vllm"))])
+@pytest.fixture(params=["torch", "vllm"])
 def engine(request: pytest.FixtureRequest, vllm_directory: Path) -> Iterator[Any]:
     """Serves the weights of `make_model(0)`."""
     if request.param == "torch":

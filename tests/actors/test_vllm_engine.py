@@ -13,7 +13,7 @@ from async_rlhf.buffers.errors import EngineError
 from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights
 
 # vLLM and what it imports warn of their own affairs.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = 1e-4
 FIRST, SECOND = make_model(0), make_model(1)

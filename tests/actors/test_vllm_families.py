@@ -18,7 +18,6 @@ from tests.actors.vllm_model import SHIPPED
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("vllm"),
 ]
 # Sizes that its kernels know.
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}

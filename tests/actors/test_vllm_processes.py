@@ -17,10 +17,7 @@ from async_rlhf.run.run_dir import RunDir
 from tests.actors.vllm_model import SHIPPED
 from tests.conftest import wait_for
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.xdist_group("vllm"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 ACTOR = """
 import sys

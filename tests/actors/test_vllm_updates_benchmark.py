@@ -13,7 +13,7 @@ from async_rlhf.experiments.throughput.updates import PROMPT_TOKENS
 from tests.actors.vllm_model import make_model, raw_weights
 
 # vLLM and what it imports warn of their own affairs.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

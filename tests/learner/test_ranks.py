@@ -28,8 +28,6 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.step.controller import Controller
 from tests.conftest import REPOSITORY, wait_for
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
 TENSOR = {"tensor_parallel": 2, "ranks": 2}
 # With and without norms over split heads and tied embeddings; at ZeRO-1, 2 and 3.

@@ -55,8 +55,7 @@ def scarce() -> EngineConfig:
 
 # The weights of `make_model` are large: a wrong mask, row or version changes log-probabilities by several nats.
 BFLOAT16_TOLERANCE = 0.2
-VLLM = pytest.param("vllm", marks=[pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("vllm")])
-ENGINES = ["torch", "torch-generic", "torch-scarce", VLLM]
+ENGINES = ["torch", "torch-generic", "torch-scarce", pytest.param("vllm", marks=pytest.mark.filterwarnings("ignore"))]
 
 
 @pytest.fixture(params=[*ENGINES, "torch-bfloat16"])

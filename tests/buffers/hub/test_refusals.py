@@ -19,8 +19,6 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport.link import SocketLink
 from tests.buffers.hub.place import DEADLINE_S, Actor, Place, a_group, delivered, learner_of, peers, taken, tensors, until
 
-pytestmark = pytest.mark.xdist_group("refusals")
-
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))
 FIELDS = HEADER.model_dump()
