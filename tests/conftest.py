@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,8 @@ settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
 # Workers run side by side, and the models of tests are tiny: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is collected stays to the end: the garbage collector looks at it neither now nor later.
+gc.disable()
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
@@ -49,6 +53,11 @@ SMALL: dict[str, Any] = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,6 +107,12 @@ class Command:
         """Exit code and everything it printed."""
         output, _ = self.process.communicate(timeout=400)
         return self.process.returncode, output
+
+    def close(self) -> None:
+        """End it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()  # its children end with it
+        self.process.communicate(timeout=60)
 
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""
@@ -162,18 +177,18 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
     yield start
     for each in started:
-        if each.process.poll() is None:
-            each.process.kill()  # its children end with it
-        each.process.communicate(timeout=60)
+        each.close()
 
 
 @pytest.fixture
 def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments of `train` for the same small run as `small`, with overrides."""
 
-    def make(**overrides: Any) -> list[str]:
-        values = {**SMALL, "output_dir": str(tmp_path / "runs"), **overrides}
-        sets = [f"{key}={toml(value)}" for key, value in values.items()]
-        return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
+    return partial(train_arguments, tmp_path / "runs")
 
-    return make
+
+def train_arguments(output_dir: Path, **overrides: Any) -> list[str]:
+    """Arguments of `train` for the small run, whose directory comes under this one."""
+    values = {**SMALL, "output_dir": str(output_dir), **overrides}
+    sets = [f"{key}={toml(value)}" for key, value in values.items()]
+    return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
