@@ -187,8 +187,8 @@ def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
     return partial(train_arguments, tmp_path / "runs")
 
 
-def train_arguments(output_dir: Path, **overrides: Any) -> list[str]:
-    """Arguments of `train` for the small run, whose directory comes under this one."""
-    values = {**SMALL, "output_dir": str(output_dir), **overrides}
+def train_arguments(folder: Path, /, **overrides: Any) -> list[str]:
+    """Arguments of `train` for the small run, whose directory comes into this folder."""
+    values = {**SMALL, "output_dir": str(folder), **overrides}
     sets = [f"{key}={toml(value)}" for key, value in values.items()]
     return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
