@@ -32,8 +32,6 @@ settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
 # Workers run side by side, and the models of tests are tiny: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What is collected stays to the end: the garbage collector looks at it neither now nor later.
-gc.disable()
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
@@ -55,9 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What is collected stays to the end: the garbage collector looks at it neither meanwhile nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
