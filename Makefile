@@ -24,7 +24,7 @@ CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
 	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
-	@echo "make test    set up and run every test"
+	@echo "make test    set up and run every test, in two processes"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"

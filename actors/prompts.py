@@ -26,8 +26,9 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import Int32Array
 
 if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
+
+    from async_rlhf.actors.gym_tasks import ProceduralDataset
 
 TASK_PREFIX = "reasoning_gym:"
 # The stream of training prompts of a procedural task; `options.seed` chooses another. It is not the run's seed, so that
@@ -63,6 +64,11 @@ def load_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
     if config.source.startswith(TASK_PREFIX):
         return _task_rows(config)
     return _file_rows(config)
+
+
+def num_training_rows(config: DataConfig) -> int:
+    """How many training rows `load_rows` gives. A task gives as many as asked for, or none: it is not imported for that."""
+    return config.size if config.source.startswith(TASK_PREFIX) else len(load_rows(config)[0])
 
 
 def prompt_number(seed: int, group: int, num_rows: int) -> int:
@@ -151,9 +157,8 @@ def _draw(config: DataConfig, seed: int, wanted: int, setting: str, seen: set[st
 
 
 def _dataset(config: DataConfig, seed: int, size: int) -> ProceduralDataset:
-    # Importing reasoning-gym registers all its tasks and takes a second: only a run that uses it pays.
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    # The import takes half a second: only a run that uses it pays.
+    from async_rlhf.actors.gym_tasks import DATASETS, create_dataset
 
     task = config.source.removeprefix(TASK_PREFIX)
     if task not in DATASETS:
@@ -164,7 +169,7 @@ def _dataset(config: DataConfig, seed: int, size: int) -> ProceduralDataset:
     for name in sorted(config.options.keys() - known):
         raise ConfigError(f"data.options.{name} is not an option of {task}; {did_you_mean(name, known)}")
     try:
-        return reasoning_gym.create_dataset(task, **{**config.options, "seed": seed, "size": max(1, size)})
+        return create_dataset(task, **{**config.options, "seed": seed, "size": max(1, size)})
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"reasoning-gym refuses data.options {config.options} for {task}: {error}") from error
 

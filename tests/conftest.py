@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 from async_rlhf.config import Config, load
+from tests.workers import Scheduling, place
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = REPOSITORY / "configs" / "quick.toml"
@@ -27,6 +30,8 @@ QUICK = REPOSITORY / "configs" / "quick.toml"
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
+# Workers run side by side, and the models of tests are tiny: more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
@@ -42,6 +47,26 @@ SMALL: dict[str, Any] = {
     "stall_timeout_s": 240.0,
     "queue.lease_s": 5.0,
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What is collected stays to the end: the garbage collector looks at it neither meanwhile nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return Scheduling(config, log)
 
 
 @pytest.fixture
@@ -86,6 +111,12 @@ class Command:
         """Exit code and everything it printed."""
         output, _ = self.process.communicate(timeout=400)
         return self.process.returncode, output
+
+    def close(self) -> None:
+        """End it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()  # its children end with it
+        self.process.communicate(timeout=60)
 
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""
@@ -150,18 +181,18 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
     yield start
     for each in started:
-        if each.process.poll() is None:
-            each.process.kill()  # its children end with it
-        each.process.communicate(timeout=60)
+        each.close()
 
 
 @pytest.fixture
 def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments of `train` for the same small run as `small`, with overrides."""
 
-    def make(**overrides: Any) -> list[str]:
-        values = {**SMALL, "output_dir": str(tmp_path / "runs"), **overrides}
-        sets = [f"{key}={toml(value)}" for key, value in values.items()]
-        return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
+    return partial(train_arguments, tmp_path / "runs")
 
-    return make
+
+def train_arguments(folder: Path, /, **overrides: Any) -> list[str]:
+    """Arguments of `train` for the small run, whose directory comes into this folder."""
+    values = {**SMALL, "output_dir": str(folder), **overrides}
+    sets = [f"{key}={toml(value)}" for key, value in values.items()]
+    return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]

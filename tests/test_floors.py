@@ -44,6 +44,7 @@ ROOMS = {
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/step/deepspeed_machine.py",),
     "ray": ("async_rlhf/launch/ray.py",),
+    "reasoning_gym": ("actors/gym_tasks.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pebble": ("actors/scoring/process_executor.py",),
     "matplotlib": ("experiments/",),

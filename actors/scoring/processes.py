@@ -69,7 +69,7 @@ class GuardedPopen(popen_spawn_posix.Popen):
         packed = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(process_obj.name), packed)
+            reduction.dump(_preparation(process_obj.name), packed)
             reduction.dump(process_obj, packed)
         finally:
             set_spawning_popen(None)
@@ -111,6 +111,14 @@ class GuardedPopen(popen_spawn_posix.Popen):
     def close(self) -> None:
         self._end()
         super().close()
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    """What a worker does first: it imports the program that runs here, which may define rewards. Those of ours do not."""
+    preparation: dict[str, Any] = spawn.get_preparation_data(name)
+    if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
+        del preparation["init_main_from_name"]
+    return preparation
 
 
 class WorkerContext(SpawnContext):

@@ -8,6 +8,7 @@ at once on the second.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -45,13 +46,13 @@ _log = logging.getLogger(__name__)
 
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
-    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.actors.prompts import num_training_rows, prompt_number
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.transport.keys import load_hub
 
     @cache
     def num_rows() -> int:
-        return len(load_rows(config.data)[0])
+        return num_training_rows(config.data)
 
     num_prompts = num_rows() if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
@@ -227,6 +228,21 @@ _ROLES: dict[str, Callable[..., None]] = {
 }
 
 
+_WITH_MODELS = frozenset({"learner", "learner_rank", "actor", "evaluation"})
+
+
+def _import_models() -> None:
+    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
+
+    That is a fifth of the time of the import.
+    """
+    gc.disable()
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
+
+    gc.freeze()
+    gc.enable()
+
+
 class _AskedToEnd(BaseException):
     """Raised where a role that was started by hand is, when it is signalled; what it holds is closed on the way up."""
 
@@ -249,7 +265,10 @@ def main(arguments: list[str]) -> int:
     callbacks = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
     try:
         run = RunDir.existing(directory, tether.lock)
-        _ROLES[role](run, run.config(), *rest, **callbacks)
+        config = run.config()
+        if role in _WITH_MODELS:
+            _import_models()
+        _ROLES[role](run, config, *rest, **callbacks)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.actors.vllm_model import make_model, save_model
+from tests.workers import starts_vllm
 
-HERE = Path(__file__).parent
 _running: list[Any] = []
 
 
@@ -39,8 +39,8 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
 
 @pytest.hookimpl(trylast=True)  # after what the test's own fixtures still ask of it
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """vLLM's processes are not left to take time from the tests of other rooms."""
-    if nextitem is None or HERE not in nextitem.path.parents:
+    """vLLM's processes are not left to take time from tests that do not ask for them."""
+    if nextitem is None or not starts_vllm(nextitem.nodeid):
         _close()
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.config import DataConfig
-from async_rlhf.actors.prompts import Row, check_prompts, encode, load_rows, prompt_number, rollout_seed
+from async_rlhf.actors.prompts import Row, check_prompts, encode, load_rows, num_training_rows, prompt_number, rollout_seed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.warm_start.speller import make_tokenizer
 
@@ -79,6 +79,7 @@ def test_a_task_gives_distinct_prompts_and_keeps_the_held_out_ones_out_of_traini
     training, held_out = load_rows(DataConfig(source=SPELL, options={"max_word_len": 3}, size=700, held_out=300))
     prompts = [row.prompt for row in training + held_out]
     assert (len(training), len(held_out)) == (700, 300)
+    assert num_training_rows(DataConfig(source=SPELL, size=700, held_out=300)) == 700
     assert len(set(map(str, prompts))) == 1000
 
 
@@ -155,6 +156,7 @@ def test_a_training_row_that_repeats_a_held_out_prompt_is_left_out_and_counted(
     assert [row.prompt for row in training] == ["b", "c"]
     assert [row.prompt for row in held_out] == ["a"]
     assert "left 2 of 4 training rows out" in caplog.text
+    assert num_training_rows(DataConfig(source=str(path), held_out=1)) == 2
 
 
 def test_columns_are_renamed_to_our_names(tmp_path: Path) -> None:
@@ -246,5 +248,17 @@ def test_the_first_prompt_that_is_too_long_or_empty_is_named() -> None:
 def test_importing_this_room_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'reasoning_gym', 'zmq'}"
     code = f"import sys, async_rlhf.actors.prompts; assert not {heavy} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_task_that_draws_gets_what_it_draws_with_and_others_do_not_pay_for_it() -> None:
+    code = (
+        "import sys\n"
+        "from async_rlhf.actors.gym_tasks import create_dataset\n"
+        "assert not {'cellpylib', 'matplotlib'} & set(sys.modules)\n"
+        "assert 'Game of Life' in create_dataset('game_of_life', size=1, seed=1)[0]['question']\n"
+        "assert 'cellpylib' in sys.modules"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")

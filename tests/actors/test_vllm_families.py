@@ -21,8 +21,7 @@ pytestmark = [
 ]
 # Sizes that its kernels know.
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
-OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
+OWN: dict[str, dict[str, Any]] = {  # beside llama, which `conformance` serves
     "qwen3": {"use_sliding_window": False},
     "mistral": {},
     "gemma3_text": {"layer_types": ("sliding_attention", "full_attention")},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
-from tests.conftest import wait_for
+from tests.conftest import Command, train_arguments, wait_for
 
 
 def saved(run: Path) -> list[int]:
@@ -26,12 +27,22 @@ def damage(run: Path, step: int, *, as_long: bool) -> None:
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if as_long else data[:-1])
 
 
-@pytest.fixture
-def stopped(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> list[str]:
-    """Arguments that go on for some steps with a run that was killed when it had steps behind its newest checkpoint."""
-    arguments = small_arguments(**{"max_steps": 100_000, "checkpoint.save_every": 2, "queue.max_staleness": 1})
-    started = command(*arguments)
-    run = tmp_path / "runs" / "quick"
+SETTINGS = {"max_steps": 100_000, "checkpoint.save_every": 2, "queue.max_staleness": 1}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was killed when it had steps behind its newest checkpoint; not to be changed."""
+    folder = tmp_path_factory.mktemp("killed")
+    started = Command(train_arguments(folder, **SETTINGS), folder)
+    try:
+        kill_behind_a_checkpoint(started, folder / "quick")
+    finally:
+        started.close()
+    return folder / "quick"
+
+
+def kill_behind_a_checkpoint(started: Command, run: Path) -> None:
     wait_for(lambda: max(saved(run), default=0) >= 6, "the checkpoint of step 6")
     learner, family = started.child("learner"), started.family()
 
@@ -46,7 +57,14 @@ def stopped(command: Callable[..., Any], small_arguments: Callable[..., list[str
     started.process.kill()
     learner.kill()
     assert_no_orphans(family)
-    return [*arguments, "--set", f"max_steps={steps(run) + 8}"]
+
+
+@pytest.fixture
+def stopped(killed: Path, small_arguments: Callable[..., list[str]], tmp_path: Path) -> list[str]:
+    """Arguments that go on for some steps with such a run, of which this test has a copy."""
+    run = tmp_path / "runs" / "quick"
+    shutil.copytree(killed, run, symlinks=True)
+    return small_arguments(**{**SETTINGS, "max_steps": steps(run) + 8})
 
 
 def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(

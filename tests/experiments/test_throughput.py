@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import subprocess
@@ -69,12 +68,12 @@ def test_a_batch_waits_about_two_seconds_for_its_slowest_judge() -> None:
     assert 1.5 < statistics.mean(slowest) < 2.5
 
 
-def test_both_judges_give_the_same_score() -> None:
+async def test_both_judges_give_the_same_score() -> None:
     assert judges.similarity("nus", "nus") == 1.0
     assert judges.similarity("nusx", "nus") == 1.0
     assert judges.similarity("n", "nus") == pytest.approx(1 / 3)
     assert judges.similarity("", "nus") == 0.0
-    assert asyncio.run(judges.slow_similarity("nub", "nus")) == judges.similarity("nub", "nus")
+    assert await judges.slow_similarity("nub", "nus") == judges.similarity("nub", "nus")
 
 
 def test_every_load_is_a_configuration_that_can_run(tmp_path: Path) -> None:

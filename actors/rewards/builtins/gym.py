@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from reasoning_gym import get_score_answer_fn
-
+from async_rlhf.actors.gym_tasks import get_score_answer_fn
 from async_rlhf.actors.rewards.settings import reward
 
 

@@ -1,0 +1,41 @@
+"""In which order tests are given to pytest-xdist's workers, and which of them go to one worker together.
+
+Long ones first: the end is then made of many short ones, and no worker waits long for the other. Together go tests that share
+something which is slow to start, and those that start vLLM, of which each takes gigabytes of memory.
+"""
+
+from __future__ import annotations
+
+import re
+
+from xdist.scheduler import LoadScopeScheduling
+
+_VLLM = re.compile(r"/test_vllm_|[\[-]vllm[\]-]")
+_TOGETHER = ("tests/async_rlhf/test_going_back.py", "tests/learner/test_ranks.py", "tests/buffers/hub/test_refusals.py")
+_LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")
+
+
+class Scheduling(LoadScopeScheduling):
+    """Gives a worker the next group when it has nearly done its last."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+def group(nodeid: str) -> str:
+    """Tests of one group are run by one worker, one after the other; most are a group of their own."""
+    if starts_vllm(nodeid):
+        return "vllm"
+    path = nodeid.split("::")[0]
+    return path if path in _TOGETHER else nodeid
+
+
+def place(nodeid: str) -> int:
+    """A test of a lower place begins earlier."""
+    if starts_vllm(nodeid):
+        return 0
+    return next((number for number, start in enumerate(_LONG, 1) if nodeid.startswith(start)), len(_LONG) + 1)
+
+
+def starts_vllm(nodeid: str) -> bool:
+    return _VLLM.search(nodeid) is not None
