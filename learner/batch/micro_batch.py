@@ -156,7 +156,7 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
             sources.append(r * width + np.concatenate([[prompt - 1], np.arange(start, start + read)]))
             members.append(member)
             groups.append(row.group)
-            temperatures.append(row.temperature)
+            temperatures.append(row.sampling.temperature)
             start += read
     lengths = [member.rollout.num_tokens for member in members]
     sampling_masks = _sampling_masks([member.rollout for member in members]) if packing.sampling_masks else None

@@ -13,6 +13,7 @@ import numpy as np
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Float32Array, Group, Int32Array, Rollout
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.objective.estimation import TokenTargets
 
 
@@ -39,10 +40,8 @@ class Row:
 
     group: int
     prompt_ids: Int32Array
-    temperature: float
+    sampling: Sampling
     members: tuple[Member, ...]
-    truncated: bool = False
-    """Whether its completions were sampled with top-k, top-p or min-p."""
 
     @property
     def length(self) -> int:
@@ -66,17 +65,17 @@ def make_rows(
     for group, values in zip(groups, advantages, strict=True):
         members: list[Member] = []
         length = len(group.prompt_ids)
-        named = group.number, group.prompt_ids, group.temperature
+        named = group.number, group.prompt_ids, group.sampling
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
                 if members and length + rollout.num_tokens - 1 > row_tokens:
-                    rows.append(Row(*named, tuple(members), group.is_truncated))
+                    rows.append(Row(*named, tuple(members)))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
                 length += rollout.num_tokens - 1
             index += 1
         if members:
-            rows.append(Row(*named, tuple(members), group.is_truncated))
+            rows.append(Row(*named, tuple(members)))
     return rows
 
 
@@ -90,10 +89,10 @@ def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
 def check_sampling_masks(rows: Sequence[Row]) -> None:
     """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
     for row in rows:
-        if row.truncated and any(member.rollout.sampling_mask is None for member in row.members):
+        if row.sampling.truncation and any(member.rollout.sampling_mask is None for member in row.members):
             raise RecordError(
-                f"group {row.group} was sampled with top-k, top-p or min-p, and its engine did not say from what was left: a "
-                "ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
+                f"group {row.group} was sampled with {row.sampling.truncation}, and its engine did not say from what was left: "
+                "a ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
             )
 
 

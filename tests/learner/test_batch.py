@@ -92,7 +92,7 @@ def test_packed_logprobs_are_those_of_one_plain_forward_pass_per_completion(
         group, rollout = everyone[index]
         with torch.no_grad():
             expected = oracles.completion_logprobs(
-                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
             )
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
