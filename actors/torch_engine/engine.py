@@ -32,7 +32,6 @@ from async_rlhf.actors.torch_engine.scheduler import Plan, Scheduler
 from async_rlhf.actors.torch_engine.weights import adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array
-from async_rlhf.buffers.sampling import TRUNCATING
 from async_rlhf.buffers.tensors import RawTensor
 
 
@@ -188,14 +187,13 @@ class TorchEngine:
         rows = self._rows
         positions = rows.positions[:num_rows]
         logits = self._forward(plan.chunks, self._last[:num_rows], self._on_device(positions), int(positions.max()) + 1)
-        settings, greedy = rows.sampling[:num_rows], rows.greedy[:num_rows]
-        temperatures, is_truncated = settings["temperature"].copy(), rows.truncated[:num_rows].any()
+        greedy = rows.greedy[:num_rows]
         tokens, logprobs, kept = sample(
             logits,
             self._on_device(rows.uniforms(num_rows)),
-            None if (temperatures == 1).all() else self._on_device(temperatures),
             self._on_device(greedy) if greedy.any() else None,
-            {name: self._on_device(settings[name].copy()) for name in TRUNCATING} if is_truncated else None,
+            bool(rows.truncated[:num_rows].any()),
+            **{name: self._on_device(values) for name, values in rows.settings(num_rows).items()},
         )
         ready = np.arange(num_rows)
         if plan.filling:

@@ -83,6 +83,11 @@ class Rows:
         for source, target in zip(sources, targets, strict=True):
             self._spans[target], self._sampling_masks[target] = self._spans[source], self._sampling_masks[source]
 
+    def settings(self, num_rows: int) -> dict[str, np.ndarray]:
+        """[N] of each field of `Sampling`, copied; without those that have the default in all rows."""
+        found = {name: self.sampling[name][:num_rows] for name in Sampling.model_fields}
+        return {name: each.copy() for name, each in found.items() if (each != Sampling.model_fields[name].default).any()}
+
     def uniforms(self, num_rows: int) -> npt.NDArray[np.float64]:
         """float64 [N] in [0, 1): the random number of each row's next token."""
         return self._uniforms[np.arange(num_rows), self.counts[:num_rows]]
