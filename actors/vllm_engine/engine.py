@@ -74,7 +74,10 @@ class VLLMEngine:
         return len(self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
+        """As in `Engine.submit`; nothing is queued when one of the requests is refused.
+
+        Raises ConfigError for a setting of sampling that the installed vLLM has not.
+        """
         known = check_requests(requests, self._unfinished, self._check)
         self._session.submit(requests)
         self._unfinished = known

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.vllm_engine.arguments import Capabilities, engine_arguments, environment, probe
+from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import write_weights
 from async_rlhf.buffers.errors import ConfigError, EngineError
@@ -102,6 +103,9 @@ def test_a_setting_that_this_vllm_has_not_is_not_passed_on_and_is_named() -> Non
     has = probe(PlainAsyncLLM, make_dataclass("A", NEEDED), make_dataclass("S", set(SAMPLING) - {"min_p"}), "0.20")
     assert has.lacking[-1] == "SamplingParams.min_p"
     assert Sampling.model_fields.keys() - sampling_arguments(REQUEST, [], has).keys() == {"min_p"}
+    engine = VLLMEngine(cast(Any, SimpleNamespace(has=has)), cast(Any, None), vocabulary=9, max_length=20, has_tokenizer=False)
+    with pytest.raises(ConfigError, match=r"generation.min_p = 0.1: the installed vLLM has no such setting"):
+        engine.submit([replace(REQUEST, sampling=Sampling(min_p=0.1))])
 
 
 def arguments(**vllm: Any) -> dict[str, Any]:
