@@ -62,19 +62,10 @@ def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
 
 def padding_batch() -> MicroBatch:
     """A forward pass with nothing to learn from: one position, no token."""
-    position, nothing = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    none = torch.empty(0)
+    position, nothing, zero = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0)
     return MicroBatch(
-        ids_RL=position,
-        positions_RL=position,
-        segments_RL=position,
-        source_N=nothing,
-        target_N=nothing,
-        sequence_N=nothing,
-        version_N=nothing,
-        logp_behaviour_N=none,
-        advantage_N=none,
-        temperature_N=none,
-        member_S=nothing,
-        group_S=nothing,
+        **dict.fromkeys(("ids_RL", "positions_RL", "segments_RL"), position),
+        **dict.fromkeys(("source_N", "target_N", "member_N", "group_S", "version_N"), nothing),
+        **dict.fromkeys(("temperature_N", "logp_behaviour_N", "advantage_N"), zero),
+        sampling_masks=None,
     )

@@ -49,12 +49,12 @@ def assemble(
 ) -> RankParts:
     """reference_recorded: rollouts carry their log-probabilities under the reference, so it is not loaded here."""
     ranks = ranks or Ranks()
-    recorded = loss.needs_reference and reference_recorded
-    settings = MachineSettings(model_dir, config, publish_dtype, with_reference=loss.needs_reference and not recorded)
+    with_reference = loss.needs_reference and not reference_recorded
+    settings = MachineSettings(model_dir, config, publish_dtype, with_reference)
     machine = make_machine(settings, ranks)
     # ranks that share rows compute the whole loss each: there is nothing to add up
     adding = ranks if config.ranks_per_row == 1 else Ranks()
-    return RankParts(machine, Step(machine, config, loss, adding, value_clip, recorded), ranks)
+    return RankParts(machine, Step(machine, config, loss, adding, value_clip), ranks)
 
 
 class Controller:
@@ -65,12 +65,11 @@ class Controller:
         loss, config = self._step.loss, self._step.learner
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
-        self._recorded = self._step.reference_recorded
         self._packing = Packing(
             config.micro_batch_tokens,
             whole_groups=spec.level == "pair",
             sampling_masks=spec.takes_ratios,
-            recorded_references=self._recorded,
+            recorded_references=loss.needs_reference and not self.machine.has_reference,
         )
 
     @property
@@ -131,7 +130,7 @@ class Controller:
             check_tokens(rows, self.machine.policy.vocabulary)
             if self._ratios:
                 check_sampling_masks(rows)
-            if self._recorded:
+            if self._packing.recorded_references:
                 check_references(rows)
         together = self._step.learner.ranks_per_row
         parts = partition(updates, self._ranks.size // together, self._packing)
@@ -195,7 +194,7 @@ def _updates(header: Mapping[str, Any], tensors: Sequence[Tensors]) -> list[Upda
     waiting = iter(tensors)
     return [
         Update(
-            tuple(MicroBatch(**next(waiting)) for _ in range(each["batches"])),
+            tuple(MicroBatch.of(next(waiting)) for _ in range(each["batches"])),
             Counts(*each["counts"]),
             each["number"],
         )

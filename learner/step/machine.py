@@ -57,6 +57,10 @@ class Machine(ABC):
             self._reference = Policy(model, self.config)
             self._reference.packs = self.policy.packs
 
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """[N]: log-probabilities under the frozen reference, or None without one."""
         return None if self._reference is None else self._reference(batch)[0]

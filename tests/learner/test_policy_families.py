@@ -60,7 +60,7 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     found, _, _ = policy(batch)
     members = [(each.prompt_ids.tolist(), r.completion_ids.tolist()) for each in GROUPS for r in each.rollouts]
     plain = {member: families.plain_logprobs(model, *texts) for member, texts in enumerate(members)}
-    wanted = torch.cat([plain[int(member)] for member in batch.member_S])
+    wanted = torch.cat([plain[int(member)] for member in batch.member_N.unique_consecutive()])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     weights = torch.linspace(-1, 1, len(wanted))
     want = gradients(model, (wanted * weights).sum())

@@ -165,7 +165,7 @@ def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> Non
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for tokens in (8, 64):
         for batch in make_micro_batches(rows, Packing(tokens)):
-            recorded = [rollouts[member].sampling_mask for member in batch.member_S.tolist()]
+            recorded = [rollouts[member].sampling_mask for member in batch.member_N.unique_consecutive().tolist()]
             if all(each is None for each in recorded):
                 assert batch.sampling_masks is None
                 continue
