@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from async_rlhf.buffers.attention import FULL, Reach
-from async_rlhf.buffers.record import Rollout
-from async_rlhf.learner.batch.rows import Member, Row
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.learner.batch.rows import Member, Row, by_group
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 
 
@@ -110,11 +109,7 @@ class Packing:
 
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
     """Rows of similar length together."""
-    units = (
-        [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
-        if packing.whole_groups
-        else [[row] for row in rows]
-    )
+    units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
     width = {id(unit): max(row.length for row in unit) for unit in units}
     batches: list[list[Row]] = []
     widest = 0
@@ -148,10 +143,10 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     segments = np.full((len(rows), width), -1, np.int64)
     sources: list[np.ndarray] = []
     members: list[Member] = []
-    of_member: list[Row] = []
+    groups: list[Group] = []
     for r, row in enumerate(rows):
-        prompt = len(row.prompt_ids)
-        ids[r, :prompt] = row.prompt_ids
+        prompt = len(row.group.prompt_ids)
+        ids[r, :prompt] = row.group.prompt_ids
         positions[r, :prompt] = np.arange(prompt)
         segments[r, :prompt] = 0
         start = prompt
@@ -163,7 +158,7 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
             # the first token is predicted by the prompt's last position, each other by the token before it
             sources.append(r * width + np.concatenate([[prompt - 1], np.arange(start, start + read)]))
             members.append(member)
-            of_member.append(row)
+            groups.append(row.group)
             start += read
     rollouts = [member.rollout for member in members]
     lengths = [rollout.num_tokens for rollout in rollouts]
@@ -176,10 +171,10 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
         segments_RL=torch.from_numpy(segments),
         source_N=_joined(sources, np.int64),
         target_N=_joined([rollout.completion_ids for rollout in rollouts], np.int64),
-        temperature_N=torch.from_numpy(np.repeat([row.sampling.temperature for row in of_member], lengths).astype(np.float32)),
+        temperature_N=torch.from_numpy(np.repeat([group.sampling.temperature for group in groups], lengths).astype(np.float32)),
         sampling_masks=_sampling_masks(rollouts) if packing.sampling_masks else None,
         member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),
-        group_S=torch.tensor([row.group for row in of_member]),
+        group_S=torch.tensor([group.number for group in groups]),
         version_N=_joined([rollout.versions for rollout in rollouts], np.int64),
         logp_behaviour_N=_joined([rollout.logprobs for rollout in rollouts], np.float32),
         advantage_N=_joined([member.advantages for member in members], np.float32),

@@ -208,6 +208,6 @@ def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], row_t
     updates = split_updates(rows, num_updates)
     assert [row for update in updates for row in update] == rows
     assert len(updates) <= num_updates and all(updates)
-    homes = [{row.group for row in update} for update in updates]
+    homes = [{row.group.number for row in update} for update in updates]
     assert sum(map(len, homes)) == len(groups)
     assert len({len(home) for home in homes[:-1]}) <= 1
