@@ -41,7 +41,7 @@ class Rows:
         self.greedy = np.zeros(slots, np.bool_)
         self.truncated = np.zeros(slots, np.bool_)
         self.stoppable = np.zeros(slots, np.bool_)
-        self.sampling = np.array([_values(Sampling())] * slots, _SAMPLING)
+        self.sampling = np.array([tuple(dict(Sampling()).values())] * slots, _SAMPLING)
         self._cache_versions = np.zeros(slots, np.int64)
         self._uniforms = np.zeros((slots, 0), np.float64)
         self._tokens = np.zeros((slots, 0), np.int32)
@@ -63,7 +63,7 @@ class Rows:
         self.counts[row], self.limits[row] = count, limit
         self.greedy[row] = request.sampling.temperature == 0
         self.truncated[row] = bool(request.sampling.truncation)
-        self.sampling[row] = _values(Sampling() if self.greedy[row] else request.sampling)
+        self.sampling[row] = tuple(dict(Sampling() if self.greedy[row] else request.sampling).values())
         self.stoppable[row] = bool(request.stop)
         self._cache_versions[row] = version
         self._spans[row], self._sampling_masks[row] = (), []
@@ -156,10 +156,6 @@ class Rows:
         for name in ("_uniforms", "_tokens", "_logprobs"):
             old = getattr(self, name)
             setattr(self, name, np.pad(old, ((0, 0), (0, num_tokens - old.shape[1]))))
-
-
-def _values(sampling: Sampling) -> tuple[float, ...]:
-    return tuple(getattr(sampling, name) for name in Sampling.model_fields)
 
 
 def _joined(sampling_masks: Sequence[Int32Array]) -> SamplingMask:
