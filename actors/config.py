@@ -7,12 +7,13 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator
 
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.buffers.sampling import Sampling
 
 REFERENCE = "reference"
 """The stage of the reference model."""
@@ -39,8 +40,10 @@ class DataConfig(Section):
     """Passes over the training prompts; without it the stream goes on until `max_steps`."""
 
 
-class GenerationConfig(Section):
-    """What is sampled for each prompt."""
+class GenerationConfig(Sampling):
+    """What is sampled for each prompt, and how: the settings of `Sampling` stand beside the others."""
+
+    model_config = ConfigDict(strict=False)
 
     group_size: int = Field(default=8, ge=1, validation_alias=AliasChoices("group_size", "num_generations"))
     """Completions per prompt (alias `num_generations`)."""
@@ -50,12 +53,6 @@ class GenerationConfig(Section):
     """Longest completion in tokens, the end token included."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy."""
-    top_k: int = Field(default=0, ge=0)
-    """Only the likeliest `top_k` tokens are sampled; 0: all."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Only the fewest likeliest tokens whose probabilities sum to `top_p` are sampled; 1: all."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Only tokens at least `min_p` times as likely as the likeliest are sampled; 0: all."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token after which its text contains one of these."""
     on_update: Literal["keep", "interrupt", "finish"] = "keep"
@@ -68,6 +65,11 @@ class GenerationConfig(Section):
         if not all(stop):
             raise ValueError("a stop string is empty: it would end every completion at its first token")
         return stop
+
+    @property
+    def sampling(self) -> Sampling:
+        """Those settings alone."""
+        return Sampling(**{name: getattr(self, name) for name in Sampling.model_fields})
 
 
 class VLLMConfig(Section):

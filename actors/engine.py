@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span, is_truncated
+from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
 OnUpdate = Literal["keep", "interrupt", "finish"]
@@ -39,11 +40,7 @@ class RolloutKey(NamedTuple):
 class Request:
     """One completion to generate.
 
-    temperature: 0 is greedy (its log-probabilities are then of the temperature-1 distribution).
     seed: alone decides the completion's random numbers, whatever else is in the batch.
-    min_p, top_k, top_p: applied in this order to the distribution at that temperature, each to what the one before left:
-    tokens at least `min_p` times as likely as the likeliest (0: all), the `top_k` likeliest (0: all), the fewest
-    likeliest whose probabilities sum to at least `top_p` (1: all).
     stop: the completion ends with the token after which its text contains one of these.
     partial_every: `Engine.partials` returns it each time so many tokens have come; 0: never.
     """
@@ -51,18 +48,10 @@ class Request:
     key: RolloutKey
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
-    temperature: float
+    sampling: Sampling
     seed: int
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     partial_every: int = 0
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether some tokens cannot be sampled."""
-        return is_truncated(self.top_k, self.top_p, self.min_p)
 
 
 def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
@@ -76,6 +65,8 @@ def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: C
             raise EngineError(f"{request.key} has an empty prompt; give it at least one token (a begin token will do)")
         if request.max_new_tokens < 1:
             raise EngineError(f"{request.key} asks for max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
+        if request.seed < 0:
+            raise EngineError(f"{request.key} has seed {request.seed}; at least 0 is needed")
         check(request)
         if request.key in known:
             raise EngineError(f"{request.key} is already submitted; a key names one completion")

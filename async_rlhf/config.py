@@ -236,12 +236,13 @@ def check(config: Config) -> None:
         )
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
+    truncation = config.generation.truncation
     data = RunContext(
         group_size=config.generation.group_size,
         max_staleness=config.queue.max_staleness,
         lowest_staleness=bound.lowest_staleness,
         exact=config.queue.exact,
-        truncated=_truncated(config.generation),
+        truncated=f"generation.{truncation}" if truncation else None,
         support_recorded=config.engine.kind == "torch"
         or config.generation.top_k > 0
         or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
@@ -253,15 +254,6 @@ def check(config: Config) -> None:
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
     _check_model(config)
-
-
-def _truncated(generation: GenerationConfig) -> str | None:
-    """The setting that keeps sampling from the whole distribution, if one does."""
-    if generation.top_k > 0:
-        return f"generation.top_k = {generation.top_k}"
-    if generation.top_p < 1:
-        return f"generation.top_p = {generation.top_p:g}"
-    return f"generation.min_p = {generation.min_p:g}" if generation.min_p > 0 else None
 
 
 def _check_address(address: str, *, keyed: bool) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score as Score
 
 Int32Array = npt.NDArray[np.int32]
@@ -42,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The tokens that could have been sampled, where top-k, top-p or min-p cut the others off.
+    """The tokens that could have been sampled, where the settings of sampling cut the others off.
 
     A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
     behaviour log-probability compares two different distributions.
@@ -130,20 +131,17 @@ class Group:
     """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds.
 
     prompt_ids: int32 [P]. columns: the prompt's row of the data set, kept for the record and the samples on disk.
-    temperature, top_k, top_p, min_p: how the completions were sampled (0, 1 and 0: nothing was cut off).
+    sampling: how the completions were sampled.
     """
 
     number: int
     attempt: int
     prompt_ids: Int32Array
     rollouts: tuple[Rollout, ...]
-    temperature: float
+    sampling: Sampling
     actor: str = ""
     prompt: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:
@@ -174,16 +172,6 @@ class Group:
     def num_tokens(self) -> int:
         """Completion tokens of all members (the loss-bearing ones)."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether some tokens could not be sampled."""
-        return is_truncated(self.top_k, self.top_p, self.min_p)
-
-
-def is_truncated(top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether sampling with these settings leaves some tokens without any probability."""
-    return top_k > 0 or top_p < 1 or min_p > 0
 
 
 def staleness(version: int, step: int) -> int:

@@ -132,7 +132,9 @@ def loss(
     """Scalar with gradient: mean PPO-clip loss over all tokens of members that count, proximal = current."""
     losses = []
     for group, rollout, advantage in members(groups, advantages):
-        current = completion_logprobs(model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature)
+        current = completion_logprobs(
+            model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
+        )
         for logp, behaviour in zip(current, rollout.logprobs.tolist(), strict=True):
             weight = 1.0 if config.is_cap is None else min(ratio(float(logp.detach()), behaviour), config.is_cap)
             losses.append(-weight * advantage * (logp - logp.detach()).exp())

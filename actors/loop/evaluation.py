@@ -12,6 +12,7 @@ from async_rlhf.actors.scoring.pool import ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score
+from async_rlhf.buffers.sampling import GREEDY
 
 _NUM_SAMPLES = 8
 
@@ -52,9 +53,7 @@ def evaluate(
     """
     asked = [encode(row) for row in rows]
     prompts = [tuple(ids) for _, ids in asked]
-    engine.submit(
-        [Request(RolloutKey(i, 0, 0), ids, max_completion_length, 0.0, 0, stop=stop) for i, ids in enumerate(prompts)]
-    )
+    engine.submit([Request(RolloutKey(i, 0, 0), ids, max_completion_length, GREEDY, 0, stop) for i, ids in enumerate(prompts)])
     lengths: list[int] = []
     answers: dict[int, str] = {}
     scores: dict[int, Mapping[str, Score]] = {}

@@ -29,6 +29,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -49,10 +50,7 @@ class Work:
     decode: Callable[[Sequence[int]], str]
     group_size: int
     max_completion_length: int
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    sampling: Sampling
     stop: tuple[str, ...] = ()
     partial_every: int = 0
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
@@ -69,11 +67,8 @@ class Work:
                 RolloutKey(number, attempt, member),
                 prompt_ids,
                 self.max_completion_length,
-                self.temperature,
+                self.sampling,
                 rollout_seed(self.seed, number, member),
-                self.top_k,
-                self.top_p,
-                self.min_p,
                 self.stop,
                 self.partial_every,
             )
@@ -277,10 +272,7 @@ class Worker:
                     attempt=group.attempt,
                     prompt_ids=np.array(group.prompt_ids, np.int32),
                     rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
-                    temperature=self._work.temperature,
-                    top_k=self._work.top_k,
-                    top_p=self._work.top_p,
-                    min_p=self._work.min_p,
+                    sampling=self._work.sampling,
                     actor=self._name,
                     prompt=group.prompt,
                     columns=group.row.columns,

@@ -25,7 +25,7 @@ from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Mode
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
-from async_rlhf.actors.torch_engine.sampling import Truncation, sample
+from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import Plan, Scheduler
 from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
@@ -112,8 +112,6 @@ class TorchEngine:
 
     def _check(self, request: Request) -> None:
         num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        if request.temperature < 0 or request.seed < 0:
-            raise EngineError(f"{request.key} has temperature {request.temperature}, seed {request.seed}; both are >= 0")
         if self._max_length is not None and num_prompt + num_new > self._max_length:
             raise EngineError(
                 f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, the model holds {self._max_length}; "
@@ -123,11 +121,6 @@ class TorchEngine:
             raise EngineError(
                 f"{request.key} needs room for {num_prompt} prompt + {num_new} new tokens, engine.kv_bytes has less for a "
                 "single sequence; raise it, or lower max_completion_length"
-            )
-        if request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p < 1:
-            raise EngineError(
-                f"{request.key} has top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}; "
-                "they lie in 0 .., (0, 1] and [0, 1)"
             )
         if request.stop and (self._stopping.decode is None or not all(request.stop)):
             raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")
@@ -192,13 +185,13 @@ class TorchEngine:
         rows = self._rows
         positions = rows.positions[:num_rows]
         logits = self._forward(plan.chunks, self._last[:num_rows], self._on_device(positions), int(positions.max()) + 1)
-        temperatures, greedy = rows.temperatures[:num_rows], rows.greedy[:num_rows]
+        greedy = rows.greedy[:num_rows]
         tokens, logprobs, kept = sample(
             logits,
             self._on_device(rows.uniforms(num_rows)),
-            None if (temperatures == 1).all() else self._on_device(temperatures),
             self._on_device(greedy) if greedy.any() else None,
-            self._truncation(num_rows) if rows.truncated[:num_rows].any() else None,
+            bool(rows.truncated[:num_rows].any()),
+            **{name: self._on_device(values) for name, values in rows.settings(num_rows).items()},
         )
         ready = np.arange(num_rows)
         if plan.filling:
@@ -251,10 +244,6 @@ class TorchEngine:
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
-
-    def _truncation(self, num_rows: int) -> Truncation:
-        rows = self._rows
-        return Truncation(*(self._on_device(array[:num_rows]) for array in (rows.top_k, rows.top_p, rows.min_p)))
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""

@@ -16,6 +16,7 @@ from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.attention import attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.sampling import Sampling
 
 # Mean difference of log-probabilities, in nats: rounding makes a hundredth of it, a wrong mask or state some times as much.
 MAX_DIFFERENCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -89,6 +90,4 @@ def _requests(model: PreTrainedModel) -> list[Request]:
     rng = np.random.default_rng(0)
     long = tuple(rng.integers(vocabulary, size=length - num_new).tolist())
     prompts = (long, long[: max(1, len(long) // 4)], long)
-    return [
-        Request(RolloutKey(0, 0, index), prompt, num_new, temperature=1.0, seed=index) for index, prompt in enumerate(prompts)
-    ]
+    return [Request(RolloutKey(0, 0, index), prompt, num_new, Sampling(), seed=index) for index, prompt in enumerate(prompts)]

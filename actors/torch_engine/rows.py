@@ -16,9 +16,13 @@ import numpy.typing as npt
 from async_rlhf.actors.engine import Completion, Request
 from async_rlhf.actors.torch_engine.scheduler import Progress
 from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Span
+from async_rlhf.buffers.sampling import Sampling
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
 _BELOW_ONE = 1.0 - 2.0**-40
+_SAMPLING = np.dtype(
+    [(name, np.int64 if each.annotation is int else np.float32) for name, each in Sampling.model_fields.items()]
+)
 
 
 class Rows:
@@ -26,22 +30,18 @@ class Rows:
 
     positions: int64 [R], index of the last token in its sequence; the next token is predicted from there.
     counts, limits: int64 [R], tokens sampled and tokens allowed.
-    temperatures: float32 [R], 1 for greedy rows. greedy, truncated, stoppable: bool [R]: takes the likeliest token;
-    samples from a part of the vocabulary; has stop strings.
-    top_k: int64 [R], top_p, min_p: float32 [R]; they mean something in truncated rows.
+    greedy, truncated, stoppable: bool [R]: takes the likeliest token; samples from a part of the vocabulary; has stop strings.
+    sampling: [R] of the fields of `Sampling`, int64 or float32; those of greedy rows are the defaults.
     """
 
     def __init__(self, slots: int) -> None:
         self.positions = np.zeros(slots, np.int64)
         self.counts = np.zeros(slots, np.int64)
         self.limits = np.zeros(slots, np.int64)
-        self.temperatures = np.ones(slots, np.float32)
         self.greedy = np.zeros(slots, np.bool_)
         self.truncated = np.zeros(slots, np.bool_)
         self.stoppable = np.zeros(slots, np.bool_)
-        self.top_k = np.zeros(slots, np.int64)
-        self.top_p = np.ones(slots, np.float32)
-        self.min_p = np.zeros(slots, np.float32)
+        self.sampling = np.array([tuple(dict(Sampling()).values())] * slots, _SAMPLING)
         self._cache_versions = np.zeros(slots, np.int64)
         self._uniforms = np.zeros((slots, 0), np.float64)
         self._tokens = np.zeros((slots, 0), np.int32)
@@ -61,11 +61,9 @@ class Rows:
         count = 0 if progress is None else len(progress.token_ids)
         self.positions[row] = len(request.prompt_ids) + count - 1
         self.counts[row], self.limits[row] = count, limit
-        self.greedy[row] = request.temperature == 0
-        self.temperatures[row] = request.temperature or 1.0
-        self.truncated[row] = request.is_truncated and not self.greedy[row]
-        cut = (request.top_k, request.top_p, request.min_p) if self.truncated[row] else (0, 1.0, 0.0)
-        self.top_k[row], self.top_p[row], self.min_p[row] = cut
+        self.greedy[row] = request.sampling.temperature == 0
+        self.truncated[row] = bool(request.sampling.truncation)
+        self.sampling[row] = tuple(dict(Sampling() if self.greedy[row] else request.sampling).values())
         self.stoppable[row] = bool(request.stop)
         self._cache_versions[row] = version
         self._spans[row], self._sampling_masks[row] = (), []
@@ -84,6 +82,11 @@ class Rows:
                 array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self._spans[target], self._sampling_masks[target] = self._spans[source], self._sampling_masks[source]
+
+    def settings(self, num_rows: int) -> dict[str, np.ndarray]:
+        """[N] of each field of `Sampling`, copied; without those that have the default in all rows."""
+        found = {name: self.sampling[name][:num_rows] for name in Sampling.model_fields}
+        return {name: each.copy() for name, each in found.items() if (each != Sampling.model_fields[name].default).any()}
 
     def uniforms(self, num_rows: int) -> npt.NDArray[np.float64]:
         """float64 [N] in [0, 1): the random number of each row's next token."""

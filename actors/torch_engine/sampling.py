@@ -5,8 +5,6 @@ Axes: `N` rows, `V` vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
@@ -14,53 +12,59 @@ import torch.nn.functional as F
 _BLOCK = 256
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """Which tokens may be sampled: top_k int64 [N] (0: all), top_p float32 [N] (1: all), min_p float32 [N] (0: all)."""
+def kept_tokens(
+    logprobs: torch.Tensor,
+    *,
+    min_p: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bool [N, V]: which tokens may be sampled, from log-probabilities [N, V].
 
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-
-    def kept(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """bool [N, V]: at least `min_p` times as likely as the likeliest; of these the `top_k` likeliest; of these the
-        fewest likeliest whose share of what is left reaches `top_p`. Never empty; of equally likely tokens the lower id
-        comes first. Order and meaning are vLLM's.
-        """
-        ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    The others are `Sampling`'s settings of every row, [N]; None: the default in all. At least `min_p` times as likely as the
+    likeliest; of these the `top_k` likeliest; of these the fewest likeliest whose share of what is left reaches `top_p`.
+    Never empty; of equally likely tokens the lower id comes first. Order and meaning are vLLM's.
+    """
+    ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    kept = ordered > -torch.inf
+    if min_p is not None:
+        kept &= ordered >= ordered[:, :1] + min_p.log()[:, None]
+    if top_k is not None:
         ranks = torch.arange(logprobs.shape[-1], device=logprobs.device)
-        kept = (ordered >= ordered[:, :1] + self.min_p.log()[:, None]) & (ordered > -torch.inf)
-        kept &= (ranks < self.top_k[:, None]) | (self.top_k == 0)[:, None]
+        kept &= (ranks < top_k[:, None]) | (top_k == 0)[:, None]
+    if top_p is not None:
         probabilities = torch.where(kept, ordered.exp(), 0.0).double()
         sums = probabilities.cumsum(dim=-1)
-        enough = (sums - probabilities) >= self.top_p[:, None] * sums[:, -1:]
+        enough = (sums - probabilities) >= top_p[:, None] * sums[:, -1:]
         # A sum that rounding keeps from growing cuts nothing off when all are wanted.
-        kept &= ~enough | (self.top_p >= 1)[:, None]
-        kept[:, 0] = True
-        return torch.zeros_like(kept).scatter_(1, ids, kept)
+        kept &= ~enough | (top_p >= 1)[:, None]
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, ids, kept)
 
 
 def sample(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
-    temperatures: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
-    truncation: Truncation | None = None,
+    is_truncated: bool = False,
+    *,
+    temperature: torch.Tensor | None = None,
+    **settings: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Choose the first token whose cumulative probability exceeds the row's random number.
 
     logits: [N, V] of any float type. uniforms: float64 [N], 0 <= u < 1.
-    temperatures: float32 [N], or None where all are 1. greedy: bool [N], rows that take the most likely token instead,
-    or None where there are none. truncation: None where no row leaves tokens out.
+    greedy: bool [N], rows that take the most likely token instead, or None where there are none. is_truncated: whether some
+    row may leave tokens out. temperature: float32 [N], or None where all are 1. settings: as `kept_tokens` takes them.
     Returns int64 [N] tokens, float32 [N] log-probabilities of the distribution at that temperature, renormalised after
     truncation, and bool [N, V], what truncation kept (None without).
     """
     scaled = logits.float()
-    if temperatures is not None:
-        scaled = scaled / temperatures[:, None]
+    if temperature is not None:
+        scaled = scaled / temperature[:, None]
     kept = None
-    if truncation is not None:
-        kept = truncation.kept(torch.log_softmax(scaled, dim=-1))
+    if is_truncated:
+        kept = kept_tokens(torch.log_softmax(scaled, dim=-1), **settings)
         scaled = scaled.masked_fill(~kept, -torch.inf)
     probabilities = torch.softmax(scaled, dim=-1)
     tokens = _first_above(probabilities, uniforms)

@@ -14,6 +14,7 @@ from typing import Any
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.sampling import Sampling
 
 EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightLoader"
 # Names the process that vLLM's processes may not outlive.
@@ -92,11 +93,13 @@ class Capabilities:
 
     flat_logprobs: log-probabilities come as flat lists, which spares an object per token.
     partials: it reports what a request has written every so many tokens; else rewards have no incremental scoring.
+    sampling: which fields of `Sampling` it has, by the same names; a request that sets another is refused.
     """
 
     names_versions: bool
     flat_logprobs: bool
     partials: bool = False
+    sampling: frozenset[str] = frozenset(Sampling.model_fields)
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -106,7 +109,8 @@ class Capabilities:
             "flat log-probabilities (SamplingParams.flat_logprobs): a little slower": self.flat_logprobs,
             "outputs in between (SamplingParams.stream_interval): rewards have no incremental scoring": self.partials,
         }
-        return tuple(text for text, has in said.items() if not has)
+        unknown = [f"SamplingParams.{name}" for name in Sampling.model_fields if name not in self.sampling]
+        return (*(text for text, has in said.items() if not has), *unknown)
 
 
 def probe(async_llm: type, engine_arguments: type, sampling_params: type, version: str) -> Capabilities:
@@ -127,11 +131,12 @@ def probe(async_llm: type, engine_arguments: type, sampling_params: type, versio
         names_versions=hasattr(async_llm, "update_weight_version"),
         flat_logprobs="flat_logprobs" in _fields(sampling_params),
         partials="stream_interval" in _fields(sampling_params),
+        sampling=frozenset(Sampling.model_fields.keys() & _fields(sampling_params)),
     )
 
 
 _ARGUMENTS = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "kv_cache_memory_bytes", "enable_prefix_caching")
-_SAMPLING = ("seed", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
+_SAMPLING = ("temperature", "seed", "top_k", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
 
 
 def _takes(owner: type, method: str, names: set[str]) -> bool:

@@ -20,7 +20,7 @@ from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, Rol
 from async_rlhf.actors.torch_engine.weights import Base, check_weights
 from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.actors.vllm_engine.weights import write_weights
-from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -73,7 +73,10 @@ class VLLMEngine:
         return len(self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
+        """As in `Engine.submit`; nothing is queued when one of the requests is refused.
+
+        Raises ConfigError for a setting of sampling that the installed vLLM has not.
+        """
         known = check_requests(requests, self._unfinished, self._check)
         self._session.submit(requests)
         self._unfinished = known
@@ -90,10 +93,14 @@ class VLLMEngine:
                 f"{request.key} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}, the model knows "
                 f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
             )
-        if request.seed < 0 or not (request.temperature == 0 or request.temperature >= _LEAST_TEMPERATURE):
+        if 0 < request.sampling.temperature < _LEAST_TEMPERATURE:
             raise EngineError(
-                f"{request.key} has temperature {request.temperature}, seed {request.seed}; vLLM takes a temperature of 0 "
-                f"(greedy) or at least {_LEAST_TEMPERATURE}, and a seed of at least 0"
+                f"{request.key} has temperature {request.sampling.temperature}; vLLM takes a temperature of 0 (greedy) or at "
+                f"least {_LEAST_TEMPERATURE}"
+            )
+        for name, value in request.sampling.model_dump(exclude=set(self._session.has.sampling), exclude_defaults=True).items():
+            raise ConfigError(
+                f"generation.{name} = {value}: the installed vLLM has no such setting; leave it out, or use 'torch'"
             )
         if request.partial_every and not self._session.has.partials:
             raise EngineError(

@@ -19,17 +19,14 @@ def sampling_arguments(request: Request, stop_ids: Sequence[int], has: Capabilit
     With top-k its likeliest tokens are requested, because what of them has a finite log-probability is the sampling_mask.
     """
     arguments: dict[str, Any] = {
+        **request.sampling.model_dump(include=set(has.sampling)),
         "max_tokens": request.max_new_tokens,
-        "temperature": request.temperature,
-        "top_k": request.top_k,
-        "top_p": request.top_p,
-        "min_p": request.min_p,
         "seed": request.seed,
         "stop": list(request.stop),
         "detokenize": bool(request.stop),
         "stop_token_ids": list(stop_ids),
         "ignore_eos": True,  # stop_token_ids has them all
-        "logprobs": request.top_k,
+        "logprobs": request.sampling.top_k,
     }
     if request.partial_every:
         arguments["stream_interval"] = request.partial_every
@@ -45,8 +42,8 @@ def completion_of(request: Request, output: Any, admitted: int, oldest: int) -> 
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended {request.key} with finish_reason {output.finish_reason!r}")
     tokens = np.array(output.token_ids, np.int32)
-    is_truncated = request.is_truncated and request.temperature > 0
-    logprobs, sampling_mask = read_logprobs(output.logprobs, tokens, is_truncated and request.top_k > 0)
+    is_truncated = bool(request.sampling.truncation)
+    logprobs, sampling_mask = read_logprobs(output.logprobs, tokens, is_truncated and request.sampling.top_k > 0)
     if (mask := getattr(output, "sampling_mask", None)) is not None and is_truncated:
         sampling_mask = _sampling_mask(mask.token_ids)
     return Completion(

@@ -109,7 +109,7 @@ def _record(step: int, group: Group) -> dict[str, Any]:
         "actor": group.actor,
         "prompt": group.prompt,
         "prompt_ids": group.prompt_ids.tolist(),
-        "temperature": group.temperature,
+        **group.sampling.model_dump(),
         "columns": dict(group.columns),
         "rollouts": [
             {

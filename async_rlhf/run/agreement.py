@@ -58,7 +58,7 @@ def schema(config: Config) -> GroupSchema:
         max_prompt_length=generation.max_prompt_length,
         max_completion_length=generation.max_completion_length,
         rewards=frozenset(spec.name for spec in stage_specs(config)),
-        sampling=(generation.temperature, generation.top_k, generation.top_p, generation.min_p),
+        sampling=generation.sampling,
     )
 
 

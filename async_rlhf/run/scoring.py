@@ -10,7 +10,6 @@ from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import is_truncated
 from async_rlhf.config import Config
 from async_rlhf.learner.registry import loss_spec
 
@@ -75,12 +74,11 @@ def _check(config: Config) -> None:
 
 
 def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
-    generation = config.generation
-    truncated = is_truncated(generation.top_k, generation.top_p, generation.min_p)
-    if truncated and loss_spec(config.loss.kind).takes_ratios:
+    truncation = config.generation.truncation
+    if truncation and loss_spec(config.loss.kind).takes_ratios:
         raise ConfigError(
-            f"{where}.stream_tokens = {stream_tokens}: with top-k, top-p or min-p it is known only at a completion's end what "
-            "each token was chosen among; set stream_tokens = 0, or sample from all tokens"
+            f"{where}.stream_tokens = {stream_tokens}: with generation.{truncation} it is known only at a completion's end "
+            "what each token was chosen among; set stream_tokens = 0, or sample from all tokens"
         )
     if Path(config.model).is_dir():
         check_incremental(config.model, where)

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol.wire import GroupHeader
 from async_rlhf.buffers.record import Group, Int32Array
+from async_rlhf.buffers.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class GroupSchema:
-    """vocabulary: rows of the model's embedding; token ids are below. sampling: temperature, top_k, top_p, min_p."""
+    """vocabulary: rows of the model's embedding; token ids are below."""
 
     group_size: int
     vocabulary: int
     max_prompt_length: int
     max_completion_length: int
     rewards: frozenset[str]
-    sampling: tuple[float, int, float, float]
+    sampling: Sampling
 
     def check(self, header: GroupHeader, ids: Int32Array) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
-        sampling = header.temperature, header.top_k, header.top_p, header.min_p
         for name, value, wanted in (
             ("members", len(header.num_tokens), self.group_size),
             ("rewards", header.scores.keys(), self.rewards),
-            ("temperature, top_k, top_p and min_p", sampling, self.sampling),
+            ("sampling", header.sampling, self.sampling),
         ):
             if value != wanted:
                 raise _wrong(header.number, f"{name}: {_shown(value)}; this run's: {_shown(wanted)}")

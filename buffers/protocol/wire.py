@@ -20,7 +20,7 @@ import reprlib
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
@@ -40,8 +40,9 @@ from async_rlhf.buffers.protocol.weight_messages import Publish as Publish
 from async_rlhf.buffers.protocol.weight_messages import TensorSpec as TensorSpec
 from async_rlhf.buffers.protocol.weight_messages import Wanted as Wanted
 from async_rlhf.buffers.record import FinishReason
+from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 7
+PROTOCOL = 8
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -82,6 +83,13 @@ class Beat(MessageBase):
     progress: list[GroupId] = Field(default_factory=list)
 
 
+def _complete(sampling: Any) -> Any:
+    """Refuses what leaves a setting out: another release may have meant another default."""
+    if isinstance(sampling, dict) and (missing := Sampling.model_fields.keys() - sampling.keys()):
+        raise ValueError(f"{sorted(missing)} not given")
+    return sampling
+
+
 class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
@@ -103,10 +111,7 @@ class GroupHeader(MessageBase):
     metrics: dict[str, list[dict[str, Amount]]]
     texts: list[str]
     timings: list[dict[str, Amount]]
-    temperature: Amount
-    top_k: Count
-    top_p: Amount
-    min_p: Amount
+    sampling: Annotated[Sampling, BeforeValidator(_complete)]
     actor: str
     prompt: str
     columns: dict[str, JsonValue]

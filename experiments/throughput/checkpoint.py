@@ -21,6 +21,7 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.checkpoint.store import Checkpoints
@@ -73,7 +74,7 @@ def make_step(backend: Controller, tokens: int) -> Callable[[], float]:
     random = np.random.default_rng(0)
     ids = random.integers(_WIDE["vocab_size"], size=(5, tokens)).astype(np.int32)
     logprobs = np.full(tokens, -9.0, np.float32)
-    group = Group(0, 0, ids[0], tuple(Rollout(each, logprobs, (Span(0, tokens),), "stop") for each in ids[1:]), 1.0)
+    group = Group(0, 0, ids[0], tuple(Rollout(each, logprobs, (Span(0, tokens),), "stop") for each in ids[1:]), Sampling())
     rows = make_rows([group], [[1.0, -1.0, 0.5, -0.5]], 4096)
 
     def step() -> float:

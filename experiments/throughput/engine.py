@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
 from async_rlhf.learner.model.gguf import model_directory
 
@@ -124,7 +125,7 @@ def make_prompts(load: Load) -> list[tuple[int, ...]]:
 
 def run_engine(engine: Engine, load: Load) -> None:
     work = enumerate(zip(make_prompts(load), load.lengths, strict=True))
-    engine.submit([Request(RolloutKey(n, 0, 0), prompt, length, 1.0, n) for n, (prompt, length) in work])
+    engine.submit([Request(RolloutKey(n, 0, 0), prompt, length, Sampling(), n) for n, (prompt, length) in work])
     num_tokens = 0
     while engine.num_unfinished:
         num_tokens += sum(len(completion.token_ids) for completion in engine.step())

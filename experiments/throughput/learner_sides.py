@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT, trl_process_environment
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -99,7 +100,9 @@ def make_groups(lengths: np.ndarray, vocabulary: int) -> list[Group]:
             )
             for length in row
         )
-        groups.append(Group(number, 0, random.integers(2, vocabulary, NUM_PROMPT_TOKENS).astype(np.int32), rollouts, 1.0))
+        groups.append(
+            Group(number, 0, random.integers(2, vocabulary, NUM_PROMPT_TOKENS).astype(np.int32), rollouts, Sampling())
+        )
     return groups
 
 

@@ -37,6 +37,7 @@ from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
@@ -123,7 +124,7 @@ def a_group(rollout_bytes: int) -> Group:
         Rollout(ids, logprobs, (Span(0, num_tokens),), "length", {"right": Score(float(i % 2))}, timings=timings)
         for i in range(GROUP_SIZE)
     )
-    return Group(0, 0, np.arange(32, dtype=np.int32), rollouts, 1.0, "producer-0", "a prompt", {"answer": "42"})
+    return Group(0, 0, np.arange(32, dtype=np.int32), rollouts, Sampling(), "producer-0", "a prompt", {"answer": "42"})
 
 
 def run_raw(load: Load) -> float:

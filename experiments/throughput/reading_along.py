@@ -26,6 +26,7 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate
 from async_rlhf.experiments.throughput.sides import MODEL
 
@@ -62,7 +63,9 @@ def reading_along(
     torch.set_num_threads(1)
     engine = TorchEngine(LlamaForCausalLM(config), slots=16, version=0)  # without end tokens
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    requests = [Request(RolloutKey(n, 0, 0), tuple(tokenizer(PROMPT)["input_ids"]), LENGTH, 1.0, n) for n in range(completions)]
+    requests = [
+        Request(RolloutKey(n, 0, 0), tuple(tokenizer(PROMPT)["input_ids"]), LENGTH, Sampling(), n) for n in range(completions)
+    ]
     with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as name:
         directory, judge = Path(name), LlamaForSequenceClassification(config)
         judge.save_pretrained(directory)

@@ -22,6 +22,7 @@ import typer
 
 from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.experiments.throughput.engine import ThreadsOption, make_model
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, timed
@@ -127,7 +128,7 @@ def measure_first_token(turns: int) -> Row:
 def request(number: int, num_prompt: int, num_new: int, prompt: int | None = None) -> Request:
     """Number `number`, its prompt drawn by its number unless another is named."""
     ids = np.random.default_rng(number if prompt is None else prompt).integers(1, 100, num_prompt)
-    return Request(RolloutKey(number, 0, 0), tuple(ids.tolist()), num_new, 1.0, number)
+    return Request(RolloutKey(number, 0, 0), tuple(ids.tolist()), num_new, Sampling(), number)
 
 
 def endless_requests() -> Iterator[Request]:

@@ -9,31 +9,26 @@ Axes: R rows, L positions of a row, N loss-bearing tokens, S completions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from async_rlhf.buffers.attention import FULL, Reach
-from async_rlhf.buffers.record import Float32Array, Rollout
-from async_rlhf.learner.batch.rows import Member, Row
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.learner.batch.rows import Member, Row, by_group
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
-from async_rlhf.learner.objective.estimation import TokenTargets
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Tensors of one forward pass.
+class PolicyInputs:
+    """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
 
     ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m in its m-th completion, -1 in padding.
-    source_N: int64, index into the flattened [R L] of the position whose logits predict the token.
-    target_N: int64 token ids. sequence_N: int64, ascending from 0. version_N: int64.
-    logp_behaviour_N, advantage_N, temperature_N: float32. member_S: int64, which completion of the batch it is.
-    group_S: int64, number of its group. What follows is float32 [N], None where the step has no use for it; at last the tokens
-    that each was chosen among, as in `SamplingMasks`, None where nothing was cut off.
+    source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
+    temperature_N: float32. sampling_masks: the tokens that each was chosen among; None where nothing was cut off.
     """
 
     ids_RL: Tensor
@@ -41,48 +36,60 @@ class MicroBatch:
     segments_RL: Tensor
     source_N: Tensor
     target_N: Tensor
-    sequence_N: Tensor
-    version_N: Tensor
-    logp_behaviour_N: Tensor
-    advantage_N: Tensor
     temperature_N: Tensor
-    member_S: Tensor
-    group_S: Tensor
-    mask_N: Tensor | None = None
-    logp_proximal_N: Tensor | None = None
-    logp_reference_N: Tensor | None = None
-    value_N: Tensor | None = None
-    return_N: Tensor | None = None
-    mask_sizes_N: Tensor | None = None
-    mask_ids_K: Tensor | None = None
-
-    @property
-    def sampling_masks(self) -> SamplingMasks | None:
-        if self.mask_sizes_N is None or self.mask_ids_K is None:
-            return None
-        return SamplingMasks(self.mask_sizes_N, self.mask_ids_K)
+    sampling_masks: SamplingMasks | None
 
     @property
     def num_tokens(self) -> int:
         return len(self.target_N)
 
+
+@dataclass(frozen=True)
+class MicroBatch(PolicyInputs):
+    """Tensors of one forward pass and of its loss.
+
+    member_N: int64, which completion of the batch a token belongs to; a completion's tokens follow each other. group_S: int64,
+    number of a completion's group. version_N: int64. logp_behaviour_N, advantage_N: float32. What follows is float32 [N], as in
+    `TokenTargets`, None where the step has no use for it.
+    """
+
+    member_N: Tensor
+    group_S: Tensor
+    version_N: Tensor
+    logp_behaviour_N: Tensor
+    advantage_N: Tensor
+    mask_N: Tensor | None = None
+    logp_proximal_N: Tensor | None = None
+    logp_reference_N: Tensor | None = None
+    value_N: Tensor | None = None
+    return_N: Tensor | None = None
+
     @property
     def is_packed(self) -> bool:
         """Whether completions share a row."""
-        return len(self.member_S) > len(self.ids_RL)
+        return len(self.group_S) > len(self.ids_RL)
 
     @property
-    def member_N(self) -> Tensor:
-        """int64 [N]: which completion of the batch a token belongs to."""
-        return self.member_S[self.sequence_N]
+    def sequence_N(self) -> Tensor:
+        """int64 [N]: which completion of the micro-batch a token belongs to, ascending from 0."""
+        number_N: Tensor = self.member_N.unique_consecutive(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+        return number_N
 
     def to(self, device: torch.device) -> MicroBatch:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        return MicroBatch.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is of it, by name; `MicroBatch(**batch.tensors())` is the same batch."""
+        """What there is of it, by name."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        masks = named.pop("sampling_masks")
+        return {name: tensor for name, tensor in named.items() if tensor is not None} | (masks._asdict() if masks else {})
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> MicroBatch:
+        """The batch with these `tensors()`."""
+        named = dict(tensors)
+        masks = [named.pop(name) for name in SamplingMasks._fields if name in named]
+        return cls(**named, sampling_masks=SamplingMasks(*masks) if masks else None)
 
 
 @dataclass(frozen=True)
@@ -102,11 +109,7 @@ class Packing:
 
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
     """Rows of similar length together."""
-    units = (
-        [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
-        if packing.whole_groups
-        else [[row] for row in rows]
-    )
+    units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
     width = {id(unit): max(row.length for row in unit) for unit in units}
     batches: list[list[Row]] = []
     widest = 0
@@ -138,12 +141,12 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
     segments = np.full((len(rows), width), -1, np.int64)
-    sources, temperatures = [], []
+    sources: list[np.ndarray] = []
     members: list[Member] = []
-    groups: list[int] = []
+    groups: list[Group] = []
     for r, row in enumerate(rows):
-        prompt = len(row.prompt_ids)
-        ids[r, :prompt] = row.prompt_ids
+        prompt = len(row.group.prompt_ids)
+        ids[r, :prompt] = row.group.prompt_ids
         positions[r, :prompt] = np.arange(prompt)
         segments[r, :prompt] = 0
         start = prompt
@@ -156,32 +159,26 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
             sources.append(r * width + np.concatenate([[prompt - 1], np.arange(start, start + read)]))
             members.append(member)
             groups.append(row.group)
-            temperatures.append(row.temperature)
             start += read
-    lengths = [member.rollout.num_tokens for member in members]
-    sampling_masks = _sampling_masks([member.rollout for member in members]) if packing.sampling_masks else None
+    rollouts = [member.rollout for member in members]
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    targets = _targets(members)
+    if packing.recorded_references:
+        targets["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
     return MicroBatch(
         ids_RL=torch.from_numpy(ids),
         positions_RL=torch.from_numpy(positions),
         segments_RL=torch.from_numpy(segments),
-        source_N=torch.from_numpy(np.concatenate(sources)),
-        target_N=torch.from_numpy(np.concatenate([m.rollout.completion_ids for m in members]).astype(np.int64)),
-        sequence_N=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)),
-        version_N=torch.from_numpy(np.concatenate([m.rollout.versions for m in members]).astype(np.int64)),
-        logp_behaviour_N=torch.from_numpy(np.concatenate([m.rollout.logprobs for m in members]).astype(np.float32)),
-        advantage_N=torch.from_numpy(np.concatenate([m.advantages for m in members])),
-        temperature_N=torch.from_numpy(np.repeat(temperatures, lengths).astype(np.float32)),
-        member_S=torch.tensor([member.index for member in members]),
-        group_S=torch.tensor(groups),
-        mask_N=_optional(members, lambda targets: targets.mask),
-        logp_proximal_N=_optional(members, lambda targets: targets.observed.logp_proximal),
-        logp_reference_N=_recorded(members)
-        if packing.recorded_references
-        else _optional(members, lambda targets: targets.observed.logp_reference),
-        value_N=_optional(members, lambda targets: targets.observed.value),
-        return_N=_optional(members, lambda targets: targets.returns),
-        mask_sizes_N=None if sampling_masks is None else sampling_masks.sizes_N,
-        mask_ids_K=None if sampling_masks is None else sampling_masks.ids_K,
+        source_N=_joined(sources, np.int64),
+        target_N=_joined([rollout.completion_ids for rollout in rollouts], np.int64),
+        temperature_N=torch.from_numpy(np.repeat([group.sampling.temperature for group in groups], lengths).astype(np.float32)),
+        sampling_masks=_sampling_masks(rollouts) if packing.sampling_masks else None,
+        member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),
+        group_S=torch.tensor([group.number for group in groups]),
+        version_N=_joined([rollout.versions for rollout in rollouts], np.int64),
+        logp_behaviour_N=_joined([rollout.logprobs for rollout in rollouts], np.float32),
+        advantage_N=_joined([member.advantages for member in members], np.float32),
+        **targets,
     )
 
 
@@ -190,20 +187,15 @@ def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:
     kept = [rollout.sampling_mask for rollout in rollouts]
     if all(sampling_mask is None for sampling_mask in kept):
         return None
-    nothing = np.empty(0, np.int32)
     sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
-    ids = np.concatenate([nothing if sampling_mask is None else sampling_mask.ids for sampling_mask in kept])
-    return SamplingMasks(torch.from_numpy(np.concatenate(sizes).astype(np.int64)), torch.from_numpy(ids.astype(np.int64)))
+    return SamplingMasks(_joined(sizes, np.int64), _joined([each.ids for each in kept if each is not None], np.int64))
 
 
-def _recorded(members: Sequence[Member]) -> Tensor:
-    """float32 [N]: log-probabilities under the reference, as an actor's stage computed them."""
-    return torch.from_numpy(np.concatenate([m.rollout.reference for m in members if m.rollout.reference is not None]))
+def _targets(members: Sequence[Member]) -> dict[str, Tensor]:
+    """float32 [N] by name: what all members have."""
+    each = [{} if member.targets is None else member.targets.named() for member in members]
+    return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}
 
 
-def _optional(members: Sequence[Member], of: Callable[[TokenTargets], Float32Array | None]) -> Tensor | None:
-    """float32 [N] of what all members have, else None."""
-    found = [None if member.targets is None else of(member.targets) for member in members]
-    if any(each is None for each in found):
-        return None
-    return torch.from_numpy(np.concatenate([each for each in found if each is not None]).astype(np.float32))
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64 | np.float32]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, make_micro_batches
-from async_rlhf.learner.batch.rows import Row
+from async_rlhf.learner.batch.rows import Row, by_group
 from async_rlhf.learner.objective.loss import Counts
 
 
@@ -44,14 +43,14 @@ def partition(updates: Sequence[Sequence[Row]], ranks: int, packing: Packing) ->
 
 def count(rows: Sequence[Row]) -> Counts:
     lengths = [member.rollout.num_tokens for row in rows for member in row.members]
-    return Counts(num_tokens=sum(lengths), num_sequences=len(lengths), num_groups=len({row.group for row in rows}))
+    return Counts(num_tokens=sum(lengths), num_sequences=len(lengths), num_groups=len({row.group.number for row in rows}))
 
 
 def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     """The rows of each rank: whole groups, longest first, each to the rank with the fewest tokens so far; order kept."""
     if ranks == 1:
         return [list(rows)]
-    groups = [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
+    groups = by_group(rows)
     tokens = [sum(row.length for row in group) for group in groups]
     load, owner = [0] * ranks, [0] * len(groups)
     for index in sorted(range(len(groups)), key=lambda index: -tokens[index]):
@@ -62,19 +61,10 @@ def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
 
 def padding_batch() -> MicroBatch:
     """A forward pass with nothing to learn from: one position, no token."""
-    position, nothing = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    none = torch.empty(0)
+    position, nothing, zero = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0)
     return MicroBatch(
-        ids_RL=position,
-        positions_RL=position,
-        segments_RL=position,
-        source_N=nothing,
-        target_N=nothing,
-        sequence_N=nothing,
-        version_N=nothing,
-        logp_behaviour_N=none,
-        advantage_N=none,
-        temperature_N=none,
-        member_S=nothing,
-        group_S=nothing,
+        **dict.fromkeys(("ids_RL", "positions_RL", "segments_RL"), position),
+        **dict.fromkeys(("source_N", "target_N", "member_N", "group_S", "version_N"), nothing),
+        **dict.fromkeys(("temperature_N", "logp_behaviour_N", "advantage_N"), zero),
+        sampling_masks=None,
     )

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 
 from async_rlhf.buffers.errors import RecordError
-from async_rlhf.buffers.record import Float32Array, Group, Int32Array, Rollout
+from async_rlhf.buffers.record import Float32Array, Group, Rollout
 from async_rlhf.learner.objective.estimation import TokenTargets
 
 
@@ -35,18 +35,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Row:
-    """The prompt of group `group` with some of its completions. A completion's last token is predicted, never read."""
+    """The prompt of a group with some of its completions. A completion's last token is predicted, never read."""
 
-    group: int
-    prompt_ids: Int32Array
-    temperature: float
+    group: Group
     members: tuple[Member, ...]
-    truncated: bool = False
-    """Whether its completions were sampled with top-k, top-p or min-p."""
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + sum(member.rollout.num_tokens - 1 for member in self.members)
+        return len(self.group.prompt_ids) + sum(member.rollout.num_tokens - 1 for member in self.members)
 
 
 def make_rows(
@@ -66,23 +62,27 @@ def make_rows(
     for group, values in zip(groups, advantages, strict=True):
         members: list[Member] = []
         length = len(group.prompt_ids)
-        named = group.number, group.prompt_ids, group.temperature
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
                 if members and length + rollout.num_tokens - 1 > row_tokens:
-                    rows.append(Row(*named, tuple(members), group.is_truncated))
+                    rows.append(Row(group, tuple(members)))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
                 length += rollout.num_tokens - 1
             index += 1
         if members:
-            rows.append(Row(*named, tuple(members), group.is_truncated))
+            rows.append(Row(group, tuple(members)))
     return rows
+
+
+def by_group(rows: Sequence[Row]) -> list[list[Row]]:
+    """Those of one group together; they follow each other."""
+    return [list(same) for _, same in groupby(rows, key=lambda row: row.group.number)]
 
 
 def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     """Rows cut, in order, into at most `num_updates` updates of equally many whole groups (the last may have fewer)."""
-    groups = [list(same) for _, same in groupby(rows, key=lambda row: row.group)]
+    groups = by_group(rows)
     size = -(-len(groups) // num_updates)
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
@@ -90,10 +90,11 @@ def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
 def check_sampling_masks(rows: Sequence[Row]) -> None:
     """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
     for row in rows:
-        if row.truncated and any(member.rollout.sampling_mask is None for member in row.members):
+        truncation = row.group.sampling.truncation
+        if truncation and any(member.rollout.sampling_mask is None for member in row.members):
             raise RecordError(
-                f"group {row.group} was sampled with top-k, top-p or min-p, and its engine did not say from what was left: a "
-                "ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
+                f"group {row.group.number} was sampled with {truncation}, and its engine did not say from what was left: "
+                "a ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
             )
 
 
@@ -102,7 +103,7 @@ def check_references(rows: Sequence[Row]) -> None:
     for row in rows:
         if any(member.rollout.reference is None for member in row.members):
             raise RecordError(
-                f"group {row.group} carries no log-probabilities under the reference. Its actor had no such stage: set "
+                f"group {row.group.number} carries no log-probabilities under the reference. Its actor had no such stage: set "
                 'scoring.stages.reference.placement = "learner", which computes them here'
             )
 
@@ -113,10 +114,10 @@ def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
         rollouts = [member.rollout for member in row.members]
         sampling_masks = [rollout.sampling_mask.ids for rollout in rollouts if rollout.sampling_mask is not None]
         largest = max(
-            int(ids.max(initial=0)) for ids in (row.prompt_ids, *(r.completion_ids for r in rollouts), *sampling_masks)
+            int(ids.max(initial=0)) for ids in (row.group.prompt_ids, *(r.completion_ids for r in rollouts), *sampling_masks)
         )
         if largest >= vocabulary:
             raise RecordError(
-                f"group {row.group} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
+                f"group {row.group.number} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
                 "Its actor serves another model or tokenizer than the learner's"
             )

@@ -1,6 +1,6 @@
 """The tokens that each token was chosen among, and policies restricted to them. Pure.
 
-Where top-k, top-p or min-p cut sampling off, a token comes from b_S(a) = b(a) / b(S), with S the tokens that were left. Every
+Where sampling was cut off (top-k, top-p, ...), a token comes from b_S(a) = b(a) / b(S), with S the tokens that were left. Every
 policy of the learner (current, proximal, reference) is then evaluated as p_S(a) = p(a) / p(S) on the *recorded* S, so that
 an unchanged policy has ratio 1; p / b_S would be b(S) there. A token outside S is never sampled, so no weight can stand for
 it, and what is estimated is not the gradient of p:

@@ -101,7 +101,9 @@ class Safeguards:
             self._limits.comparable
             and sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
             and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
-            and all(rollout.sampling_mask is not None for group in groups if group.is_truncated for rollout in group.rollouts)
+            and all(
+                rollout.sampling_mask is not None for group in groups if group.sampling.truncation for rollout in group.rollouts
+            )
         )
         if report.applied and comparable and mismatch is not None and not mismatch <= limit:
             raise MismatchError(

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_rlhf.buffers.attention import FAMILIES, Reach, attention
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch.micro_batch import MicroBatch, attention_mask
+from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_mask
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.critic import make_critic
 from async_rlhf.learner.model.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
@@ -90,7 +90,7 @@ class Policy(nn.Module):
         inputs = self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed)
         return self._forward(batch, inputs, None)[0]
 
-    def _inputs(self, batch: MicroBatch, segments_RL: Tensor, positions_RL: Tensor, masked: bool) -> dict[str, Any]:
+    def _inputs(self, batch: PolicyInputs, segments_RL: Tensor, positions_RL: Tensor, masked: bool) -> dict[str, Any]:
         """What the model is given. A row of one completion needs no mask: padding stands on the right, where nothing looks."""
         inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
         if masked:
@@ -106,7 +106,7 @@ class Policy(nn.Module):
         return inputs
 
     def _forward(
-        self, batch: MicroBatch, inputs: dict[str, Any], dtype: torch.dtype | None
+        self, batch: PolicyInputs, inputs: dict[str, Any], dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:

@@ -15,6 +15,7 @@ from torch import Tensor
 from async_rlhf.buffers.attention import max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.model.policy import Policy
@@ -74,4 +75,4 @@ def _made_up(policy: Policy) -> Group:
 
     lengths = (longest, longest // 2 + 1, longest // 5)
     rollouts = [Rollout(ids(n), np.zeros(max(1, n), np.float32), (Span(0, max(1, n)),), "length") for n in lengths]
-    return Group(number=0, attempt=0, prompt_ids=ids(prompt), rollouts=tuple(rollouts), temperature=1.0)
+    return Group(number=0, attempt=0, prompt_ids=ids(prompt), rollouts=tuple(rollouts), sampling=Sampling())

@@ -196,3 +196,8 @@ class TokenTargets:
     advantage: Float32Array | None = None
     mask: Float32Array | None = None
     returns: Float32Array | None = None
+
+    def named(self) -> dict[str, Float32Array]:
+        """What there is beside the advantage, as a micro-batch names it."""
+        found = {"mask": self.mask, "return": self.returns, **vars(self.observed)}
+        return {f"{name}_N": each for name, each in found.items() if each is not None}

@@ -10,7 +10,7 @@ Axes: R rows, L positions, l = L/n of this rank, H heads, d width of a head, N t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs
 
 _NAME = "ulysses"
 
@@ -31,7 +31,7 @@ class Share:
     """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. segments_RL, positions_RL: of
     whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
 
-    own: MicroBatch
+    own: PolicyInputs
     segments_RL: Tensor
     positions_RL: Tensor
     index_M: Tensor
@@ -47,16 +47,14 @@ class Share:
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
         index = (position_N // width == rank).nonzero()[:, 0]
-        sampling_masks = None if batch.sampling_masks is None else batch.sampling_masks.of(index)
-        own = replace(
-            batch,
+        own = PolicyInputs(
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
             positions_RL=positions[:, mine],
+            segments_RL=segments[:, mine],
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
-            mask_sizes_N=None if sampling_masks is None else sampling_masks.sizes_N,
-            mask_ids_K=None if sampling_masks is None else sampling_masks.ids_K,
+            sampling_masks=None if batch.sampling_masks is None else batch.sampling_masks.of(index),
         )
         return cls(own, segments, positions, index, batch.num_tokens)
 

@@ -24,16 +24,15 @@ from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.objective.loss import Counts
 from async_rlhf.learner.parallel.ranks import Ranks, Tensors
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.learner.step.machine import Machine, MachineSettings, make_machine
+from async_rlhf.learner.step.machine import MachineSettings, make_machine
 from async_rlhf.learner.step.report import StepReport
 from async_rlhf.learner.step.update import Step
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """What every rank is made of: its machine, how it makes a step, and its place among the ranks."""
+    """What every rank is made of: how it makes a step, with which machine, and its place among the ranks."""
 
-    machine: Machine
     step: Step
     ranks: Ranks
 
@@ -49,28 +48,27 @@ def assemble(
 ) -> RankParts:
     """reference_recorded: rollouts carry their log-probabilities under the reference, so it is not loaded here."""
     ranks = ranks or Ranks()
-    recorded = loss.needs_reference and reference_recorded
-    settings = MachineSettings(model_dir, config, publish_dtype, with_reference=loss.needs_reference and not recorded)
+    with_reference = loss.needs_reference and not reference_recorded
+    settings = MachineSettings(model_dir, config, publish_dtype, with_reference)
     machine = make_machine(settings, ranks)
     # ranks that share rows compute the whole loss each: there is nothing to add up
     adding = ranks if config.ranks_per_row == 1 else Ranks()
-    return RankParts(machine, Step(machine, config, loss, adding, value_clip, recorded), ranks)
+    return RankParts(Step(machine, config, loss, adding, value_clip), ranks)
 
 
 class Controller:
     """A `Backend` made of all ranks; lives on rank 0."""
 
     def __init__(self, parts: RankParts) -> None:
-        self.machine, self._step, self._ranks = parts.machine, parts.step, parts.ranks
+        self.machine, self._step, self._ranks = parts.step.machine, parts.step, parts.ranks
         loss, config = self._step.loss, self._step.learner
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
-        self._recorded = self._step.reference_recorded
         self._packing = Packing(
             config.micro_batch_tokens,
             whole_groups=spec.level == "pair",
             sampling_masks=spec.takes_ratios,
-            recorded_references=self._recorded,
+            recorded_references=loss.needs_reference and not self.machine.settings.with_reference,
         )
 
     @property
@@ -131,7 +129,7 @@ class Controller:
             check_tokens(rows, self.machine.policy.vocabulary)
             if self._ratios:
                 check_sampling_masks(rows)
-            if self._recorded:
+            if self._packing.recorded_references:
                 check_references(rows)
         together = self._step.learner.ranks_per_row
         parts = partition(updates, self._ranks.size // together, self._packing)
@@ -182,20 +180,20 @@ def _carry_out(parts: RankParts, header: Mapping[str, Any], tensors: Sequence[Te
         case "evaluate":
             parts.ranks.gather(_packed(parts.step.evaluate(_updates(header, tensors)[0].batches)))
         case "load":
-            parts.machine.load(Path(header["directory"]))
+            parts.step.machine.load(Path(header["directory"]))
         case "canary":
-            parts.machine.canary(header["ids"])
+            parts.step.machine.canary(header["ids"])
         case "tensors":
-            parts.machine.tensors()
+            parts.step.machine.tensors()
         case "snapshot":
-            parts.machine.snapshot()
+            parts.step.machine.snapshot()
 
 
 def _updates(header: Mapping[str, Any], tensors: Sequence[Tensors]) -> list[Update]:
     waiting = iter(tensors)
     return [
         Update(
-            tuple(MicroBatch(**next(waiting)) for _ in range(each["batches"])),
+            tuple(MicroBatch.of(next(waiting)) for _ in range(each["batches"])),
             Counts(*each["counts"]),
             each["number"],
         )

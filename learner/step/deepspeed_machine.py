@@ -183,7 +183,7 @@ class DeepSpeedMachine(Machine):
             own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
             named = lora.merged(self.policy.model, own)
             state = {name: named[first] for name, first in self._aliases.items()}
-            write_model(directory / "model", self.policy.model, state, self._settings.model_dir)
+            write_model(directory / "model", self.policy.model, state, self.settings.model_dir)
             if self._lora is not None:
                 lora.write_adapter(directory / "adapter", {name: own[name] for name in self._shapes}, self._lora)
             save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")

@@ -45,15 +45,15 @@ class Machine(ABC):
     policy: Policy
 
     def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
-        self.config, self._settings, self._ranks = settings.learner, settings, ranks
+        self.config, self.settings, self._ranks = settings.learner, settings, ranks
         torch.set_num_threads(self.config.threads)
         self._publish_dtype: torch.dtype = getattr(torch, settings.publish_dtype)
         self.device = find_device(self.config.device, ranks.rank)
         self._reference: Policy | None = None
 
     def _load_reference(self) -> None:
-        if self._settings.with_reference:
-            model = load_model(self._settings.model_dir, self.device).requires_grad_(False)
+        if self.settings.with_reference:
+            model = load_model(self.settings.model_dir, self.device).requires_grad_(False)
             self._reference = Policy(model, self.config)
             self._reference.packs = self.policy.packs
 

@@ -103,7 +103,7 @@ class TorchMachine(Machine):
         def write(directory: Path) -> None:
             copied = snapshot.wait()
             by_part = {part: {name: copied[f"{part} {name}"] for name in named} for part, named in parts.items()}
-            write_model(directory / "model", self._model, by_part["model"], self._settings.model_dir)
+            write_model(directory / "model", self._model, by_part["model"], self.settings.model_dir)
             save_file(by_part["optimizer"], directory / "optimizer.safetensors")
             if self._lora is not None:
                 lora.write_adapter(directory / "adapter", by_part["adapter"], self._lora)

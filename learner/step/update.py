@@ -35,8 +35,6 @@ class Step:
     loss: LossConfig
     ranks: Ranks
     value_clip: float | None = None
-    reference_recorded: bool = False
-    """Rollouts carry their log-probabilities under the reference."""
     applies: bool = True
     """False: updates are computed and not made."""
 

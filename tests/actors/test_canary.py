@@ -14,6 +14,7 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run import roles
@@ -47,7 +48,7 @@ def test_probing_does_not_disturb_what_is_being_generated() -> None:
 
     def tokens(probe: bool) -> list[int]:
         engine = load_engine(str(MODEL), EngineConfig(slots=2))
-        engine.submit([Request(RolloutKey(0, 0, 0), (20, 21, 22), 8, 1.0, seed=3)])
+        engine.submit([Request(RolloutKey(0, 0, 0), (20, 21, 22), 8, Sampling(), seed=3)])
         done: list[Any] = []
         while engine.num_unfinished:
             if probe:

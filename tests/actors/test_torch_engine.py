@@ -13,6 +13,7 @@ from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array, Int32Array, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
 VOCABULARY = 24
@@ -66,7 +67,7 @@ def make_request(
 ) -> Request:
     prompt = np.random.default_rng(number).integers(0, VOCABULARY, num_prompt)
     key = RolloutKey(number, 0, member)
-    return Request(key, tuple(prompt.tolist()), num_new, temperature, number if seed is None else seed)
+    return Request(key, tuple(prompt.tolist()), num_new, Sampling(temperature=temperature), number if seed is None else seed)
 
 
 def mixed_requests(count: int, temperature: float = 1.0) -> list[Request]:
@@ -89,7 +90,7 @@ def expected_logprobs(model: PreTrainedModel, request: Request, tokens: Int32Arr
     """The oracle: one plain forward pass over prompt and completion."""
     ids = torch.tensor([[*request.prompt_ids, *tokens.tolist()]])
     logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-    table = torch.log_softmax(logits / (request.temperature or 1.0), dim=-1)
+    table = torch.log_softmax(logits / (request.sampling.temperature or 1.0), dim=-1)
     return table.gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0].numpy()
 
 
@@ -157,7 +158,7 @@ def test_samples_follow_the_models_distribution() -> None:
     model, count = make_model("llama"), 6000
     engine = make_engine(model, slots=500)
     prompt = make_request(0).prompt_ids
-    engine.submit([Request(RolloutKey(0, 0, n), prompt, 1, 1.5, seed=n) for n in range(count)])
+    engine.submit([Request(RolloutKey(0, 0, n), prompt, 1, Sampling(temperature=1.5), seed=n) for n in range(count)])
     seen = np.bincount([c.token_ids[0] for c in run(engine).values()], minlength=VOCABULARY)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
@@ -277,12 +278,12 @@ def test_an_engine_without_work_returns_nothing_and_names_its_version() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(RolloutKey(1, 0, 0), (), 5, 1.0, 0), "empty prompt"),
-        (Request(RolloutKey(1, 0, 0), (1, 2), MAX_LENGTH - 1, 1.0, 0), "2 prompt"),
-        (Request(RolloutKey(1, 0, 0), (1, VOCABULARY), 5, 1.0, 0), "token ids 1 to 24"),
-        (Request(RolloutKey(1, 0, 0), (1,), 0, 1.0, 0), "max_new_tokens = 0"),
-        (Request(RolloutKey(1, 0, 0), (1,), 1, -1.0, 0), "temperature -1.0"),
-        (Request(RolloutKey(0, 0, 0), (1,), 1, 1.0, 0), "already submitted"),
+        (Request(RolloutKey(1, 0, 0), (), 5, Sampling(), 0), "empty prompt"),
+        (Request(RolloutKey(1, 0, 0), (1, 2), MAX_LENGTH - 1, Sampling(), 0), "2 prompt"),
+        (Request(RolloutKey(1, 0, 0), (1, VOCABULARY), 5, Sampling(), 0), "token ids 1 to 24"),
+        (Request(RolloutKey(1, 0, 0), (1,), 0, Sampling(), 0), "max_new_tokens = 0"),
+        (Request(RolloutKey(1, 0, 0), (1,), 1, Sampling(), -1), "seed -1"),
+        (Request(RolloutKey(0, 0, 0), (1,), 1, Sampling(), 0), "already submitted"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_with_all_submitted_beside_it(request_: Request, message: str) -> None:

@@ -12,6 +12,7 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.sampling import Sampling
 from tests import families
 
 NOT_SERVED = ("bloom", "gpt_neo", "jamba", "mamba", "minimax", "mpt", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv")
@@ -27,7 +28,7 @@ def requests() -> list[Request]:
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 64, n).tolist()) for n in (13, 3, 21)]
     return [
-        Request(RolloutKey(group, 0, member), prompts[group], num_new, temperature=temperature, seed=group)
+        Request(RolloutKey(group, 0, member), prompts[group], num_new, Sampling(temperature=temperature), seed=group)
         for group, member, num_new, temperature in ((0, 0, 20, 1.0), (0, 1, 6, 1.0), (1, 0, 24, 1.0), (2, 0, 11, 0.0))
     ]
 
@@ -45,7 +46,7 @@ def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str) -> None:
         completion = ended[request.key]
         plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
         np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=2e-5)
-        if request.temperature == 0:
+        if request.sampling.temperature == 0:
             ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
             with torch.inference_mode():
                 likeliest = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)

@@ -21,6 +21,7 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.sampling import Sampling
 
 VOCABULARY, MAX_LENGTH = 300, 900
 SHAPES = {
@@ -55,8 +56,8 @@ def make_requests(count: int = 16) -> tuple[Request, ...]:
         if index % 2 and draw.random() < 0.7:
             prompt = requests[-1].prompt_ids
         key = RolloutKey(index // 2, 0, index % 2)
-        sampling = {"temperature": 1.0, **draw.choice(SAMPLINGS)}
-        requests.append(Request(key, prompt, draw.randint(1, 60), seed=index, **sampling))
+        sampling = Sampling(**draw.choice(SAMPLINGS))
+        requests.append(Request(key, prompt, draw.randint(1, 60), sampling, seed=index))
     return tuple(requests)
 
 
@@ -135,7 +136,7 @@ def test_a_long_completion_has_the_same_bits_in_any_company(shape: str) -> None:
     draw = random.Random(2)
     sizes = ((500, 60), (390, 120), (300, 90))
     requests = [
-        Request(RolloutKey(index, 0, 0), tuple(draw.choices(range(VOCABULARY), k=prompt)), new, 1.0, index)
+        Request(RolloutKey(index, 0, 0), tuple(draw.choices(range(VOCABULARY), k=prompt)), new, Sampling(), index)
         for index, (prompt, new) in enumerate(sizes)
     ]
     found = []

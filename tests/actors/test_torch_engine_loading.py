@@ -13,6 +13,7 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.sampling import Sampling
 
 SMALL = {
     "vocab_size": 16,
@@ -36,7 +37,7 @@ def save_model(path: Path) -> str:
 def test_a_saved_model_is_served_with_its_stop_token_version_and_limits(tmp_path: Path) -> None:
     engine: Engine = load_engine(save_model(tmp_path), EngineConfig(slots=8), version=4)
     assert engine.version == 4
-    engine.submit([Request(RolloutKey(0, 0, n), (1, 5), 30, 1.0, n) for n in range(32)])
+    engine.submit([Request(RolloutKey(0, 0, n), (1, 5), 30, Sampling(), n) for n in range(32)])
     done = []
     while engine.num_unfinished:
         done.extend(engine.step())
@@ -44,7 +45,7 @@ def test_a_saved_model_is_served_with_its_stop_token_version_and_limits(tmp_path
     assert all((c.token_ids[-1] == 2) == (c.finish_reason == "stop") for c in done)
     assert all(2 not in c.token_ids[:-1] for c in done)
     with pytest.raises(EngineError, match="the model holds 32"):
-        engine.submit([Request(RolloutKey(1, 0, 0), (1, 5), 31, 1.0, 0)])
+        engine.submit([Request(RolloutKey(1, 0, 0), (1, 5), 31, Sampling(), 0)])
 
 
 def test_every_end_token_of_the_generation_config_stops(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_every_end_token_of_the_generation_config_stops(tmp_path: Path) -> None:
     settings = tmp_path / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": list(range(1, 16))}))
     engine = load_engine(directory, EngineConfig(slots=4))
-    engine.submit([Request(RolloutKey(0, 0, n), (1,), 30, 1.0, n) for n in range(4)])
+    engine.submit([Request(RolloutKey(0, 0, n), (1,), 30, Sampling(), n) for n in range(4)])
     steps = 0
     while engine.num_unfinished:
         assert all(c.token_ids[-1] != 0 or c.finish_reason == "length" for c in engine.step())
@@ -62,7 +63,7 @@ def test_every_end_token_of_the_generation_config_stops(tmp_path: Path) -> None:
 
 def test_the_weights_have_the_type_asked_for(tmp_path: Path) -> None:
     engine = load_engine(save_model(tmp_path), EngineConfig(slots=2, dtype="bfloat16"))
-    engine.submit([Request(RolloutKey(0, 0, 0), (1, 4, 5), 8, 1.0, 0)])
+    engine.submit([Request(RolloutKey(0, 0, 0), (1, 4, 5), 8, Sampling(), 0)])
     done = []
     while engine.num_unfinished:
         done.extend(engine.step())

@@ -15,6 +15,7 @@ from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
 from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.sampling import Sampling
 
 CONFIGS = {
     "llama": LlamaConfig(
@@ -43,7 +44,7 @@ def make_requests(count: int) -> list[Request]:
     """In groups of four with prompts of 20 tokens; completions of 10 to 80."""
     lengths = np.random.default_rng(0).integers(10, 81, count).tolist()
     prompts = [tuple(np.random.default_rng(n // 4).integers(0, 24, 20).tolist()) for n in range(count)]
-    return [Request(RolloutKey(n // 4, 0, n % 4), prompts[n], lengths[n], 1.0, n) for n in range(count)]
+    return [Request(RolloutKey(n // 4, 0, n % 4), prompts[n], lengths[n], Sampling(), n) for n in range(count)]
 
 
 def run(engine: TorchEngine, requests: list[Request]) -> dict[RolloutKey, Completion]:
@@ -88,7 +89,7 @@ def test_the_earliest_is_never_sent_back_so_there_is_always_progress(model: PreT
 def test_a_sequence_that_can_never_fit_is_refused(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, slots=8, max_places=64)
     with pytest.raises(EngineError, match=r"room for 20 prompt \+ 60 new tokens, engine.kv_bytes has less"):
-        engine.submit([Request(RolloutKey(0, 0, 0), (1,) * 20, 60, 1.0, 0)])
+        engine.submit([Request(RolloutKey(0, 0, 0), (1,) * 20, 60, Sampling(), 0)])
 
 
 def test_aborting_counts_also_the_tokens_of_those_sent_back(model: PreTrainedModel) -> None:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Progress, Scheduler
 from async_rlhf.buffers.record import Span
+from async_rlhf.buffers.sampling import Sampling
 
 PROMPTS = ((0, 1, 2), (5,), (3, 1, 4, 1, 5, 9, 2, 6))
 
 
 def make_request(number: int, prompt: int = 0) -> Request:
-    return Request(RolloutKey(number, 0, 0), PROMPTS[prompt], 40, 1.0, number)
+    return Request(RolloutKey(number, 0, 0), PROMPTS[prompt], 40, Sampling(), number)
 
 
 class Table:

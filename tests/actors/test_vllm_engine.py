@@ -10,6 +10,7 @@ import pytest
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.sampling import Sampling
 from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights
 
 # vLLM and what it imports warn of their own affairs.
@@ -31,7 +32,7 @@ def engine(vllm_engine: Any) -> Iterator[Any]:
 
 
 def request(number: int, num_new: int = 20, temperature: float = 1.0) -> Request:
-    return Request(RolloutKey(number, 0, 0), LONG, num_new, temperature, number)
+    return Request(RolloutKey(number, 0, 0), LONG, num_new, Sampling(temperature=temperature), number)
 
 
 def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat(engine: Any) -> None:

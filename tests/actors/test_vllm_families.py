@@ -12,6 +12,7 @@ import pytest
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.buffers.sampling import Sampling
 from tests import families
 from tests.actors.vllm_model import SHIPPED
 
@@ -40,7 +41,7 @@ def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str, tmp_path
     try:
         rng = np.random.default_rng(0)
         prompts = [tuple(rng.integers(3, 40, length).tolist()) for length in (5, 19, 30)]
-        requests = [Request(RolloutKey(0, 0, at), prompt, 20, 1.0, seed=at) for at, prompt in enumerate(prompts)]
+        requests = [Request(RolloutKey(0, 0, at), prompt, 20, Sampling(), seed=at) for at, prompt in enumerate(prompts)]
         engine.submit(requests)
         ended = {}
         while engine.num_unfinished:

@@ -16,6 +16,7 @@ from async_rlhf.actors.vllm_engine.arguments import Capabilities
 from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
+from async_rlhf.buffers.sampling import Sampling
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -78,7 +79,7 @@ def started(session: Session) -> ScriptedLLM:
 
 
 def requests(count: int) -> list[Request]:
-    return [Request(RolloutKey(n, 0, 0), (7,), 1, 1.0, n) for n in range(count)]
+    return [Request(RolloutKey(n, 0, 0), (7,), 1, Sampling(), n) for n in range(count)]
 
 
 def taken(session: Session, count: int) -> list[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,15 +15,17 @@ from safetensors.torch import load_file
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.vllm_engine.arguments import Capabilities, engine_arguments, environment, probe
+from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import write_weights
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
 NEEDED = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "kv_cache_memory_bytes", "enable_prefix_caching")
-SAMPLING = ("seed", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
-REQUEST = Request(RolloutKey(1, 0, 2), (5, 6), 8, 0.7, seed=3, top_k=2)
+SAMPLING = (*Sampling.model_fields, "seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
+REQUEST = Request(RolloutKey(1, 0, 2), (5, 6), 8, Sampling(temperature=0.7, top_k=2), seed=3)
 
 
 @dataclass
@@ -95,6 +97,15 @@ def test_sampling_is_passed_on_and_ends_with_our_stop_tokens_only() -> None:
     assert (arguments["temperature"], arguments["seed"], arguments["top_k"], arguments["max_tokens"]) == (0.7, 3, 2, 8)
     assert arguments["stop_token_ids"] == [1, 9] and arguments["ignore_eos"] and not arguments["detokenize"]
     assert arguments["logprobs"] == 2, "so many as can have been sampled"
+
+
+def test_a_setting_that_this_vllm_has_not_is_not_passed_on_and_is_named() -> None:
+    has = probe(PlainAsyncLLM, make_dataclass("A", NEEDED), make_dataclass("S", set(SAMPLING) - {"min_p"}), "0.20")
+    assert has.lacking[-1] == "SamplingParams.min_p"
+    assert Sampling.model_fields.keys() - sampling_arguments(REQUEST, [], has).keys() == {"min_p"}
+    engine = VLLMEngine(cast(Any, SimpleNamespace(has=has)), cast(Any, None), vocabulary=9, max_length=20, has_tokenizer=False)
+    with pytest.raises(ConfigError, match=r"generation.min_p = 0.1: the installed vLLM has no such setting"):
+        engine.submit([replace(REQUEST, sampling=Sampling(min_p=0.1))])
 
 
 def arguments(**vllm: Any) -> dict[str, Any]:

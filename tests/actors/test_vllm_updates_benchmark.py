@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput import vllm_updates
 from async_rlhf.experiments.throughput.updates import PROMPT_TOKENS
 from tests.actors.vllm_model import make_model, raw_weights
@@ -20,7 +21,7 @@ def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pyte
     monkeypatch.setattr(vllm_updates, "SEQUENCES", 3)
     monkeypatch.setattr(vllm_updates, "OUTPUTS_BETWEEN", 3)
     lengths = np.random.default_rng(0).integers(100, 200, 1000).tolist()
-    requests = (Request(RolloutKey(n, 0, 0), (9,) * PROMPT_TOKENS, length, 1.0, n) for n, length in enumerate(lengths))
+    requests = (Request(RolloutKey(n, 0, 0), (9,) * PROMPT_TOKENS, length, Sampling(), n) for n, length in enumerate(lengths))
     busy = vllm_updates.Busy(vllm_engine, requests)
     try:
         for number, mode in enumerate(get_args(OnUpdate)):

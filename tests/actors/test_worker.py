@@ -20,6 +20,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
@@ -70,7 +71,7 @@ def worker(
     group_size: int = 2,
     length: int = 12,
     pool: ScoringPool[RolloutKey] | None = None,
-    temperature: float = 1.0,
+    sampling: Sampling | None = None,
     **further: Any,
 ) -> Iterator[Worker]:
     work = Work(
@@ -80,7 +81,7 @@ def worker(
         decode=lambda ids: "x" * len(ids),
         group_size=group_size,
         max_completion_length=length,
-        temperature=temperature,
+        sampling=sampling or Sampling(),
         **further,
     )
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
@@ -140,10 +141,12 @@ def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_befor
 
 def test_how_completions_were_sampled_is_in_the_record() -> None:
     hub = ScriptedHub([[credit(0)]], wanted=1)
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=4), version=0), group_size=3, top_k=4) as actor:
+    with worker(
+        hub, load_engine(str(MODEL), EngineConfig(slots=4), version=0), group_size=3, sampling=Sampling(top_k=4)
+    ) as actor:
         actor.run()
     (group,) = hub.groups
-    assert (group.top_k, group.top_p, group.min_p) == (4, 1.0, 0.0)
+    assert group.sampling == Sampling(top_k=4)
     for rollout in group.rollouts:
         assert rollout.sampling_mask is not None and set(rollout.sampling_mask.sizes.tolist()) == {4}
 
@@ -176,7 +179,9 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
         [[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6
     )
     engine = load_engine(str(MODEL), EngineConfig(slots=4), version=0)
-    with worker(hub, engine, length=200, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
+    with worker(
+        hub, engine, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=Sampling(temperature=3.0)
+    ) as actor:
         actor.run()
     rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
     assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.config import Config, load, override
 from async_rlhf.run.agreement import schema, shared
 from tests.conftest import REPOSITORY
@@ -97,7 +98,7 @@ def test_the_schema_is_what_the_configuration_and_the_model_say(tmp_path: Path) 
     vocabulary = json.loads((Path(config.model) / "config.json").read_text())["vocab_size"]
     assert (wanted.group_size, wanted.vocabulary) == (8, vocabulary)
     assert (wanted.max_prompt_length, wanted.max_completion_length) == (60, 7)
-    assert wanted.rewards == {"own", "length"} and wanted.sampling == (1.0, 0, 1.0, 0.0)
+    assert wanted.rewards == {"own", "length"} and wanted.sampling == Sampling()
 
 
 def test_a_vocabulary_that_the_model_leaves_to_its_family_is_found(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -39,13 +40,15 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
         for number in range(2):
             prompt = rng.integers(3, 64, 6 + 5 * number).astype(np.int32)
             keys = [RolloutKey(number, step, member) for member in range(GROUP_SIZE)]
-            engine.submit([Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, 1.0, seed=key.member) for key in keys])
+            engine.submit(
+                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, Sampling(), seed=key.member) for key in keys]
+            )
             ended = {}
             while engine.num_unfinished:
                 ended |= {completion.key: completion for completion in engine.step()}
             made = [ended[key] for key in keys]
             rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
-            groups.append(Group(number, 0, prompt, rollouts, temperature=1.0))
+            groups.append(Group(number, 0, prompt, rollouts, Sampling()))
         report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2, backend.row_tokens)], step)
         assert report.applied and report.metrics["mismatch/abs_log_ratio"] < MISMATCH
 

@@ -70,7 +70,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
                 )
             )
         ids = np.array(requests[0].prompt_ids, np.int32)
-        groups.append(Group(number, 0, ids, tuple(rollouts), work.temperature, prompt=prompt))
+        groups.append(Group(number, 0, ids, tuple(rollouts), work.sampling, prompt=prompt))
     return groups
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import RecordError, WeightsError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Score, Span, staleness
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import ITEM_BYTES, RawTensor
 
 
@@ -32,7 +33,7 @@ def group(**changed: Any) -> Group:
         "attempt": 0,
         "prompt_ids": np.array([1, 2], np.int32),
         "rollouts": (rollout(), rollout()),
-        "temperature": 1.0,
+        "sampling": Sampling(),
     }
     return Group(**fields | changed)
 

@@ -27,6 +27,7 @@ from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, at_the_bounds, mutants
 
@@ -207,4 +208,4 @@ def _weights(version: int) -> dict[str, RawTensor]:
 
 def _a_group(number: int, attempt: int, version: int) -> Group:
     ids, logprobs = np.array([number % 1000, 5], np.int32), np.array([-0.5, -1.0], np.float32)
-    return Group(number, attempt, np.array([1], np.int32), (Rollout(ids, logprobs, (Span(version, 2),), "stop"),), 1.0)
+    return Group(number, attempt, np.array([1], np.int32), (Rollout(ids, logprobs, (Span(version, 2),), "stop"),), Sampling())

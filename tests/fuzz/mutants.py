@@ -17,6 +17,7 @@ import numpy as np
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 
 MAX_FRAME_BYTES = 1 << 20
@@ -68,7 +69,7 @@ def a_put(number: int) -> wire.Frames:
     plain = Rollout(ids, logprobs, (Span(0, 3),), "stop", {"right": Score(1.0)}, "text")
     rollouts = (plain, replace(plain, reference=logprobs))
     header, arrays = packing.pack_group(
-        Group(number, 0, np.array([1, 2], np.int32), rollouts, 1.0, "stranger", "p", {"a": [1]})
+        Group(number, 0, np.array([1, 2], np.int32), rollouts, Sampling(), "stranger", "p", {"a": [1]})
     )
     return wire.encode(wire.Put(group=header), arrays, 5)
 

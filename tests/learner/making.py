@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 
 TINY_SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 VOCABULARY = 24
@@ -76,4 +77,4 @@ def make_group(
         rollouts.append(
             make_rollout(length, seed=seed, spans=[(version, length)], scores={"judge": score}, vocabulary=vocabulary)
         )
-    return Group(number, 0, prompt, tuple(rollouts), temperature)
+    return Group(number, 0, prompt, tuple(rollouts), Sampling(temperature=temperature))

@@ -92,7 +92,7 @@ def test_packed_logprobs_are_those_of_one_plain_forward_pass_per_completion(
         group, rollout = everyone[index]
         with torch.no_grad():
             expected = oracles.completion_logprobs(
-                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
             )
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
@@ -208,6 +208,6 @@ def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], row_t
     updates = split_updates(rows, num_updates)
     assert [row for update in updates for row in update] == rows
     assert len(updates) <= num_updates and all(updates)
-    homes = [{row.group for row in update} for update in updates]
+    homes = [{row.group.number for row in update} for update in updates]
     assert sum(map(len, homes)) == len(groups)
     assert len({len(home) for home in homes[:-1]}) <= 1

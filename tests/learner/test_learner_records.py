@@ -11,13 +11,14 @@ from making import make_rollout
 
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import UNKNOWN_VERSION, Group, Score
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.loop.metrics import data_metrics, sample_record, staleness_histogram
 
 PROMPT = np.array([1, 2], np.int32)
 
 
 def make(number: int, *rollouts: Any) -> Group:
-    return Group(number, 0, PROMPT, tuple(rollouts), 1.0)
+    return Group(number, 0, PROMPT, tuple(rollouts), Sampling())
 
 
 def rewards(groups: list[Group], weights: dict[str, float] | None = None) -> list[list[float | None]]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
@@ -36,7 +37,7 @@ def group(number: int, prompt: int, lengths: list[int]) -> Group:
         return rng.integers(3, 64, count).astype(np.int32)
 
     rollouts = tuple(Rollout(ids(n), np.zeros(n, np.float32), (Span(0, n),), "length") for n in lengths)
-    return Group(number, 0, ids(prompt), rollouts, temperature=1.0)
+    return Group(number, 0, ids(prompt), rollouts, Sampling())
 
 
 GROUPS = [group(0, 5, [20, 3, 13]), group(1, 11, [9, 16])]
@@ -59,7 +60,7 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     found, _, _ = policy(batch)
     members = [(each.prompt_ids.tolist(), r.completion_ids.tolist()) for each in GROUPS for r in each.rollouts]
     plain = {member: families.plain_logprobs(model, *texts) for member, texts in enumerate(members)}
-    wanted = torch.cat([plain[int(member)] for member in batch.member_S])
+    wanted = torch.cat([plain[int(member)] for member in batch.member_N.unique_consecutive()])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     weights = torch.linspace(-1, 1, len(wanted))
     want = gradients(model, (wanted * weights).sum())

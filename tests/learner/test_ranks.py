@@ -269,7 +269,7 @@ def test_rows_are_dealt_by_groups_to_the_rank_with_the_least_and_none_is_lost() 
     rows = make_rows(GROUPS, ADVANTAGES, 6)
     parts = partition_rows(rows, 2)
     assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in rows)
-    assert not {row.group for row in parts[0]} & {row.group for row in parts[1]}
+    assert not {row.group.number for row in parts[0]} & {row.group.number for row in parts[1]}
     load = [sum(row.length for row in part) for part in parts]
     assert max(load) - min(load) <= max(row.length for row in rows)
 

@@ -17,6 +17,7 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.gradient_laws.table import CASES, Case
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -155,7 +156,7 @@ def with_sampling_mask(rollout: Rollout, *, extra: int) -> Rollout:
 def truncated_group(number: int, extras: list[int | None]) -> Group:
     group = make_group(number, [3 + index for index in range(len(extras))])
     rollouts = [r if e is None else with_sampling_mask(r, extra=e) for r, e in zip(group.rollouts, extras, strict=True)]
-    return replace(group, rollouts=tuple(rollouts), top_p=0.9)
+    return replace(group, rollouts=tuple(rollouts), sampling=Sampling(top_p=0.9))
 
 
 def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> None:
@@ -164,7 +165,7 @@ def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> Non
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for tokens in (8, 64):
         for batch in make_micro_batches(rows, Packing(tokens)):
-            recorded = [rollouts[member].sampling_mask for member in batch.member_S.tolist()]
+            recorded = [rollouts[member].sampling_mask for member in batch.member_N.unique_consecutive().tolist()]
             if all(each is None for each in recorded):
                 assert batch.sampling_masks is None
                 continue
@@ -182,7 +183,7 @@ def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_a
     config = LearnerConfig()
     for loss in (LossConfig(kind="online_dpo"), LossConfig(allow_uncorrected=True)):
         assert make_backend(TINY_SPELLER, config, loss).partition([rows])
-    with pytest.raises(RecordError, match=r"group 7 was sampled with top-k.*Sample from all of it"):
+    with pytest.raises(RecordError, match=r"group 7 was sampled with top_p = 0.9,.*Sample from all of it"):
         make_backend(TINY_SPELLER, config, LossConfig()).partition([rows])
 
 
@@ -196,13 +197,13 @@ def test_a_loss_of_likelihoods_looks_at_the_whole_vocabulary() -> None:
 def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float]) -> None:
     engine = load_engine(str(TINY_SPELLER), EngineConfig(slots=8), version=0)
     prompt = tuple(range(4, 12))
-    engine.submit([Request(RolloutKey(0, 0, m), prompt, 12, 4.0, seed=m, **cut_off) for m in range(8)])  # type: ignore[arg-type]
+    engine.submit([Request(RolloutKey(0, 0, m), prompt, 12, Sampling(temperature=4.0, **cut_off), seed=m) for m in range(8)])  # type: ignore[arg-type]
     done = []
     while engine.num_unfinished:
         done += engine.step()
     rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, sampling_mask=c.sampling_mask) for c in done]
     assert any(r.sampling_mask is not None and r.sampling_mask.sizes.max() > 1 for r in rollouts)
-    group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), 4.0, **cut_off)  # type: ignore[arg-type]
+    group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), Sampling(temperature=4.0, **cut_off))  # type: ignore[arg-type]
     rows = make_rows([group], [[1.0, -1.0] * 4], 512)
     seen = make_backend(TINY_SPELLER, LearnerConfig(), LossConfig()).evaluate(rows)
     for index, rollout in enumerate(rollouts):

@@ -20,6 +20,7 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -94,7 +95,7 @@ def test_a_step_makes_the_praised_likelier_and_the_blamed_less_likely(model_dir:
 
 def logprobs(backend: Controller, group: Group, rollout: Rollout) -> Tensor:
     return oracles.completion_logprobs(
-        backend.machine.policy.model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.temperature
+        backend.machine.policy.model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
     )
 
 
@@ -262,14 +263,17 @@ def test_engine_and_learner_agree_on_what_was_sampled(tmp_path: Path, name: str,
     prompts = [group.prompt_ids for group in GROUPS]
     for n, prompt in enumerate(prompts):
         engine.submit(
-            [Request(RolloutKey(n, 0, m), tuple(prompt.tolist()), 4 + 3 * m, temperature, 10 * n + m) for m in (0, 1, 2)]
+            [
+                Request(RolloutKey(n, 0, m), tuple(prompt.tolist()), 4 + 3 * m, Sampling(temperature=temperature), 10 * n + m)
+                for m in (0, 1, 2)
+            ]
         )
     done: dict[RolloutKey, Rollout] = {}
     while engine.num_unfinished:
         for each in engine.step():
             done[each.key] = Rollout(each.token_ids, each.logprobs, each.spans, each.finish_reason)
     groups = [
-        Group(n, 0, prompt, tuple(done[RolloutKey(n, 0, m)] for m in (0, 1, 2)), temperature)
+        Group(n, 0, prompt, tuple(done[RolloutKey(n, 0, m)] for m in (0, 1, 2)), Sampling(temperature=temperature))
         for n, prompt in enumerate(prompts)
     ]
     for group in groups:

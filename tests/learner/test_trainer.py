@@ -488,7 +488,7 @@ def test_a_step_of_several_updates_deals_out_whole_groups(
     step = life.backend.step
 
     def spy(updates: Any, number: int) -> Any:
-        seen.append([{row.group for row in rows} for rows in updates])
+        seen.append([{row.group.number for row in rows} for rows in updates])
         return step(updates, number)
 
     monkeypatch.setattr(life.backend, "step", spy)

@@ -18,6 +18,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Float32Array, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.hub_role import BEAT_S, PROGRESS_TIMEOUT_S, TIMEOUT_S, HubRole
 from tests.simulation.invariants import ANOTHER
@@ -131,7 +132,7 @@ class ActorRole:
     def __init__(self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
         rows = [Row("p", {})]
-        self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, 1.0)
+        self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
         if hub.bound.refills:
             self._work = replace(self._work, refill=Composition())
         self._life = 0

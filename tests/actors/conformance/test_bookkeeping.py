@@ -11,13 +11,14 @@ import pytest
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.sampling import Sampling
 from tests.actors.vllm_model import make_model, raw_weights
 
 WEIGHTS = raw_weights(make_model(1))
 
 
 def asked(count: int, first: int = 0) -> list[Request]:
-    return [Request(RolloutKey(n, 0, 0), (10, 11, 12), 8 + n, 1.0, seed=n) for n in range(first, first + count)]
+    return [Request(RolloutKey(n, 0, 0), (10, 11, 12), 8 + n, Sampling(), seed=n) for n in range(first, first + count)]
 
 
 def run(engine: Engine, before: Sequence[Completion] = ()) -> list[Completion]:
@@ -67,9 +68,9 @@ def test_what_is_aborted_is_forgotten_and_what_is_unknown_ignored(any_engine: En
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Request(RolloutKey(1, 0, 0), (), 5, 1.0, 0), "empty prompt"),
-        (Request(RolloutKey(1, 0, 0), (5,), 0, 1.0, 0), "max_new_tokens = 0"),
-        (Request(RolloutKey(0, 0, 0), (5,), 1, 1.0, 0), "already submitted"),
+        (Request(RolloutKey(1, 0, 0), (), 5, Sampling(), 0), "empty prompt"),
+        (Request(RolloutKey(1, 0, 0), (5,), 0, Sampling(), 0), "max_new_tokens = 0"),
+        (Request(RolloutKey(0, 0, 0), (5,), 1, Sampling(), 0), "already submitted"),
     ],
 )
 def test_one_bad_request_refuses_all_submitted_with_it(any_engine: Engine, wrong: Request, said: str) -> None:

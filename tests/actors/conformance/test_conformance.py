@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError, WeightsError
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.logprobs import token_logprobs
 from async_rlhf.learner.step.controller import make_backend
@@ -25,8 +26,9 @@ PROMPT = tuple(range(10, 40))
 
 def requests(count: int, num_new: int = 40, prompt: tuple[int, ...] = PROMPT, first: int = 0, **asked: Any) -> list[Request]:
     """Of different groups, seeded by their numbers."""
-    defaults = {"temperature": 1.0, **asked}
-    return [Request(RolloutKey(n, 0, 0), prompt, num_new, seed=n, **defaults) for n in range(first, first + count)]
+    named = {name: asked.pop(name) for name in asked.keys() & Sampling.model_fields.keys()}
+    sampling = Sampling(**named)
+    return [Request(RolloutKey(n, 0, 0), prompt, num_new, sampling, seed=n, **asked) for n in range(first, first + count)]
 
 
 def run(engine: Engine, before: Sequence[Completion] = ()) -> list[Completion]:
@@ -74,7 +76,7 @@ def test_the_learner_finds_the_same_logprobs_and_the_same_canary(subject: Subjec
     backend = make_backend(Path(torch_directory), LearnerConfig(), LossConfig())
     canary = backend.canary()
     np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, atol=subject.tolerance)
-    asked = [Request(RolloutKey(0, 0, member), PROMPT, 30, 0.7, member) for member in range(4)]
+    asked = [Request(RolloutKey(0, 0, member), PROMPT, 30, Sampling(temperature=0.7), member) for member in range(4)]
     model: Any = backend.machine.policy.model
     for completion in serve(engine, asked):
         ids = torch.tensor([*PROMPT, *completion.token_ids.tolist()])
@@ -140,7 +142,9 @@ def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(
         expected = tables.gather(1, torch.from_numpy(completion.token_ids).long()[:, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=exact_subject.tolerance)
         if completion.sampling_mask is None:
-            assert exact_subject.name == "vllm" and request.top_k == 0, "only vLLM may not know, and only without top-k"
+            assert exact_subject.name == "vllm" and request.sampling.top_k == 0, (
+                "only vLLM may not know, and only without top-k"
+            )
             continue
         parts = np.split(completion.sampling_mask.ids, np.cumsum(completion.sampling_mask.sizes)[:-1])
         assert [sorted(part.tolist()) for part in parts] == [torch.isfinite(row).nonzero()[:, 0].tolist() for row in tables]
@@ -159,7 +163,7 @@ def test_a_seed_alone_decides_the_tokens(exact_subject: Subject) -> None:
 
 def test_members_that_share_their_prompt_are_as_if_they_did_not(exact_subject: Subject) -> None:
     engine = exact_subject.start("keep")
-    members = [Request(RolloutKey(0, 0, n), PROMPT, 5 + n, 1.0, n) for n in range(9)]
+    members = [Request(RolloutKey(0, 0, n), PROMPT, 5 + n, Sampling(), n) for n in range(9)]
     together = serve(engine, members)
     for member in members:
         engine.submit([member])
@@ -303,12 +307,12 @@ def test_what_is_aborted_comes_no_more_and_its_tokens_are_counted(subject: Subje
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request(RolloutKey(1, 0, 0), (), 5, 1.0, 0), "empty prompt"),
-        (Request(RolloutKey(1, 0, 0), (5,) * 510, 5, 1.0, 0), "510 prompt . 5 new tokens"),
-        (Request(RolloutKey(1, 0, 0), (99,), 5, 1.0, 0), "knows 0 to 98"),
-        (Request(RolloutKey(1, 0, 0), (5,), 0, 1.0, 0), "max_new_tokens = 0"),
-        (Request(RolloutKey(1, 0, 0), (5,), 1, -1.0, 0), "temperature -1.0"),
-        (Request(RolloutKey(0, 0, 0), (5,), 1, 1.0, 0), "already submitted"),
+        (Request(RolloutKey(1, 0, 0), (), 5, Sampling(), 0), "empty prompt"),
+        (Request(RolloutKey(1, 0, 0), (5,) * 510, 5, Sampling(), 0), "510 prompt . 5 new tokens"),
+        (Request(RolloutKey(1, 0, 0), (99,), 5, Sampling(), 0), "knows 0 to 98"),
+        (Request(RolloutKey(1, 0, 0), (5,), 0, Sampling(), 0), "max_new_tokens = 0"),
+        (Request(RolloutKey(1, 0, 0), (5,), 1, Sampling(), -1), "seed -1"),
+        (Request(RolloutKey(0, 0, 0), (5,), 1, Sampling(), 0), "already submitted"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_with_all_submitted_beside_it(

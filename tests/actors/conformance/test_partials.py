@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.buffers.sampling import Sampling
 
 EVERY = 5
 
 
 def asked(count: int) -> list[Request]:
-    return [Request(RolloutKey(n, 0, 0), (10, 11, 12), 24 + n, 1.0, 31 * n + 20, partial_every=EVERY) for n in range(count)]
+    return [
+        Request(RolloutKey(n, 0, 0), (10, 11, 12), 24 + n, Sampling(), 31 * n + 20, partial_every=EVERY) for n in range(count)
+    ]
 
 
 def test_what_is_told_is_how_the_completion_begins_and_comes_in_steps(any_engine: Engine) -> None:

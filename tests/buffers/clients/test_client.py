@@ -10,6 +10,7 @@ from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -73,7 +74,7 @@ def credit(number: int, attempt: int = 0) -> wire.Credits:
 
 def a_group(number: int, attempt: int = 0) -> Group:
     ids, logprobs = np.array([1], np.int32), np.zeros(1, np.float32)
-    return Group(number, attempt, ids, (Rollout(ids, logprobs, (Span(1, 1),), "stop"),), 1.0)
+    return Group(number, attempt, ids, (Rollout(ids, logprobs, (Span(1, 1),), "stop"),), Sampling())
 
 
 def joined() -> tuple[ActorClient, Wire]:

@@ -20,6 +20,7 @@ from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
 DEADLINE_S = 30.0
@@ -81,7 +82,9 @@ def a_group(number: int, attempt: int, version: int, actor: str, text: str = "")
     ids = np.array([number, version, 7], np.int32)
     logprobs = np.array([-0.5, -1.5, -2.5], np.float32)
     rollouts = tuple(Rollout(ids, logprobs, (Span(version, 3),), "stop", {"right": Score(1.0)}, text) for _ in range(2))
-    return Group(number, attempt, np.array([1, 2], np.int32), rollouts, 1.0, actor, f"prompt {number}", {"answer": number})
+    return Group(
+        number, attempt, np.array([1, 2], np.int32), rollouts, Sampling(), actor, f"prompt {number}", {"answer": number}
+    )
 
 
 class Actor:

@@ -19,6 +19,7 @@ from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.protocol.any_message import MESSAGES, like
@@ -30,7 +31,7 @@ LARGE = st.sampled_from((1.0, 9e17, -9e17))
 def a_put(number: int, attempt: int, version: int) -> wire.Frames:
     ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
     rollout = Rollout(ids, logprobs, (Span(version, 2),), "stop")
-    header, arrays = packing.pack_group(Group(number, attempt, ids, (rollout,), 1.0))
+    header, arrays = packing.pack_group(Group(number, attempt, ids, (rollout,), Sampling()))
     return wire.encode(wire.Put(group=header), arrays, 1)
 
 

@@ -19,6 +19,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 from tests.buffers.hub.place import (
     Actor,
     Place,
@@ -204,7 +205,7 @@ SCHEMA = GroupSchema(
     max_prompt_length=2,
     max_completion_length=3,
     rewards=frozenset({"right"}),
-    sampling=(1.0, 0, 1.0, 0.0),
+    sampling=Sampling(),
 )
 SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one member instead of two": (lambda g: g.update(rollouts=g["rollouts"][:1]), "members: 1; this run's: 2"),
@@ -223,7 +224,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "tokens of a completion: 4; at most 3",
     ),
     "a prompt that is too long": (lambda g: g.update(prompt_ids=np.zeros(3, np.int32)), "prompt tokens: 3; at most 2"),
-    "another temperature": (lambda g: g.update(temperature=0.5), "temperature, top_k, top_p and min_p: \\(0.5"),
+    "another temperature": (lambda g: g.update(sampling=Sampling(temperature=0.5)), "sampling: temperature=0.5 top_k=0"),
 }
 
 

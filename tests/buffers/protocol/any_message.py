@@ -29,15 +29,16 @@ def like(model: type[BaseModel]) -> st.SearchStrategy[Any]:
 
 
 def _like_type(annotation: Any, limits: Sequence[Any] = ()) -> st.SearchStrategy[Any]:
-    low = max((limit.ge for limit in limits if hasattr(limit, "ge")), default=-(1 << 63))
-    high = min((limit.le for limit in limits if hasattr(limit, "le")), default=(1 << 64) - 1)
+    lows = [(getattr(limit, name), name) for limit in limits for name in ("ge", "gt") if hasattr(limit, name)]
+    highs = [(getattr(limit, name), name) for limit in limits for name in ("le", "lt") if hasattr(limit, name)]
+    (low, above), (high, below) = max(lows, default=(-(1 << 63), "ge")), min(highs, default=((1 << 64) - 1, "le"))
     most = next((limit.max_length for limit in limits if hasattr(limit, "max_length")), 20)
     least = next((limit.min_length for limit in limits if hasattr(limit, "min_length")), 0)
     simple = {
         int: st.integers(int(max(low, -1)), int(max(low, 4))) | st.integers(int(low), int(high)),
         str: st.sampled_from(("anna", "ben")) | st.text(min_size=least, max_size=min(20, most)),
         bool: st.booleans(),
-        float: st.floats(low, high, allow_nan=False) if high < (1 << 64) - 1 else FINITE,
+        float: st.floats(low, high, exclude_min=above == "gt", exclude_max=below == "lt") if highs else FINITE,
         type(None): st.none(),
         JsonValue: JSON,
         Any: JSON,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 from tests.buffers.protocol.any_message import JSON, MESSAGES, TEXT, like
 
 LIMIT = 1 << 20
@@ -85,13 +86,10 @@ def groups(draw: st.DrawFn) -> Group:
         attempt=draw(st.integers(0, 9)),
         prompt_ids=np.array(draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5)), np.int32),
         rollouts=tuple(draw(st.lists(rollouts(names), min_size=1, max_size=3))),
-        temperature=draw(LIMITED),
+        sampling=draw(like(Sampling)),
         actor=draw(TEXT),
         prompt=draw(TEXT),
         columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
-        top_k=draw(st.integers(0, 99)),
-        top_p=draw(LIMITED),
-        min_p=draw(LIMITED),
     )
 
 
@@ -129,7 +127,7 @@ def a_group(**changed: Any) -> Group:
             Rollout(np.array([5, 6, 7], np.int32), np.array([-1, -2, 0], np.float32), (Span(0, 3),), "stop", {"r": Score(1.0)}),
             Rollout(np.array([8], np.int32), np.array([-3], np.float32), (Span(0, 1),), "length", {"r": Score(failure="x")}),
         ),
-        "temperature": 1.0,
+        "sampling": Sampling(),
     }
     return Group(**fields | changed)
 
@@ -319,6 +317,27 @@ def test_a_header_that_does_not_fit_its_arrays_or_itself_is_refused(spoil: Any, 
     changed, arrays = spoil(header.model_dump(), arrays)
     with pytest.raises(WireError, match=f"group {changed['number']}: .*{message}"):
         packing.unpack_group(wire.GroupHeader.model_validate(changed), arrays)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_k": 3.0}, "top_k' = '3.0'"),
+        ({"top_p": 0.0}, "top_p' = '0.0'"),
+        ({"top_q": 1}, "top_q' = '1'"),
+        ({"temperature": None}, "temperature' = 'None'"),
+    ],
+)
+def test_sampling_that_is_none_is_refused_and_so_is_one_that_leaves_a_setting_out(given: dict[str, Any], message: str) -> None:
+    header, arrays = packing.pack_group(a_group())
+    fields = wire.Put(group=header).model_dump()
+    sampling = fields["group"]["sampling"]
+    fields["group"]["sampling"] = sampling | given
+    with pytest.raises(WireError, match=f"field 'put.group.sampling.{message}"):
+        hear([*packed(fields), *arrays])
+    fields["group"]["sampling"] = {name: value for name, value in sampling.items() if name != "min_p"}
+    with pytest.raises(WireError, match=r"field 'put.group.sampling' = .*'min_p'. not given"):
+        hear([*packed(fields), *arrays])
 
 
 def spoiled(header: dict[str, Any], **changed: Any) -> dict[str, Any]:

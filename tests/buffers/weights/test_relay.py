@@ -16,6 +16,7 @@ from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.transport.link import SocketLink
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import HAS_SEALS
@@ -167,4 +168,4 @@ def test_only_what_actors_say_is_let_through(station: Callable[..., Station]) ->
 
 def a_group() -> Group:
     ids, logprobs = np.array([1], np.int32), np.zeros(1, np.float32)
-    return Group(0, 0, ids, (Rollout(ids, logprobs, (Span(0, 1),), "stop"),), 1.0)
+    return Group(0, 0, ids, (Rollout(ids, logprobs, (Span(0, 1),), "stop"),), Sampling())
