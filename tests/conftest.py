@@ -20,7 +20,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from async_rlhf.config import Config, load
+from async_rlhf.run.config import Config, load
 from tests.workers import Scheduling, place
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -248,8 +248,8 @@ def rollouts_replay(
 ) -> None:
     """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
     with _errors():
-        from async_rlhf.config import override, parse_override
         from async_rlhf.inspect.rollouts import replay
+        from async_rlhf.run.config import override, parse_override
         from async_rlhf.run.run_dir import RunDir
 
         source = RunDir.existing(run_dir)
@@ -274,9 +274,9 @@ def rewards_try(
 ) -> None:
     """Score completions that exist already: values, histogram, timings, failures. Exit code 6 when any score failed."""
     with _errors():
-        from async_rlhf.config import parse_settings
-        from async_rlhf.exit_codes import REWARDS_FAILED
         from async_rlhf.inspect.trials import lines, try_rewards
+        from async_rlhf.launch.exit_codes import REWARDS_FAILED
+        from async_rlhf.run.config import parse_settings
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
         trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
@@ -329,7 +329,7 @@ def serve_reward(
 
         from async_rlhf.actors.config import RewardsConfig, ScoringConfig
         from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
-        from async_rlhf.config import parse_settings
+        from async_rlhf.run.config import parse_settings
 
         given = parse_settings(("rewards", "scoring"), overrides or [])
         scoring = ScoringConfig.model_validate(given["scoring"])
@@ -377,7 +377,7 @@ def _tally(blows: Any) -> list[tuple[str, int]]:
 
 
 def _load(config: Path, overrides: list[str] | None) -> Any:
-    from async_rlhf.config import load, parse_override
+    from async_rlhf.run.config import load, parse_override
 
     return load(config, dict(parse_override(text) for text in overrides or []))
 
@@ -390,7 +390,7 @@ def _errors() -> Iterator[None]:
         sys.path.append(str(Path.cwd()))
         yield
     except AsyncRLHFError as error:
-        from async_rlhf.exit_codes import exit_code
+        from async_rlhf.launch.exit_codes import exit_code
 
         _say(f"error: {error}", err=True)
         raise typer.Exit(exit_code(error)) from error

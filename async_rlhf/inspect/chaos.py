@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from async_rlhf.config import Config
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
 

@@ -10,8 +10,8 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
-from async_rlhf.config import Config
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 

@@ -23,8 +23,8 @@ from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.score import Score
-from async_rlhf.config import parse_settings
 from async_rlhf.learner.config import LossConfig
+from async_rlhf.run.config import parse_settings
 
 _TOKENS = ("completion_ids", "prompt_ids")
 _BINS = 10

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from async_rlhf.exit_codes import FAILED, FATAL
+from async_rlhf.launch.exit_codes import FAILED, FATAL
 from async_rlhf.launch.program import Launcher, Process, rank_node
 
 _LOOK_S = 0.2

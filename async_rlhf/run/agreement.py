@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
-from async_rlhf.config import Config
+from async_rlhf.run.config import Config
 from async_rlhf.run.scoring import stage_specs
 
 _TOKENIZER = (

@@ -12,11 +12,11 @@ from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.buffers.model_directory import check_stop_strings
-from async_rlhf.config import Config, load
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.caller_rewards import served, split
 from async_rlhf.run.child import MAX_DEATHS
+from async_rlhf.run.config import Config, load
 from async_rlhf.run.daemon import Progress, Supervisor
 from async_rlhf.run.display import Display
 from async_rlhf.run.model_checks import check_model_files
@@ -53,7 +53,7 @@ def train(
     method) is served by threads of this process (`caller_rewards`). loss, advantage: functions of your own, declared with
     `@loss` and `@advantage`, which must be importable. overrides: dotted keys. resume: go on with its run directory, from the
     newest checkpoint or from that of `from_step` steps. Raises ConfigError before any process starts, and what ended the run
-    otherwise (see `async_rlhf.exit_codes`).
+    otherwise (see `async_rlhf.launch.exit_codes`).
     """
     changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:

@@ -18,8 +18,8 @@ from typing import Any
 from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import CALLER, CALLER_ADDRESS, RewardSpec, adapted, settings_of, spec_in_process, spec_of
 from async_rlhf.buffers.errors import ConfigError, RewardError
-from async_rlhf.config import Config, override
 from async_rlhf.launch.sockets import socket_directory
+from async_rlhf.run.config import Config, override
 
 _log = logging.getLogger(__name__)
 _STOP_S = 10.0

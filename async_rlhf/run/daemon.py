@@ -32,8 +32,7 @@ from typing import Any
 from async_rlhf.buffers.clients.control import Control, control
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.config import Config
-from async_rlhf.exit_codes import (
+from async_rlhf.launch.exit_codes import (
     CONFIGURATION,
     DAMAGED,
     FATAL,
@@ -48,6 +47,7 @@ from async_rlhf.launch.program import Launcher, actor_node, evaluation_node, hub
 from async_rlhf.launch.sockets import hub_address, scorer_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, read_lines

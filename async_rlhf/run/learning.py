@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rlhf.config import Config
 from async_rlhf.launch.ranks import RankProcesses
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.config import Config
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
 _INDEX = "model.safetensors.index.json"

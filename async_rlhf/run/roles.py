@@ -27,10 +27,10 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
-from async_rlhf.config import Config, parse_settings
-from async_rlhf.exit_codes import exit_code
+from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
+from async_rlhf.run.config import Config, parse_settings
 from async_rlhf.run.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import reward_specs, stage_specs

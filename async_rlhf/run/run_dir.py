@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.config import Config, differences, dump, validated
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import is_private, remove_left
+from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
 # What may differ when a run is resumed: how far it goes, how it is watched, how many work on it.

@@ -10,8 +10,8 @@ from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.config import Config
 from async_rlhf.learner.registry import loss_spec
+from async_rlhf.run.config import Config
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.config import Config
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1; beyond the table its last (wider) one is used.

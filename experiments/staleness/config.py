@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.config import Config, load
+from async_rlhf.run.config import Config, load
 
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
 

@@ -15,13 +15,13 @@ from typing import Literal
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.config import Config, differences
-from async_rlhf.exit_codes import InterruptedRunError
 from async_rlhf.experiments.staleness.analyze import CellResult, fingerprint, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.report import render, write_csv
+from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.run.api import preflight, run
+from async_rlhf.run.config import Config, differences
 from async_rlhf.run.run_dir import RunDir
 
 State = Literal["new", "unfinished", "finished"]
@@ -34,7 +34,7 @@ def run_sweep(path: Path, say: Callable[[str], None] = typer.echo) -> bool:
 
     True when every cell has finished; False when one was drained before its end (nothing is written then).
     Raises ConfigError before the first run for a sweep or a cell that cannot work, or a cell's directory that holds
-    another configuration; and what ended a run otherwise (see `async_rlhf.exit_codes`).
+    another configuration; and what ended a run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     sweep, cells = load_sweep(path)
     states = [state_of(cell, preflight(cell.config)) for cell in cells]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
-from async_rlhf.config import load
 from async_rlhf.inspect import status
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK
 

@@ -17,7 +17,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
+from async_rlhf.launch.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.config import load, override
 from async_rlhf.run.api import as_rewards_want, preflight
+from async_rlhf.run.config import load, override
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
 JUDGES = """

@@ -18,7 +18,7 @@ import pytest
 
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.exit_codes import WorkerLostError
+from async_rlhf.launch.exit_codes import WorkerLostError
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import hub_address, socket_directory
