@@ -52,9 +52,16 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
 
 @contextmanager
 def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
-    """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this."""
+    """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this.
+
+    Raises ConfigError, before a model is loaded, for a loss or an estimator that a step could not use.
+    """
+    from async_rlhf.learner.objective.estimation import check_estimator
+    from async_rlhf.learner.objective.trial import check_loss
     from async_rlhf.learner.step.controller import Controller
 
+    check_estimator(config.advantage)
+    check_loss(config.loss)
     if config.learner.ranks == 1 and config.learner.backend == "torch":
         yield Controller(_assemble(config, None))
         return

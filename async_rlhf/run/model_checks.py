@@ -83,9 +83,14 @@ def deep_check(config: Config) -> Iterator[str]:
     from async_rlhf.learner.model.files import load_model
     from async_rlhf.learner.model.policy import Policy
     from async_rlhf.learner.model.verification import check_policy
+    from async_rlhf.learner.objective.estimation import check_estimator
+    from async_rlhf.learner.objective.trial import check_loss
     from async_rlhf.learner.step.machine import find_device
 
     logging.disable_progress_bar()
+    check_estimator(config.advantage)
+    check_loss(config.loss)
+    yield f"loss {config.loss.kind} and advantages {config.advantage.kind}: usable on made-up completions."
     began = time.monotonic()
     policy = Policy(load_model(Path(config.model), find_device(config.learner.device)), config.learner)
     check_policy(policy)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Float32Array, Group
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.advantages import (
@@ -66,6 +67,29 @@ def estimate_advantages(
         ]
         estimates = AdvantageEstimates(kept, {index: TokenTargets(seen) for index, seen in evaluated.items()})
     return estimates if loss.second_moment is None else _masked(groups, estimates, loss.second_moment)
+
+
+def check_estimator(config: AdvantageConfig) -> None:
+    """Call the estimator once on made-up rewards. Raises ConfigError when it raises, or gives what no step could use.
+
+    Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
+    """
+    rewards: Rewards = [[0.0, 1.0, None, 0.5], [1.0, 1.0, 1.0, 1.0], [None, None], [2.0]]
+    of_tokens = [np.array([0.0, 0.0, 1.0], np.float32), np.array([-1.0], np.float32)]
+    try:
+        if config.needs_critic:
+            values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
+            found = _advantages_and_returns(of_tokens, values, log_ratios, config)
+            shapes = [(np.shape(a), np.shape(r)) for a, r in found]
+            if shapes != [((len(each),), (len(each),)) for each in of_tokens]:
+                raise ValueError(f"gave advantages and returns of shapes {shapes} for completions of 3 and 1 tokens")
+            numbers = np.concatenate([np.concatenate(each) for each in found])
+        else:
+            numbers = np.array([n for group in _from_rewards(rewards, config) for n in group if n is not None], np.float64)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"gave {numbers.tolist()}, for {of_tokens if config.needs_critic else rewards}")
+    except Exception as error:
+        raise ConfigError(f"advantage.kind = {config.kind!r} cannot be used: {type(error).__name__}: {error}") from error
 
 
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.loss import LossInputs
@@ -72,6 +73,19 @@ def try_loss(config: LossConfig) -> LossTrial:
     if spec.learns_from == "all" and laws[0].holds:
         bias, bias_of_none = _bias(config), _bias(LossConfig(is_cap=None))
     return LossTrial(config.kind, asdict(spec), laws, bias, bias_of_none)
+
+
+def check_loss(config: LossConfig) -> None:
+    """Take the gradient once on made-up completions. Raises ConfigError when that raises or is not finite.
+
+    Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
+    """
+    try:
+        total, gradient_N = _gradient(_inputs(config), config)
+        if not (total.isfinite() and gradient_N.isfinite().all()):
+            raise ValueError(f"gave {float(total)} with the gradient {gradient_N.tolist()}")
+    except Exception as error:
+        raise ConfigError(f"loss.kind = {config.kind!r} cannot be used: {type(error).__name__}: {error}") from error
 
 
 def lines(trial: LossTrial) -> list[str]:

@@ -16,9 +16,9 @@ from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.check import RunContext, check
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.objective.estimation import estimate_advantages, select_members
-from async_rlhf.learner.objective.trial import try_loss
-from async_rlhf.learner.registry import advantage_spec, load_loss, loss_spec, losses
+from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
+from async_rlhf.learner.objective.trial import check_loss, try_loss
+from async_rlhf.learner.registry import advantage_spec, advantages, load_loss, loss_spec, losses
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.api import train
 
@@ -111,6 +111,62 @@ def mine(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(MINE)
     torch.set_num_threads(1)
     return str(tmp_path / "mine.py")
+
+
+UNUSABLE = """
+from async_rlhf import advantage, loss
+
+@advantage()
+def short(rewards):
+    return [r for r in rewards if r is not None]
+
+@advantage()
+def raising(rewards):
+    return [None if r is None else r / (max(q for q in rewards if q is not None) - 1) for r in rewards]
+
+@advantage()
+def infinite(rewards):
+    return [None if r is None else float("inf") for r in rewards]
+
+@advantage(level="completion", off_policy=False)
+def scalar(reward_T, value_T):
+    return reward_T.sum(), value_T.sum()
+
+@loss(level="token")
+def raising_loss(inputs, weight_N, config):
+    return inputs.no_such_field, {}
+
+@loss(level="token")
+def infinite_loss(inputs, weight_N, config):
+    return inputs.logp_current_N / 0, {}
+"""
+
+
+@pytest.mark.parametrize("kind", advantages())
+def test_every_shipped_estimator_is_usable(kind: str) -> None:
+    check_estimator(AdvantageConfig(kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "it must give one number for each reward"),
+        ("raising", "ZeroDivisionError"),
+        ("infinite", r"gave \[inf, inf"),
+        ("scalar", "shapes"),
+    ],
+)
+def test_an_estimator_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "unusable.py").write_text(UNUSABLE)
+    with pytest.raises(ConfigError, match=message):
+        check_estimator(AdvantageConfig(kind=f"{tmp_path / 'unusable.py'}:{name}"))
+
+
+@pytest.mark.parametrize(("name", "message"), [("raising_loss", "no_such_field"), ("infinite_loss", "gradient")])
+def test_a_loss_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "unusable.py").write_text(UNUSABLE)
+    with pytest.raises(ConfigError, match=message):
+        check_loss(LossConfig(kind=f"{tmp_path / 'unusable.py'}:{name}"))
 
 
 @pytest.mark.parametrize("kind", losses())
