@@ -71,8 +71,21 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     ).run()
 
 
+def _import_models() -> None:
+    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
+
+    That is a fifth of the time of the import.
+    """
+    gc.disable()
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
+
+    gc.freeze()
+    gc.enable()
+
+
 def run_learner(run: RunDir, config: Config, address: str) -> None:
     """The model that learns, from the newest checkpoint on."""
+    _import_models()
     from async_rlhf.buffers.clients.learner import LearnerClient
     from async_rlhf.buffers.transport.link import connector
 
@@ -81,6 +94,12 @@ def run_learner(run: RunDir, config: Config, address: str) -> None:
     with backend_of(run, config) as backend:
         _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
+
+
+def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
+    """Another process of the learner."""
+    _import_models()
+    run_rank(run, config, rank, meeting)
 
 
 def run_scorer(run: RunDir, config: Config, address: str) -> None:
@@ -98,6 +117,7 @@ def run_actor(
 
     scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
     """
+    _import_models()
     from transformers import AutoTokenizer
 
     from async_rlhf.actors.engine import RolloutKey
@@ -171,6 +191,7 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
 
 def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
     """Greedy completions of the held-out prompts by one model directory; one line in `evaluations.jsonl`."""
+    _import_models()
     from transformers import AutoTokenizer
 
     from async_rlhf.actors.engine import RolloutKey
@@ -218,26 +239,11 @@ def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
 _ROLES: dict[str, Callable[..., None]] = {
     "hub": run_hub,
     "learner": run_learner,
-    "learner_rank": run_rank,
+    "learner_rank": run_learner_rank,
     "scorer": run_scorer,
     "actor": run_actor,
     "evaluation": run_evaluation,
 }
-
-
-_WITH_MODELS = frozenset({"learner", "learner_rank", "actor", "evaluation"})
-
-
-def _import_models() -> None:
-    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
-
-    That is a fifth of the time of the import.
-    """
-    gc.disable()
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
-
-    gc.freeze()
-    gc.enable()
 
 
 class _AskedToEnd(BaseException):
@@ -262,10 +268,7 @@ def main(arguments: list[str]) -> int:
     callbacks = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
     try:
         run = RunDir.existing(directory, tether.lock)
-        config = run.config()
-        if role in _WITH_MODELS:
-            _import_models()
-        _ROLES[role](run, config, *rest, **callbacks)
+        _ROLES[role](run, run.config(), *rest, **callbacks)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")
