@@ -236,6 +236,22 @@ def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
         file.close()
 
 
+def run_relay(
+    hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
+) -> None:
+    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
+    for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
+        if directory is None and not is_local(given):
+            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+    config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
+    access = None if own_keys is None else load_hub(own_keys)
+    relay = Relay(hub, address, config, connector(keys), access)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: relay.stop())
+    say(f"relays between {hub} and actors at {address}")
+    relay.run()
+
+
 _ROLES: dict[str, Callable[..., None]] = {
     "hub": run_hub,
     "learner": run_learner,
@@ -283,19 +299,3 @@ if __name__ == "__main__":
     logging.shutdown()
     # Threads of libraries must not keep a process that has done its work.
     os._exit(code)
-
-
-def run_relay(
-    hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
-) -> None:
-    """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
-    for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
-        if directory is None and not is_local(given):
-            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
-    config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
-    access = None if own_keys is None else load_hub(own_keys)
-    relay = Relay(hub, address, config, connector(keys), access)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: relay.stop())
-    say(f"relays between {hub} and actors at {address}")
-    relay.run()
