@@ -15,7 +15,7 @@ from random import Random
 
 from async_rlhf.buffers.files import File
 
-_PAGE_BYTES, _LOST_PAGES = 64, 0.3
+_PAGE_BYTES, _LOST_PAGES = 128, 0.4
 
 
 class HubKilledError(BaseException):
@@ -82,7 +82,8 @@ class MemoryDisk:
     def _survivor(self, node: Node) -> bytearray:
         if not node.data.startswith(node.durable):
             return node.data if self._rng.random() < 0.5 else bytearray(node.durable)
-        kept = node.data[: self._rng.randint(len(node.durable), len(node.data))]
+        ends = len(node.data) if self._rng.random() < 0.8 else self._rng.randint(len(node.durable), len(node.data))
+        kept = node.data[:ends]
         begin = len(node.durable)
         while begin < len(kept):  # pages need not begin where a round does
             end = min(len(kept), begin + self._rng.randint(1, 2 * _PAGE_BYTES))
