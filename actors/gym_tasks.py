@@ -15,7 +15,7 @@ from types import ModuleType
 
 @contextmanager
 def _imported_when_used(name: str) -> Iterator[None]:
-    """What is imported meanwhile gets a stand-in for this module; nobody else does."""
+    """What is imported meanwhile gets a stand-in for this module; what is imported later gets the module."""
     if name in sys.modules:
         yield
         return
@@ -29,11 +29,8 @@ def _imported_when_used(name: str) -> Iterator[None]:
 
 
 with _imported_when_used("cellpylib"):
-    import reasoning_gym
+    from reasoning_gym import create_dataset, get_score_answer_fn
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
-
-create_dataset = reasoning_gym.create_dataset
-get_score_answer_fn = reasoning_gym.get_score_answer_fn
 
 __all__ = ["DATASETS", "ProceduralDataset", "create_dataset", "get_score_answer_fn"]

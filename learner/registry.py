@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -154,11 +153,9 @@ def load_loss(kind: str) -> Callable[..., Any]:
 
 
 @cache
-def load_advantage(kind: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The function and the settings of `[advantage]` that it takes. Raises ConfigError."""
-    function = _load(kind, advantages(), "advantage")
-    parameters = inspect.signature(function).parameters.values()
-    return function, tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+def load_advantage(kind: str) -> Callable[..., Any]:
+    """The function, which takes the `advantage_settings` by keyword; imports a user's own file. Raises ConfigError."""
+    return _load(kind, advantages(), "advantage")
 
 
 def _shipped(place: str, decorator: str) -> dict[str, str]:

@@ -36,9 +36,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     """
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
-    tokenizer = None
-    if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = from_pretrained(AutoTokenizer, Path(model_dir))
+    tokenizer = find_tokenizer(model_dir)
     engine = TorchEngine(
         model,
         slots=config.slots,
@@ -66,6 +64,12 @@ def find_max_places(model: PreTrainedModel, kv_bytes: int) -> int:
     if kv_bytes < size:
         raise ConfigError(f"engine.kv_bytes = {kv_bytes} holds no token: keys and values of one take {size} bytes")
     return kv_bytes // size
+
+
+def find_tokenizer(model_dir: str) -> PreTrainedTokenizerBase | None:
+    """The model's own, where it has one."""
+    directory = Path(model_dir)
+    return from_pretrained(AutoTokenizer, directory) if (directory / "tokenizer_config.json").is_file() else None
 
 
 def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
-from async_rlhf.actors.torch_engine.loading import find_stop_ids
+from async_rlhf.actors.torch_engine.loading import find_stop_ids, find_tokenizer
 from async_rlhf.actors.torch_engine.weights import Base
 from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment, probe
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
@@ -32,9 +32,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     start.
     """
     model = _skeleton(model_dir, config.dtype)
-    tokenizer = None
-    if (Path(model_dir) / "tokenizer_config.json").is_file():
-        tokenizer = from_pretrained(AutoTokenizer, Path(model_dir))
+    tokenizer = find_tokenizer(model_dir)
     enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
     # Only now: vLLM reads the environment when it is imported.

@@ -130,14 +130,19 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
     Raises ConfigError: the setting, its value, the limit, the nearest valid choice.
     """
     path = Path(path)
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"configuration {str(path)!r} does not exist; shipped ones are in configs/") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error}") from error
+    values = read_toml(path, "configuration", "configs/")
     _anchor(values, path.resolve().parent)
     return _overridden(values, overrides or {})
+
+
+def read_toml(path: Path, what: str, shipped_in: str) -> dict[str, Any]:
+    """The content of a `what` file. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{what} {str(path)!r} does not exist; shipped ones are in {shipped_in}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}") from error
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from pydantic import Field, ValidationError
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config, load, read_toml
 
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
 
@@ -77,12 +76,7 @@ def load_sweep(path: Path) -> tuple[SweepConfig, list[Cell]]:
 
 
 def _sweep(path: Path) -> SweepConfig:
-    try:
-        content = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"sweep {str(path)!r} does not exist; shipped ones are in experiments/staleness/") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"sweep {str(path)!r} cannot be read: {error}") from error
+    content = read_toml(path, "sweep", "experiments/staleness/")
     for key in content:
         if key != "sweep":
             raise ConfigError(f"sweep {str(path)!r}: unknown key {key!r}: {did_you_mean(key, ['sweep'])}")

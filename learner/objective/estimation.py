@@ -5,8 +5,10 @@ Pure, in numpy. Axis: T tokens of one completion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from async_rlhf.learner.objective.advantages import (
 )
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.kl import kl_penalty
-from async_rlhf.learner.registry import advantage_spec, load_advantage, loss_spec
+from async_rlhf.learner.registry import advantage_settings, advantage_spec, load_advantage, loss_spec
 
 Rewards = Sequence[Sequence[float | None]]
 
@@ -76,6 +78,7 @@ def check_estimator(config: AdvantageConfig) -> None:
     """
     rewards: Rewards = [[0.0, 1.0, None, 0.5], [1.0, 1.0, 1.0, 1.0], [None, None], [2.0]]
     of_tokens = [np.array([0.0, 0.0, 1.0], np.float32), np.array([-1.0], np.float32)]
+    load_advantage(config.kind)
     try:
         if config.needs_critic:
             values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
@@ -92,13 +95,15 @@ def check_estimator(config: AdvantageConfig) -> None:
         raise ConfigError(f"advantage.kind = {config.kind!r} cannot be used: {type(error).__name__}: {error}") from error
 
 
+def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
+    """The function with its settings."""
+    given = {name: getattr(config, name) for name in advantage_settings(config.kind)}
+    return partial(load_advantage(config.kind), **given)
+
+
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
-    function, settings = load_advantage(config.kind)
-    given = {name: getattr(config, name) for name in settings}
-    if advantage_spec(config.kind).level == "batch":
-        values = function(rewards, **given)
-    else:
-        values = [function(group, **given) for group in rewards]
+    function = _estimator(config)
+    values = function(rewards) if advantage_spec(config.kind).level == "batch" else [function(group) for group in rewards]
     for group, own in zip(rewards, values, strict=True):
         if [value is None for value in own] != [reward is None for reward in group]:
             raise ValueError(
@@ -168,16 +173,13 @@ def _advantages_and_returns(
     config: AdvantageConfig,
 ) -> list[tuple[Float32Array, Float32Array]]:
     """Of each completion: float32 [T] twice."""
-    function, settings = load_advantage(config.kind)
-    given = {name: getattr(config, name) for name in settings}
+    function = _estimator(config)
     if advantage_spec(config.kind).level == "completion" or not rewards:
-        return [function(r, v, **given) for r, v in zip(rewards, values, strict=True)]
+        return [function(r, v) for r, v in zip(rewards, values, strict=True)]
     ends = np.cumsum([len(r) for r in rewards])
     end_N = np.zeros(ends[-1], np.bool_)
     end_N[ends - 1] = True
-    advantage_N, return_N = function(
-        np.concatenate(rewards), np.concatenate(values), np.concatenate(log_ratios), end_N, **given
-    )
+    advantage_N, return_N = function(np.concatenate(rewards), np.concatenate(values), np.concatenate(log_ratios), end_N)
     return list(zip(np.split(advantage_N, ends[:-1]), np.split(return_N, ends[:-1]), strict=True))
 
 

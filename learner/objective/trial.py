@@ -80,6 +80,7 @@ def check_loss(config: LossConfig) -> None:
 
     Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
     """
+    load_loss(config.kind)
     try:
         total, gradient_N = _gradient(_inputs(config), config)
         if not (total.isfinite() and gradient_N.isfinite().all()):

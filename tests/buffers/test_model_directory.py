@@ -6,21 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rlhf.buffers.model_directory import from_pretrained
+from tests.learner.making import make_model
 
 
 def test_models_that_threads_load_at_once_are_whole_and_so_is_the_next_one(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    saved = AutoModelForCausalLM.from_config(config)
+    saved = make_model("llama-tied")
     saved.save_pretrained(tmp_path)
 
     def load(_: int) -> PreTrainedModel:
@@ -29,7 +22,7 @@ def test_models_that_threads_load_at_once_are_whole_and_so_is_the_next_one(tmp_p
 
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load, range(64)))
-    for model in [*loaded, AutoModelForCausalLM.from_config(config)]:
+    for model in [*loaded, make_model("llama-tied")]:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for model in loaded:
         for name, tensor in saved.state_dict().items():
