@@ -14,16 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.experiments.staleness.config import Cell, shown
+from async_rlhf.experiments.statistics import Difference, paired
+from async_rlhf.run.agreement import portable
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import MAX_LOG_BYTES, read_small
+from async_rlhf.run.watching import TrackingConfig
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1; beyond the table its last (wider) one is used.
-_T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-# Two seeds have an interval of 12.7 standard errors that rests on one difference: it is not worth printing.
-MIN_SEEDS = 3
+# How a run is watched changes no number of it.
+WATCHING = (
+    *("stall_timeout_s", "watchdog_s", "sampled_groups", "address", "output_dir"),
+    *(f"tracking.{name}" for name in TrackingConfig.model_fields),
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class CellResult:
     held_out_end: HeldOut
     rewards: tuple[float | None, ...]
     """Mean reward of each step's batch."""
+    seconds: tuple[float, ...]
+    """When each step ended: the sum of the steps' times up to it; the first includes the start of the actors."""
     reward_last_quarter: float | None
     reward_area: float | None
     """Area under the curve of the steps' rewards (trapezoids) divided by its width: a mean height."""
@@ -72,27 +81,32 @@ class CellResult:
     generated_tokens: int | None
     """Completion tokens that reached the queue."""
     trained_tokens: int
-    wall_s: float
-    """Sum of the steps' times; the first includes the start of the actors."""
     samples_per_s: float | None
     """Completions trained on per second after the first step."""
     ledger_closes: bool
     fingerprint: str
     """Of the configuration without the swept keys, seed and place."""
+    whole: str
+    """Of the configuration with them, but without how the run was watched."""
     code: tuple[str, ...]
     """Commit, Python and package versions."""
+    failure: str = ""
+    """What ended the run before its last step; nothing where it went to its end."""
 
     @property
     def label(self) -> str:
-        """The setting in short: `max_staleness 1`."""
-        return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.setting)
+        """The setting in words: `queue.max_staleness = 1`."""
+        return shown(self.setting)
+
+    @property
+    def wall_s(self) -> float:
+        """Sum of the steps' times."""
+        return self.seconds[-1]
 
 
-def read_cell(path: Path, swept: Sequence[str]) -> CellResult:
-    """The result of the finished run in a directory; `swept` are the dotted keys that tell the settings apart.
-
-    Raises ConfigError when the directory holds no run; ValueError when it has no step.
-    """
+def read_cell(cell: Cell) -> CellResult:
+    """The result of a cell's run. Raises ConfigError when its directory holds no run; ValueError when it has no step."""
+    path = cell.config.run_dir
     directory = RunDir.existing(path)
     config, metrics = directory.config(), directory.read_metrics()
     if not metrics:
@@ -105,7 +119,7 @@ def read_cell(path: Path, swept: Sequence[str]) -> CellResult:
     ledger = directory.read_ledger().get("ledger", {})
     return CellResult(
         cell=config.name,
-        setting=tuple((key, _value(config, key)) for key in swept),
+        setting=tuple(cell.setting.items()),
         seed=config.seed,
         bound=config.queue.max_staleness,
         exact=config.queue.exact,
@@ -114,6 +128,7 @@ def read_cell(path: Path, swept: Sequence[str]) -> CellResult:
         held_out_start=_held_out(directory, "start"),
         held_out_end=_held_out(directory, "end"),
         rewards=tuple(rewards),
+        seconds=tuple(itertools.accumulate(step["step_time"] for step in metrics)),
         reward_last_quarter=_mean(rewards[-math.ceil(len(rewards) / 4) :]),
         reward_area=_area(rewards),
         staleness_tokens=tuple(ages.items()),
@@ -128,17 +143,36 @@ def read_cell(path: Path, swept: Sequence[str]) -> CellResult:
         kl_behaviour_mean=_mean(step.get("kl/behaviour") for step in metrics),
         generated_tokens=ledger.get("tokens_put"),
         trained_tokens=num_tokens,
-        wall_s=sum(step["step_time"] for step in metrics),
         samples_per_s=sum(samples[1:]) / later_s if later_s else None,
         ledger_closes=bool(ledger.get("closes")),
-        fingerprint=fingerprint(config, ("name", "output_dir", "seed", *swept)),
+        fingerprint=fingerprint(config, ("name", "output_dir", "seed", *cell.swept)),
+        whole=fingerprint(config, WATCHING),
         code=_code(path),
     )
 
 
+def keep(result: CellResult, path: Path) -> None:
+    """Write what a cell measured, for `kept`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _RESULT.dump_json(result) + b"\n")
+
+
+def kept(path: Path) -> CellResult | None:
+    """None where there is no such file. Raises DamagedError."""
+    if not path.exists():
+        return None
+    try:
+        return _RESULT.validate_json(read_small(path, MAX_LOG_BYTES))
+    except ValidationError as error:
+        raise DamagedError(
+            f"{path} is no result of a cell: {error.errors()[0]['msg']}. Remove it, and run the cell again"
+        ) from error
+
+
 def fingerprint(config: Config, without: Iterable[str] = ()) -> str:
-    """12 hexadecimal digits that two configurations share when they differ at most in the dotted keys `without`."""
-    values: Any = config.model_dump(mode="json")
+    """12 hexadecimal digits that two configurations share when they differ at most in the dotted keys `without`, and in the
+    folders that files lie in."""
+    values: Any = portable(config.model_dump(mode="json"))
     for dotted in without:
         *sections, key = dotted.split(".")
         place = values
@@ -148,28 +182,12 @@ def fingerprint(config: Config, without: Iterable[str] = ()) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds. `half_width` is that of its 95 % t interval, None with fewer than MIN_SEEDS seeds."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-    half_width: float | None
+_RESULT = TypeAdapter(CellResult)
 
 
-def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean, range and interval of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    count, mean = len(known), math.fsum(known) / len(known)
-    half_width = None
-    if count >= MIN_SEEDS:
-        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (count - 1))
-        half_width = _T_95[min(count - 1, len(_T_95)) - 1] * deviation / math.sqrt(count)
-    return Estimate(mean, min(known), max(known), count, half_width)
+def finished(results: Iterable[CellResult]) -> list[CellResult]:
+    """Those that went to their end: of the others no mean is taken."""
+    return [result for result in results if not result.failure]
 
 
 def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
@@ -180,11 +198,12 @@ def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     return settings
 
 
-def paired_difference(results: Sequence[CellResult], reference: Sequence[CellResult]) -> Estimate | None:
+def paired_difference(results: Sequence[CellResult], reference: Sequence[CellResult]) -> Difference | None:
     """Final held-out reward minus that of the reference setting with the same seed (which has the same prompts)."""
     base = {result.seed: result.held_out_end.reward for result in reference}
-    pairs = [(result.held_out_end.reward, base.get(result.seed)) for result in results]
-    return estimate(mine - other for mine, other in pairs if mine is not None and other is not None)
+    both = [(result.held_out_end.reward, base.get(result.seed)) for result in results]
+    pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
+    return paired(*zip(*pairs, strict=True)) if pairs else None
 
 
 @dataclass(frozen=True)
@@ -198,6 +217,7 @@ class Check:
 
 def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
+    failed, results = [result.cell for result in results if result.failure], finished(results)
     on_policy = [result for result in results if result.bound == 0]
     exact = [result for result in results if result.exact]
     samples, prints = {r.trained_samples for r in results}, {r.fingerprint for r in results}
@@ -214,6 +234,7 @@ def checks(results: Sequence[CellResult]) -> list[Check]:
         Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
         _all_of("the ledger closes at the end", results, [r.ledger_closes for r in results]),
         Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
+        Check("every cell went to its end", not failed, ", ".join(failed) or f"{len(results)} cells"),
         Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
     ]
     return [check for check in found if check.detail != "0 of 0 cells"]
@@ -252,13 +273,6 @@ def _code(path: Path) -> tuple[str, ...]:
     found = json.loads(manifest.read_text())
     packages = (f"{name} {version}" for name, version in found.get("packages", {}).items() if name in ("torch", "transformers"))
     return (f"commit {(found.get('git_commit') or 'unknown')[:12]}", f"python {found.get('python')}", *packages)
-
-
-def _value(config: Config, dotted: str) -> Any:
-    value: Any = config.model_dump()
-    for part in dotted.split("."):
-        value = value[part]
-    return value
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

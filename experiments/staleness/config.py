@@ -9,16 +9,20 @@
     max_steps = 30
     [sweep.values]                          # the grid: every combination, with every seed
     queue.max_staleness = [0, 1, 4]
+    [sweep.axes.correction]                 # one more axis; each of its values has a name, and sets several keys
+    none = { loss.kind = "ppo_clip", loss.is_cap = "none" }
+    decoupled = { loss.kind = "decoupled_ppo" }
 
 Keys are those of a run's configuration, dotted or as tables. Paths in overrides and values are relative to the working
-directory, as on the command line.
+directory, as on the command line. `--set KEY=VALUE` is laid upon the overrides; `sweep.name`, `sweep.output_dir`, `sweep.seeds`
+and `sweep.samples` can be set in the same way.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,9 +31,14 @@ from pydantic import Field, ValidationError
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.run.config import Config, load, read_toml
+from async_rlhf.run import shipped
+from async_rlhf.run.config import Config, dotted, load, read_toml
 
+SHIPPED = {path.stem: path for path in Path(__file__).resolve().parent.glob("*.toml")}
+"""Sweeps by name."""
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
+_GIVEN = {*_OWN_KEYS.values(), "sweep.samples"}
+Setting = Mapping[str, Any]
 
 
 class SweepConfig(Section):
@@ -45,49 +54,99 @@ class SweepConfig(Section):
     """Seeds; every setting is run with each of them."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys of the run's configuration and their value in every run."""
-    values: dict[str, Any] = Field(min_length=1)
+    values: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys of the run's configuration and the list of values each is swept over."""
+    axes: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    """Further axes: by the axis's name and that of each value, the dotted keys that it sets together."""
+    results: str = ""
+    """Directory, relative to the sweep file, of tables and of what finished cells measured; empty: beside the runs. A cell
+    whose result is there is not run again, also where its run directory is gone."""
+    samples: int | None = Field(default=None, ge=1)
+    """Completions that every run trains on: decides `max_steps` where settings differ in the size of a batch."""
 
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
 
+    @property
+    def results_dir(self) -> Path:
+        """Of a loaded sweep."""
+        return Path(self.results) if self.results else self.directory
+
+    def kept(self, name: str) -> Path:
+        """The file with the result of a finished cell of this name."""
+        return self.results_dir / "cells" / f"{name}.json"
+
+    @property
+    def question(self) -> str:
+        """What the sweep is made to answer."""
+        *others, last = self.levels
+        return f"What do {', '.join(others)} and {last} do to learning?" if others else f"What does {last} do to learning?"
+
+    @property
+    def grid(self) -> str:
+        """The swept keys and their values."""
+        return "; ".join(f"{axis} = {', '.join(str(value) for value, _ in levels)}" for axis, levels in self.levels.items())
+
+    @property
+    def levels(self) -> dict[str, list[tuple[Any, Setting]]]:
+        """By axis: each of its values, and the keys that it sets."""
+        named: dict[str, list[tuple[Any, Setting]]] = {axis: list(values.items()) for axis, values in self.axes.items()}
+        return {**named, **{key: [(value, {key: value}) for value in values] for key, values in self.values.items()}}
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """Every key that any axis sets."""
+        return frozenset(key for levels in self.levels.values() for _, keys in levels for key in keys)
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid. `setting` holds the swept keys and their values."""
+    """One run of the grid. setting: the axes and their values here. swept: the keys in which cells may differ."""
 
     config: Config
-    setting: Mapping[str, Any]
+    setting: Setting
+    swept: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in {**self.setting, "seed": self.config.seed}.items())
+        return shown((*self.setting.items(), ("seed", self.config.seed)))
 
 
-def load_sweep(path: Path) -> tuple[SweepConfig, list[Cell]]:
-    """The sweep in a TOML file and its cells, every cell's configuration loaded and checked.
+def shown(setting: Iterable[tuple[str, Any]]) -> str:
+    """Keys and values in words: `queue.max_staleness = 1, seed = 0`."""
+    return ", ".join(f"{key} = {value}" for key, value in setting)
 
-    Cells are ordered by seed first, so that whatever else the machine does meanwhile falls on every setting, and an
-    interrupted sweep leaves whole seeds. Raises ConfigError.
+
+def load_sweep(source: Path, given: Mapping[str, Any] | None = None) -> tuple[SweepConfig, list[Cell]]:
+    """The sweep in a TOML file, or the shipped one of this name, and its cells, each one's configuration loaded and checked.
+
+    given: keys and values of `--set`. Cells are ordered by seed first, so that whatever else the machine does meanwhile falls
+    on every setting, and an interrupted sweep leaves whole seeds. Raises ConfigError.
     """
-    sweep = _sweep(path)
+    path = shipped.named_file("sweep", source, SHIPPED)
+    sweep = _sweep(path, given or {})
     return sweep, _cells(sweep, path.resolve().parent / sweep.base)
 
 
-def _sweep(path: Path) -> SweepConfig:
-    content = read_toml(path, "sweep", "experiments/staleness/")
+def _sweep(path: Path, given: Mapping[str, Any]) -> SweepConfig:
+    content = read_toml(path, "sweep", shipped.by_name(SHIPPED))
     for key in content:
         if key != "sweep":
             raise ConfigError(f"sweep {str(path)!r}: unknown key {key!r}: {did_you_mean(key, ['sweep'])}")
     if not isinstance(table := content.get("sweep"), dict):
         raise ConfigError(f"sweep {str(path)!r} has no table [sweep]")
+    own = {key.removeprefix("sweep."): value for key, value in given.items() if key in _GIVEN}
+    more = {key: value for key, value in given.items() if key not in _GIVEN}
     try:
-        sweep = SweepConfig.model_validate(table)
+        sweep = SweepConfig.model_validate({**table, **own})
     except ValidationError as error:
         reasons = "; ".join(_explain(problem) for problem in error.errors())
         raise ConfigError(f"sweep {str(path)!r}: {reasons}") from error
-    flat = sweep.model_copy(update={"overrides": dict(_flat(sweep.overrides)), "values": dict(_flat(sweep.values))})
+    overrides = {**dotted(sweep.overrides), **dotted(more)}
+    axes = {axis: {name: dotted(keys) for name, keys in levels.items()} for axis, levels in sweep.axes.items()}
+    results = str(path.resolve().parent / sweep.results) if sweep.results else ""
+    flat = sweep.model_copy(update={"overrides": overrides, "values": dotted(sweep.values), "axes": axes, "results": results})
     _check(flat, path)
     return flat
 
@@ -95,47 +154,70 @@ def _sweep(path: Path) -> SweepConfig:
 def _check(sweep: SweepConfig, path: Path) -> None:
     """What no single field can see. Raises ConfigError."""
     where = f"sweep {str(path)!r}"
-    for key in (*sweep.overrides, *sweep.values):
-        if key in _OWN_KEYS:
-            raise ConfigError(f"{where}: {key!r} is decided by the sweep; set {_OWN_KEYS[key]}")
-    if both := sorted(sweep.overrides.keys() & sweep.values.keys()):
-        raise ConfigError(f"{where}: {both[0]!r} is swept and overridden; leave it in one of the two")
+    if not sweep.values and not sweep.axes:
+        raise ConfigError(f"{where} has no axis; give [sweep.values] or [sweep.axes.NAME]")
     for key, values in {"seeds": list(sweep.seeds), **sweep.values}.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: values of {key!r} = {values!r}; give a list with at least one value")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"{where}: values of {key!r} = {values!r} hold one twice; give each once")
+    by_axis = {axis: {key for _, keys in levels for key in keys} for axis, levels in sweep.levels.items()}
+    for key in sorted(sweep.overrides.keys() | sweep.swept):
+        if key in _OWN_KEYS:
+            raise ConfigError(f"{where}: {key!r} is decided by the sweep; set {_OWN_KEYS[key]}")
+        if key == "max_steps" and sweep.samples is not None:
+            raise ConfigError(f"{where}: 'max_steps' follows from sweep.samples = {sweep.samples}; leave out one of the two")
+        axes = [axis for axis, keys in by_axis.items() if key in keys]
+        if axes and key in sweep.overrides:
+            raise ConfigError(
+                f"{where}: {key!r} is swept and overridden with {sweep.overrides[key]!r}; leave out one of the two"
+            )
+        if len(axes) > 1:
+            raise ConfigError(f"{where}: {key!r} is set by the axes {' and '.join(axes)}; one must be enough")
+    for axis, levels in sweep.axes.items():
+        keys = by_axis[axis]
+        lacking = next(((name, key) for name, own in levels.items() for key in sorted(keys - own.keys())), None)
+        if lacking is not None or len(levels) < 2:
+            what = f"{lacking[0]!r} does not set {lacking[1]!r}, which others do" if lacking else "it has fewer than two values"
+            raise ConfigError(f"{where}: axis {axis!r}: {what}")
 
 
 def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
-    settings = [dict(zip(sweep.values, combination, strict=True)) for combination in itertools.product(*sweep.values.values())]
+    combined = list(itertools.product(*sweep.levels.values()))
     cells: dict[str, Cell] = {}
-    for seed, setting in itertools.product(sweep.seeds, settings):
+    for seed, levels in itertools.product(sweep.seeds, combined):
+        setting = {axis: value for axis, (value, _) in zip(sweep.levels, levels, strict=True)}
         name = "_".join(_word(f"{key}-{value}") for key, value in {**setting, "seed": seed}.items())
         own = {"name": name, "output_dir": str(sweep.directory), "seed": seed}
-        shown = ", ".join(f"{key} = {value!r}" for key, value in setting.items())
         try:
-            config = load(base, {**sweep.overrides, **setting, **own})
+            keys = {key: value for _, keys in levels for key, value in keys.items()}
+            config = _config(base, {**sweep.overrides, **keys, **own}, sweep.samples)
         except ConfigError as error:
-            raise ConfigError(f"the cell with {shown}, seed {seed}: {error}") from error
+            raise ConfigError(f"the cell with {shown((*setting.items(), ('seed', seed)))}: {error}") from error
         if name in cells:
             raise ConfigError(f"two cells would share the directory {name!r}; give values that differ in letters or digits")
-        cells[name] = Cell(config, setting)
+        cells[name] = Cell(config, setting, sweep.swept)
     return list(cells.values())
+
+
+def _config(base: Path, keys: Setting, samples: int | None) -> Config:
+    """samples: what the run trains on, where `max_steps` does not say."""
+    if samples is None:
+        return load(base, keys)
+    config = load(base, {**keys, "max_steps": 1})
+    of_step = config.groups_per_batch * config.generation.group_size
+    steps, left = divmod(samples, of_step)
+    if left:
+        raise ConfigError(
+            f"sweep.samples = {samples} is no multiple of the {of_step} completions of a step; nearest: "
+            f"{max(1, round(samples / of_step)) * of_step}"
+        )
+    return load(base, {**keys, "max_steps": steps})
 
 
 def _word(text: str) -> str:
     """`text` with every character a run's name may not have replaced by a dash."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"queue": {"max_staleness": 1}}` and `{"queue.max_staleness": 1}` mean the same."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _explain(problem: Any) -> str:

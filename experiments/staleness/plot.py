@@ -1,8 +1,7 @@
-"""The picture of a sweep: learning, outcome, and the staleness that was really there. The only file that draws.
+"""The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
 
-Where two keys are swept, learning has a panel for each value of the first and a colour for each value of the second.
-
-Needs matplotlib (the extra `experiments`). Called by `sweep`.
+Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
+The only file that draws. Needs matplotlib (the extra `experiments`). Called by `sweep`.
 """
 
 from __future__ import annotations
@@ -15,88 +14,91 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
-from async_rlhf.experiments.staleness.analyze import MIN_SEEDS, CellResult, by_setting, estimate
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, finished
+from async_rlhf.experiments.staleness.config import SweepConfig, shown
+from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
 
-Groups = dict[str, list[CellResult]]
-# More columns than this leave no room for a number in each cell of the third panel.
+# More columns than this leave no room for a number in each cell of the last panel.
 _MOST_WRITTEN_AGES = 12
+# More neighbours on a scale of colours than this differ in dashes too.
+_MOST_SOLID = 5
 _FINEST_SCALE = 0.1
-_BAND = "line: mean of the seeds, band: lowest to highest"
+_CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """Where the runs of one setting stand on the axis of settings, how far they reach to either side, and their colour."""
+class _Setting:
+    """The runs of one setting: the column and the name of their curve, the name of their row, their colour."""
 
     cells: list[CellResult]
-    place: float
-    reach: float
+    column: str
+    curve: str
+    row: str
     colour: Any
 
+    @property
+    def points(self) -> list[tuple[int, float, list[float]]]:
+        """Step, the seconds that it ended after (mean over seeds), and the rewards of the seeds, where there are any."""
+        seconds = zip(*(cell.seconds for cell in self.cells), strict=False)
+        rewards = zip(*(cell.rewards for cell in self.cells), strict=False)
+        steps = enumerate(zip(seconds, rewards, strict=True), 1)
+        found = [(step, sum(s) / len(s), [each for each in r if each is not None]) for step, (s, r) in steps]
+        return [point for point in found if point[2]]
 
-def draw(results: Sequence[CellResult], title: str, path: Path) -> None:
+
+def draw(results: Sequence[CellResult], sweep: SweepConfig, path: Path) -> None:
     """Write `picture` as a PNG."""
-    picture(results, title).savefig(path)
+    picture(results, sweep).savefig(path)
 
 
-def picture(results: Sequence[CellResult], title: str) -> Figure:
-    """Learning, outcome and ages; settings keep the order of the sweep."""
-    groups = by_setting(results)
-    keys = [key for key, _ in results[0].setting]
-    figure = _two_keys(groups, keys) if len(keys) == 2 else _one_row(groups)
+def picture(results: Sequence[CellResult], sweep: SweepConfig) -> Figure:
+    """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
+    num_failed, results = len(results), finished(results)
+    num_failed -= len(results)
+    settings = _settings(results)
+    columns = list(dict.fromkeys(setting.column for setting in settings))
+    legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
+    learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.values)
+    heights = [learning, 1.3 + row * len(settings)]
+    size = (max(13.0, 3.4 * len(columns)), sum(heights) + 0.7)
+    figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+    halves: Any = figure.subfigures(2, 1, height_ratios=heights)
+    _draw_learning(halves[0], settings, columns)
+    outcome, ages = halves[1].subplots(1, 2, width_ratios=[1, 1.2], sharey=True)
+    _draw_ages(ages, settings)
+    _draw_outcome(outcome, settings)
+    outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
-    seeds = len({result.seed for result in results})
-    figure.suptitle(
-        f"{title}: {seeds} seed{'s' if seeds > 1 else ''}, {results[0].trained_samples:,} samples trained on per run"
-    )
+    seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
+    details = f"{sweep.name}: {sweep.grid}; {seeds}, {results[0].trained_samples:,} samples trained on per run"
+    if num_failed:
+        details += f"; {num_failed} cells failed and are not shown"
+    figure.suptitle(f"{sweep.question}\n{details}", wrap=True)
     return figure
 
 
-def _one_row(groups: Groups) -> Figure:
-    """Three panels, a colour a setting."""
-    figure = Figure(figsize=(14, 4.9), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12))
-    curves, outcome, ages = figure.subplots(1, 3, width_ratios=[1.5, 1, 1.15])
-    colours = _colours(range(len(groups)))
-    _draw_curves(curves, groups, colours)
-    curves.set_title(f"Training reward\n{_BAND}")
-    _draw_outcome(outcome, [_Placed(cells, i, 0.32, colours[i]) for i, cells in enumerate(groups.values())])
-    _name_settings(outcome.set_xticks, groups, outcome.set_xlabel)
-    _draw_ages(ages, groups)
-    _name_settings(ages.set_yticks, groups, ages.set_ylabel)
-    return figure
-
-
-def _two_keys(groups: Groups, keys: Sequence[str]) -> Figure:
-    """Above, learning: a panel for each value of the first key. Below, outcome and ages of all settings."""
-    by_value: dict[str, Groups] = {}
-    for cells in groups.values():
-        (_, first), (_, second) = cells[0].setting
-        by_value.setdefault(str(first), {})[str(second)] = cells
-    values = {second: cells[0].setting[1][1] for inside in by_value.values() for second, cells in inside.items()}
-    inner, colour = list(values), dict(zip(values, _colours(list(values.values())), strict=True))
-    figure = Figure(figsize=(max(14, 4.6 * len(by_value)), 9.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    halves: Any = figure.subfigures(2, 1)
-    above, below = halves
-    panels = above.subplots(1, len(by_value), sharey=True, squeeze=False)[0]
-    for axes, (value, inside) in zip(panels, by_value.items(), strict=True):
-        _draw_curves(axes, inside, [colour[second] for second in inside])
-        axes.set_title(f"Training reward, {keys[0]} {value}\n{_BAND}")
-    outcome, ages = below.subplots(1, 2, width_ratios=[1.6, 1])
-    share = 0.84 / len(inner)
-    placed = [
-        _Placed(cells, x + share * (inner.index(second) - (len(inner) - 1) / 2), 0.42 * share, colour[second])
-        for x, inside in enumerate(by_value.values())
-        for second, cells in inside.items()
+def _settings(results: Sequence[CellResult]) -> list[_Setting]:
+    groups = by_setting(results)
+    by_column = len(results[0].setting) == 2
+    curves = {label: shown(cells[0].setting[1:]) if by_column else label for label, cells in groups.items()}
+    # The value behind each curve: a setting of three keys has none, its name is a word.
+    values = {
+        curves[label]: cells[0].setting[-1][1] if len(cells[0].setting) <= 2 else label for label, cells in groups.items()
+    }
+    colours = dict(zip(values, _colours(list(values.values())), strict=True))
+    return [
+        _Setting(
+            cells=cells,
+            column=shown(cells[0].setting[:1]) if by_column else "",
+            curve=curves[label].replace(", ", "\n"),
+            row=label.replace(", ", "\n"),
+            colour=colours[curves[label]],
+        )
+        for label, cells in groups.items()
     ]
-    _draw_outcome(outcome, placed)
-    outcome.set_xticks(range(len(by_value)), list(by_value))
-    outcome.set_xlabel(f"{keys[0]}, beside one another {keys[1]} in the colours above")
-    _draw_ages(ages, groups)
-    names = [", ".join(str(value) for _, value in cells[0].setting) for cells in groups.values()]
-    ages.set_yticks(range(len(groups)), names, fontsize="small")
-    return figure
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:
@@ -108,66 +110,81 @@ def _colours(values: Sequence[Any]) -> list[Any]:
     return [scale(0.88 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
-def _draw_curves(axes: Any, groups: Groups, colours: Sequence[Any]) -> None:
+def _draw_learning(figure: Any, settings: Sequence[_Setting], columns: Sequence[str]) -> None:
+    """The same curves over learner steps and over seconds: side by side, or one above the other for each column."""
+    num_rows = 1 if len(columns) == 1 else 2
+    sharex: Any = "row" if num_rows == 2 else False
+    panels = figure.subplots(num_rows, 2 * len(columns) // num_rows, sharex=sharex, sharey=True, squeeze=False)
+    for i, column in enumerate(columns):
+        over_steps, over_seconds = panels[0] if num_rows == 1 else panels[:, i]
+        inside = [setting for setting in settings if setting.column == column]
+        for j, setting in enumerate(inside):
+            _draw_curve(over_steps, over_seconds, setting, "--" if j % 2 and len(inside) > _MOST_SOLID else "-")
+        over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
+        over_steps.set(title=column or "Training reward over steps", xlabel="learner step")
+        over_seconds.set(xlabel="training time [s], mean of the seeds")
+        if num_rows == 1:
+            over_seconds.set_title("Training reward over time")
+    for axes in panels.flat:
+        axes.set_xlim(left=0)
+        _tidy(axes)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("mean reward of the batch")
+    names: dict[str, Any] = {}
+    for axes in panels.flat:
+        names |= {line.get_label(): line for line in axes.lines}
+    title = _CURVE if any(len(setting.cells) > 1 for setting in settings) else None
+    figure.legend(names.values(), names, loc="outside right upper", frameon=False, title=title, alignment="left")
+
+
+def _draw_curve(over_steps: Any, over_seconds: Any, setting: _Setting, style: str) -> None:
     """Reward of each step: mean over seeds, and the range of the seeds as a band."""
-    for (label, cells), colour in zip(groups.items(), colours, strict=True):
-        points = [
-            (step, [reward for reward in rewards if reward is not None])
-            for step, rewards in enumerate(zip(*(cell.rewards for cell in cells), strict=False), 1)
-        ]
-        points = [(step, rewards) for step, rewards in points if rewards]
-        steps = [step for step, _ in points]
-        realised = sum(cell.staleness_mean for cell in cells) / len(cells)
-        means = [sum(rewards) / len(rewards) for _, rewards in points]
-        axes.plot(steps, means, color=colour, label=f"{label}  (realised mean {realised:.2f})")
-        axes.fill_between(
-            steps, [min(r) for _, r in points], [max(r) for _, r in points], color=colour, alpha=0.18, linewidth=0
-        )
-    axes.set(xlabel="learner step", ylabel="mean reward of the batch")
-    axes.legend(loc="best", frameon=False, fontsize="small")
-    _tidy(axes)
+    points = setting.points
+    means = [sum(rewards) / len(rewards) for *_, rewards in points]
+    low, high = [min(rewards) for *_, rewards in points], [max(rewards) for *_, rewards in points]
+    for axes, places in ((over_steps, [step for step, *_ in points]), (over_seconds, [seconds for _, seconds, _ in points])):
+        axes.plot(places, means, style, color=setting.colour, label=setting.curve)
+        axes.fill_between(places, low, high, color=setting.colour, alpha=0.13, linewidth=0)
 
 
-def _draw_outcome(axes: Any, settings: Sequence[_Placed]) -> None:
+def _draw_outcome(axes: Any, settings: Sequence[_Setting]) -> None:
     """Held-out reward at the end: a point a seed, a line at the mean, its interval where there is one."""
-    for setting in settings:
+    for row, setting in enumerate(settings):
         ends = [cell.held_out_end.reward for cell in setting.cells if cell.held_out_end.reward is not None]
         if (found := estimate(ends)) is None:
+            axes.annotate("not measured", (0.5, row), xycoords=("axes fraction", "data"), ha="center", va="center")
             continue
-        place, reach, colour = setting.place, setting.reach, setting.colour
-        # Points with equal values stay visible side by side.
-        places = [place + 0.28 * reach * (i - (len(ends) - 1) / 2) for i in range(len(ends))]
-        axes.plot(places, ends, "o", color=colour, markersize=6, alpha=0.85)
-        axes.errorbar(place, found.mean, yerr=found.half_width, color=colour, capsize=6, elinewidth=1.2)
-        axes.hlines(found.mean, place - reach, place + reach, color=colour, linewidth=2)
+        # Points with equal values stay visible one above the other.
+        places = [row + 0.09 * (i - (len(ends) - 1) / 2) for i in range(len(ends))]
+        axes.plot(ends, places, "o", color=setting.colour, markersize=5, alpha=0.85)
+        axes.errorbar(found.mean, row, xerr=found.half_width, color=setting.colour, capsize=5, elinewidth=1.2)
+        axes.vlines(found.mean, row - 0.32, row + 0.32, color=setting.colour, linewidth=2)
     before = estimate(cell.held_out_start.reward for setting in settings for cell in setting.cells)
+    fewest = min(len(setting.cells) for setting in settings)
+    marks = f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else ''}"
     axes.set(
-        title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{_marks(settings)}",
-        ylabel="mean reward, greedy",
+        title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{marks}",
+        xlabel="mean reward, greedy",
     )
-    axes.set_xlim(settings[0].place - settings[0].reach - 0.28, settings[-1].place + settings[-1].reach + 0.28)
-    low, high = axes.get_ylim()
+    low, high = axes.get_xlim()
     # A scale no finer than chance among a few hundred held-out prompts.
     margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
-    axes.set_ylim(low - margin, high + margin)
-    _tidy(axes)
+    axes.set_xlim(low - margin, high + margin)
+    _tidy(axes, grid="x")
 
 
-def _marks(settings: Sequence[_Placed]) -> str:
-    fewest = min(len(setting.cells) for setting in settings)
-    return f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else ''}"
-
-
-def _draw_ages(axes: Any, groups: Groups) -> None:
-    """Share of trained tokens by age, a row a setting."""
-    oldest = max(age for cells in groups.values() for cell in cells for age, _ in cell.staleness_tokens)
-    shares = [_shares(cells, oldest) for cells in groups.values()]
-    axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto", origin="lower")
-    for row, ages in enumerate(shares):
+def _draw_ages(axes: Any, settings: Sequence[_Setting]) -> None:
+    """Share of trained tokens by age, a row a setting, and the mean age beside it."""
+    oldest = max(age for setting in settings for cell in setting.cells for age, _ in cell.staleness_tokens)
+    shares = [_shares(setting.cells, oldest) for setting in settings]
+    axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    for row, (setting, ages) in enumerate(zip(settings, shares, strict=True)):
         for age, share in enumerate(ages):
             if share > 0 and oldest < _MOST_WRITTEN_AGES:
                 text = "<1 %" if share < 0.005 else f"{share:.0%}".replace("%", " %")
                 axes.text(age, row, text, ha="center", va="center", color="white" if share > 0.5 else "black", fontsize="small")
+        mean = sum(cell.staleness_mean for cell in setting.cells) / len(setting.cells)
+        axes.annotate(f"mean {mean:.2f}", (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="small")
     axes.set(title="Realised staleness\nshare of trained tokens by age", xlabel="age of the token [learner steps]")
     if oldest < _MOST_WRITTEN_AGES:
         axes.set_xticks(range(oldest + 1))
@@ -182,17 +199,7 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
     return [count / total for count in counts]
 
 
-def _name_settings(set_ticks: Any, groups: Groups, set_label: Any) -> None:
-    """Values at the ticks and the key as the axis' label, when one key is swept; else whole settings at the ticks."""
-    settings = [cells[0].setting for cells in groups.values()]
-    if len(settings[0]) == 1:
-        set_ticks(range(len(groups)), [str(setting[0][1]) for setting in settings])
-        set_label(settings[0][0][0])
-    else:
-        set_ticks(range(len(groups)), [label.replace(", ", "\n") for label in groups])
-
-
-def _tidy(axes: Any) -> None:
+def _tidy(axes: Any, grid: str = "y") -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
+    axes.grid(axis=grid, color="0.9")
     axes.set_axisbelow(True)

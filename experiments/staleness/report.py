@@ -6,22 +6,14 @@ Called by `sweep`.
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.staleness.analyze import (
-    MIN_SEEDS,
-    CellResult,
-    Estimate,
-    by_setting,
-    checks,
-    estimate,
-    paired_difference,
-)
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, checks, finished, paired_difference
 from async_rlhf.experiments.staleness.config import SweepConfig
-
-QUESTION = "What does training on older data do to learning, when the importance weight corrects for its age?"
+from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, Estimate, estimate, holm, worded
 
 _PLAIN_COLUMNS = (
     "reward_last_quarter",
@@ -53,6 +45,7 @@ def _row(result: CellResult) -> dict[str, Any]:
         "cell": result.cell,
         **dict(result.setting),
         "seed": result.seed,
+        "failure": result.failure,
         "steps": result.steps,
         "trained_samples": result.trained_samples,
         "held_out_reward_start": result.held_out_start.reward,
@@ -64,22 +57,21 @@ def _row(result: CellResult) -> dict[str, Any]:
     return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in row.items()}
 
 
-def render(sweep: SweepConfig, path: Path, results: Sequence[CellResult], picture: str | None) -> str:
-    """The page. `path` is the sweep file as it was named on the command line, `picture` a file beside the page."""
+def render(sweep: SweepConfig, command: str, results: Sequence[CellResult], picture: str | None) -> str:
+    """The page. `command` is what the sweep was started with, `picture` a file beside the page."""
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
-    swept = "; ".join(f"`{key}` over {', '.join(map(str, values))}" for key, values in sweep.values.items())
     parts = [
-        f"# {sweep.name}",
-        QUESTION,
-        f"    async-rlhf sweep {path}",
-        f"Swept: {swept}. Seeds: {', '.join(map(str, sweep.seeds))}. Base: `{Path(sweep.base).name}`, with {overrides}. "
-        f"Settings {first.fingerprint}; {', '.join(first.code)}.",
+        f"# {sweep.question}",
+        f"    {command}",
+        f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}. "
+        f"Base: `{Path(sweep.base).name}`, with {overrides}. Settings {first.fingerprint}; {', '.join(first.code)}.",
         "## Result",
         _legend(len(sweep.seeds)),
         table(results),
         _start(results),
-        *([f"![Reward, held-out reward and staleness by setting]({picture})"] if picture else []),
+        *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
+        *_failures(results),
         "## Checks",
         "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks(results)),
         "## What may be concluded, and what not",
@@ -88,15 +80,24 @@ def render(sweep: SweepConfig, path: Path, results: Sequence[CellResult], pictur
     return "\n\n".join(parts) + "\n"
 
 
+def _failures(results: Sequence[CellResult]) -> Iterable[str]:
+    if failed := [result for result in results if result.failure]:
+        yield "## Cells that failed\n\nThey are in results.csv, and in no mean."
+        yield "\n".join(
+            f"- {result.label}, seed {result.seed}, after {result.steps} steps: {result.failure}" for result in failed
+        )
+
+
 def table(results: Sequence[CellResult]) -> str:
     """One row a setting."""
-    groups = by_setting(results)
+    groups = by_setting(finished(results))
+    failed = Counter(result.label for result in results if result.failure)
     reference = next(iter(groups.values()))
     columns: dict[str, Callable[[list[CellResult]], str]] = {
-        "seeds": lambda cells: str(len(cells)),
+        "seeds": lambda cells: str(len(cells)) + (f" ({failed[cells[0].label]} failed)" if failed[cells[0].label] else ""),
         "held-out reward, end": lambda cells: _number(estimate(c.held_out_end.reward for c in cells)),
         f"minus that of {reference[0].label}": lambda cells: (
-            "" if cells is reference else _number(paired_difference(cells, reference), signed=True)
+            "" if cells is reference else _difference(paired_difference(cells, reference))
         ),
         "held-out accuracy, end": lambda cells: _number(estimate(c.held_out_end.accuracy for c in cells)),
         "reward, last quarter": lambda cells: _number(estimate(c.reward_last_quarter for c in cells)),
@@ -114,46 +115,42 @@ def table(results: Sequence[CellResult]) -> str:
 def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
     """Only what the numbers carry."""
     never = (
-        "- Not from this page: anything about larger models, longer answers, other tasks, learning rates or losses; "
+        "- Not from this page: anything about larger models, longer answers, other tasks, or settings that were not swept; "
         "and nothing about speed beyond this machine, which other work may have shared."
     )
     if num_seeds < MIN_SEEDS:
         return "\n".join(
             [
                 f"- **This is a demonstration.** With {_seeds(num_seeds)} no interval is trustworthy: it shows that the sweep "
-                "runs and that the bound holds, not how much staleness costs. Differences between settings may be chance, "
-                "in either direction.",
+                "runs and that the bound holds, not what a setting does to learning. Differences between settings may be "
+                "chance, in either direction.",
                 "- May be concluded: what the checks above say about staleness, cell by cell.",
                 never,
             ]
         )
-    groups = by_setting(results)
+    groups = by_setting(finished(results))
     (base, reference), *others = groups.items()
-    lines = [f"- {_verdict(label, base, paired_difference(cells, reference))}" for label, cells in others]
+    found = {label: paired_difference(cells, reference) for label, cells in others}
+    judged = {label: (each, each.p) for label, each in found.items() if each is not None and each.p is not None}
+    adjusted = dict(zip(judged, holm([p for _, p in judged.values()]), strict=True))
+    lines = [
+        f"- {worded(label, base, judged[label][0], adjusted[label], len(judged))}"
+        if label in judged
+        else f"- {label} against {base}: too few held-out evaluations to say anything."
+        for label in found
+    ]
     lines.append(
-        f"- {len(lines)} comparisons were made and none is corrected for that. All seeds share one set of held-out prompts: "
-        "the intervals cover chance in training, not the choice of prompts."
+        f"- {len(judged)} comparisons were made, and a difference is said to be there where it stands among all of them (Holm, "
+        "0.05). All seeds share one set of held-out prompts: the intervals cover chance in training, not the choice of prompts."
     )
     return "\n".join([*lines, never])
-
-
-def _verdict(label: str, base: str, difference: Estimate | None) -> str:
-    if difference is None or difference.half_width is None:
-        return f"{label} against {base}: too few held-out evaluations to say anything."
-    shown = _number(difference, signed=True)
-    if abs(difference.mean) > difference.half_width:
-        return f"{label} ends {'above' if difference.mean > 0 else 'below'} {base}: {shown}."
-    least, most = difference.mean - difference.half_width, difference.mean + difference.half_width
-    return (
-        f"{label} against {base}: {shown}, no difference shown; differences outside {least:+.3f} to {most:+.3f} are unlikely."
-    )
 
 
 def _legend(num_seeds: int) -> str:
     if num_seeds < MIN_SEEDS:
         spread = f"mean (lowest to highest seed); with {_seeds(num_seeds)} no interval is trustworthy"
     else:
-        spread = f"mean ± half-width of the 95 % t interval over {_seeds(num_seeds)}"
+        spread = f"mean ± half-width of the 95 % t interval over {_seeds(num_seeds)}, and of differences the 95 % interval"
     return (
         f"Cells show the {spread}. Staleness is in learner steps, over trained tokens; ESS is the effective sample size of the "
         "importance weights as a share of the tokens; the largest ratio is learner / sampler of any token before truncation. "
@@ -171,16 +168,21 @@ def _seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
 
 
-def _number(value: Estimate | None, *, digits: int = 3, signed: bool = False) -> str:
+def _number(value: Estimate | None, *, digits: int = 3) -> str:
     if value is None:
         return "-"
-    sign = "+" if signed else ""
-    mean = f"{value.mean:{sign}.{digits}f}"
+    mean = f"{value.mean:.{digits}f}"
     if value.half_width is not None:
         return f"{mean} ± {value.half_width:.{digits}f}"
     if value.count == 1:
         return mean
-    return f"{mean} ({value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f})"
+    return f"{mean} ({value.low:.{digits}f} to {value.high:.{digits}f})"
+
+
+def _difference(found: Difference | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
 def _staleness(cells: Sequence[CellResult]) -> str:

@@ -1,55 +1,215 @@
-"""The sweep: runs every cell of the grid one after another, then tables, picture and report.
+"""The sweep: runs every cell of the grid, then tables, picture and report.
 
-owns        nothing between two cells; a cell is a normal run in a directory of its own
-waits for   the run of the cell
-on Ctrl-C   the cell drains and saves; the same command goes on from there
+owns        a thread for each cell that runs; a cell is a normal run in a directory of its own
+waits for   the runs
+on Ctrl-C   the cells that run drain and save; the same command goes on from there. A second one forces them to end
 Called by `async-rlhf sweep`, through the entry point in pyproject.toml. Never computes a number: that is `analyze`.
+
+A cell that failed is kept, marked in the tables, and tried again by the same command; the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import typer
 
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.experiments.staleness.analyze import CellResult, fingerprint, read_cell
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
+from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
+from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
 from async_rlhf.experiments.staleness.report import render, write_csv
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
-from async_rlhf.run.api import preflight, run
-from async_rlhf.run.config import Config, differences
+from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.run.config import Config, differences, parse_override
+from async_rlhf.run.daemon import Supervisor, on_signals
+from async_rlhf.run.preflight import preflight
+from async_rlhf.run.preparation import as_rewards_want, prepare
 from async_rlhf.run.run_dir import RunDir
 
 State = Literal["new", "unfinished", "finished"]
-# How a run is watched changes no number of it.
-_WATCHING = ("stall_timeout_s", "watchdog_s", "sampled_groups", "address", "output_dir")
 
 
-def run_sweep(path: Path, say: Callable[[str], None] = typer.echo) -> bool:
-    """Run what is left of the sweep in a TOML file and write results.csv, results.png and report.md beside its cells.
+@dataclass(frozen=True)
+class Job:
+    """A cell and where it stands. num_prompts: of its training data."""
 
-    True when every cell has finished; False when one was drained before its end (nothing is written then).
-    Raises ConfigError before the first run for a sweep or a cell that cannot work, or a cell's directory that holds
-    another configuration; and what ended a run otherwise (see `async_rlhf.launch.exit_codes`).
+    cell: Cell
+    head: str
+    num_prompts: int
+    kept: Path
+
+    def state(self) -> State:
+        """Raises ConfigError for a cell that was run with other settings, or is being run."""
+        found = state_of(self.cell, self.num_prompts)
+        return found if self.result() is None else "finished"
+
+    def result(self) -> CellResult | None:
+        """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
+        found = kept(self.kept)
+        if found is not None and found.whole != fingerprint(_resolved(self.cell.config), WATCHING):
+            raise ConfigError(
+                f"{str(self.kept)!r} is the result of other settings. Restore them, those of --set too; or keep both sweeps, "
+                "with --set sweep.name=NAME; or remove it and run the cell again"
+            )
+        return found
+
+    @property
+    def num_steps(self) -> int:
+        return num_steps(self.cell.config, self.num_prompts)
+
+
+def run_sweep(
+    path: Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = typer.echo,
+    *,
+    jobs: int = 1,
+    only: Sequence[str] = (),
+    dry_run: bool = False,
+) -> bool:
+    """Run what is left of a sweep and write results.csv, results.png and report.md beside its cells.
+
+    path: a TOML file, or the name of a shipped sweep. overrides: `KEY=VALUE` of `--set`. jobs: cells that run at once. only:
+    `AXIS=VALUE`; cells with other values are left for later. dry_run: say what would be run, and run nothing. True when every
+    cell has ended; False when some are left (no report is written then). Raises ConfigError before the first run for a sweep
+    or a cell that cannot work, or a cell's directory that holds another configuration; InterruptedRunError; AsyncRLHFError
+    naming the cells that failed, when all others have ended and the report is written.
     """
-    sweep, cells = load_sweep(path)
-    states = [state_of(cell, preflight(cell.config)) for cell in cells]
-    for number, (cell, state) in enumerate(zip(cells, states, strict=True), 1):
-        head = f"cell {number}/{len(cells)}: {cell.label}"
-        if state == "finished":
-            say(f"{head}: finished before, skipped")
-            continue
-        say(f"{head}: resumed" if state == "unfinished" else head)
-        if not _run_cell(cell, state, head, say):
-            say(f"{head}: drained. The same command goes on here: async-rlhf sweep {path}")
-            return False
-        say(f"    {_summary(read_cell(cell.config.run_dir, tuple(cell.setting)))}")
-    _write(sweep, path, [read_cell(cell.config.run_dir, tuple(cell.setting)) for cell in cells], say)
+    cores = os.cpu_count() or 1
+    if not 1 <= jobs <= cores:
+        raise ConfigError(f"--jobs {jobs}: this machine has {cores} CPUs; choose 1 to {cores}")
+    sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
+    wanted = _wanted(sweep, cells, only)
+    all_jobs = [_job(sweep, cell, number, len(cells)) for number, cell in enumerate(cells, 1)]
+    states = [(job, job.state()) for job in all_jobs]
+    mine = [(job, state) for job, state in states if job.cell in wanted]
+    for job, state in mine:
+        if dry_run:
+            say(f"{job.head}: {state}, {job.num_steps} steps")
+        elif state == "finished":
+            say(f"{job.head}: finished before, skipped")
+    if dry_run:
+        return False
+    running = _Running()
+    ended = running.all([(job, state) for job, state in mine if state != "finished"], jobs, say)
+    left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
+    failures = {head: reason for head, reason in ended.items() if reason}
+    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
+    if running.signals > 1:
+        raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {command}")
+    if left:
+        drained = "drained: " if running.signals else ""
+        say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {command}")
+        return False
+    results = list(_results(all_jobs, failures))
+    if finished(results):
+        _write(sweep, command, results, say)
+    if failures:
+        text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())
+        raise AsyncRLHFError(f"{len(failures)} of {len(cells)} cells failed, and the same command tries them again: {text}")
     return True
+
+
+class _Running:
+    """The cells that run, by their supervisors: a signal reaches them all, and those that begin after it."""
+
+    def __init__(self) -> None:
+        self.signals = 0
+        self._supervisors = set[Supervisor]()
+        self._beginning = threading.Lock()
+
+    def all(self, jobs: Sequence[tuple[Job, State]], at_once: int, say: Callable[[str], None]) -> dict[str, str | None]:
+        """Run them. By their heads why they failed: empty where they ended well, None where they have not ended."""
+        pace = Pace(waiting=len(jobs), jobs=at_once)
+        with on_signals(self._take), SweepProgress(pace, say) as shown, ThreadPoolExecutor(at_once) as threads:
+            futures = {job.head: threads.submit(self._run, job, state, shown) for job, state in jobs}
+            return {head: _wait(future) for head, future in futures.items()}
+
+    def _run(self, job: Job, state: State, shown: SweepProgress) -> str | None:
+        """See `all`."""
+        if self.signals:
+            return None
+        shown.say(f"{job.head}: resumed" if state == "unfinished" else job.head)
+        shown.pace.waiting -= 1
+        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, shown)
+        try:
+            with self._beginning:  # one at a time: it reads the model, and may convert it
+                supervisor, _ = prepare(job.cell.config, resume=state == "unfinished", progress=progress)
+                self._supervisors.add(supervisor)
+                for _ in range(self.signals):
+                    supervisor.interrupt()
+            whole = supervisor.run()
+        except InterruptedRunError:
+            return None
+        except AsyncRLHFError as error:
+            progress.event(f"failed in {job.cell.config.run_dir}: {error}")
+            return str(error)
+        finally:
+            progress.close()
+        if not whole:
+            return None
+        if state == "new":
+            shown.pace.end(time.monotonic() - began)
+        result = read_cell(job.cell)
+        keep(result, job.kept)
+        progress.event(_summary(result))
+        return ""
+
+    def _take(self, *_: object) -> None:
+        self.signals += 1
+        for supervisor in list(self._supervisors):
+            supervisor.interrupt()
+
+
+def _wait(future: Future[str | None]) -> str | None:
+    """In short waits: a signal is handled between two of them."""
+    while True:
+        with suppress(TimeoutError):
+            return future.result(timeout=0.5)
+
+
+def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    for text in only:
+        axis, equals, value = text.partition("=")
+        axes: dict[str, list[str]] = {name: [str(each) for each, _ in levels] for name, levels in sweep.levels.items()}
+        axes["seed"] = [str(seed) for seed in sweep.seeds]
+        if not equals or axis not in axes:
+            raise ConfigError(f"--only {text!r} is no AXIS=VALUE: {did_you_mean(axis, axes)}")
+        if value not in axes[axis]:
+            raise ConfigError(f"--only {text!r}: the sweep has no such value; choose among {', '.join(axes[axis])}")
+        cells = [cell for cell in cells if str({**cell.setting, "seed": cell.config.seed}[axis]) == value]
+    return list(cells)
+
+
+def _job(sweep: SweepConfig, cell: Cell, number: int, of: int) -> Job:
+    """Raises ConfigError for a cell that cannot be run."""
+    head = f"cell {number}/{of}: {cell.label}"
+    return Job(cell, head, preflight(cell.config).num_prompts, sweep.kept(cell.config.name))
+
+
+def _results(jobs: Sequence[Job], failures: Mapping[str, str]) -> Iterator[CellResult]:
+    """Of the cells that made a step."""
+    for job in jobs:
+        if job.head not in failures:
+            yield job.result() or read_cell(job.cell)
+        elif RunDir(job.cell.config.run_dir).read_metrics():
+            yield replace(read_cell(job.cell), failure=failures[job.head])
+
+
+def num_steps(config: Config, num_prompts: int) -> int:
+    """Steps of a whole run, which ends before `max_steps` where the data does."""
+    return config.bound(num_prompts).num_groups // config.groups_per_batch
 
 
 def state_of(cell: Cell, num_prompts: int) -> State:
@@ -62,35 +222,29 @@ def state_of(cell: Cell, num_prompts: int) -> State:
     if not (config.run_dir / "config.toml").exists():
         return "new"
     directory = RunDir.existing(config.run_dir)
-    _check_same(directory.config(), config)
+    _check_same(directory.config(), _resolved(config))
     if directory.is_alive():
         raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
     metrics = directory.read_metrics()
-    num_steps = config.bound(num_prompts).num_groups // config.groups_per_batch
-    evaluated = {record["label"] for record in directory.read_evaluations()}
-    steps_done = metrics[-1]["step"] if metrics else 0
-    return "finished" if steps_done >= num_steps and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
+    evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
+    done = bool(metrics) and metrics[-1]["step"] >= num_steps(config, num_prompts)
+    return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
+
+
+def _resolved(config: Config) -> Config:
+    """As the run keeps it."""
+    return as_rewards_want(config.model_copy(update={"model": model_directory(config.model)}))
 
 
 def _check_same(old: Config, new: Config) -> None:
     """A sweep compares runs, so every setting counts: also those that a resumed run may change."""
-    if fingerprint(old, _WATCHING) == fingerprint(new, _WATCHING):
+    if fingerprint(old, WATCHING) == fingerprint(new, WATCHING):
         return
-    changed = [line for line in differences(old, new) if line.partition(":")[0] not in _WATCHING]
+    changed = [line for line in differences(old, new) if line.partition(":")[0] not in WATCHING]
     raise ConfigError(
-        f"cell {str(new.run_dir)!r} was run with other settings ({'; '.join(changed[:5]) or 'keys were removed'}). "
-        "Restore them, choose another sweep.name, or remove the directory to run it again"
+        f"cell {str(new.run_dir)!r} was run with other settings ({'; '.join(changed[:5]) or 'keys were removed'}). Restore "
+        "them, those of --set too; or keep both sweeps, with --set sweep.name=NAME; or remove the directory and run it again"
     )
-
-
-def _run_cell(cell: Cell, state: State, head: str, say: Callable[[str], None]) -> bool:
-    try:
-        return run(cell.config, resume=state == "unfinished", quiet=True).finished
-    except InterruptedRunError as error:
-        raise InterruptedRunError(f"{head}: forced to end before it was drained; the same command resumes it") from error
-    except AsyncRLHFError:
-        say(f"{head}: ended in {cell.config.run_dir}; finished cells are kept, the same command goes on here")
-        raise
 
 
 def _summary(result: CellResult) -> str:
@@ -103,19 +257,19 @@ def _summary(result: CellResult) -> str:
     return f"{result.steps} steps in {result.wall_s:.0f} s, {reward}, {staleness}"
 
 
-def _write(sweep: SweepConfig, path: Path, results: Sequence[CellResult], say: Callable[[str], None]) -> None:
+def _write(sweep: SweepConfig, command: str, results: Sequence[CellResult], say: Callable[[str], None]) -> None:
     """Tables and picture; without matplotlib everything but the picture."""
-    directory = sweep.directory
+    directory = sweep.results_dir
     write_csv(results, directory / "results.csv")
     picture: str | None = "results.png"
     try:
         from async_rlhf.experiments.staleness.plot import draw
 
-        draw(results, sweep.name, directory / "results.png")
+        draw(results, sweep, directory / "results.png")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         picture = None
         say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
-    (directory / "report.md").write_text(render(sweep, path, results, picture))
+    (directory / "report.md").write_text(render(sweep, command, results, picture))
     say(f"report: {directory / 'report.md'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.staleness.sweep import run_sweep
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL, toml, wait_for
@@ -40,12 +42,12 @@ def table(directory: Path) -> list[dict[str, str]]:
 def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = sweep([0, 1], **{"max_steps": 2, "evaluation.at_end": True})
+    path = sweep([0, 1], **{"max_steps": 9, "evaluation.at_end": True})
     said, directory = list[str](), tmp_path / "sweeps" / "tiny"
-    assert run_sweep(path, said.append)
-    assert said[0] == "cell 1/2: queue.max_staleness=0 seed=3"
+    assert run_sweep(path, ["max_steps=2"], said.append)
+    assert said[0] == "cell 1/2: queue.max_staleness = 0, seed = 3"
     assert said[1].strip().startswith("2 steps in ") and "staleness 0.00 (max 0, bound 0)" in said[1]
-    assert said[2] == "cell 2/2: queue.max_staleness=1 seed=3"
+    assert said[2] == "cell 2/2: queue.max_staleness = 1, seed = 3"
     rows = table(directory)
     assert [(row["queue.max_staleness"], row["seed"], row["steps"], row["trained_samples"]) for row in rows] == [
         ("0", "3", "2", "32"),
@@ -54,36 +56,61 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     assert all(row["held_out_reward_end"] and row["held_out_accuracy_end"] for row in rows)
     assert (directory / "results.png").read_bytes().startswith(PNG)
     page = (directory / "report.md").read_text()
+    assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cells)" in page
 
+    shutil.rmtree(directory / "queue.max_staleness-0_seed-3")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "async_rlhf.experiments.staleness.plot")
     said.clear()
-    assert run_sweep(path, said.append)
-    assert said[0] == "cell 1/2: queue.max_staleness=0 seed=3: finished before, skipped"
-    assert said[1] == "cell 2/2: queue.max_staleness=1 seed=3: finished before, skipped"
+    assert run_sweep(path, ["max_steps=2"], said.append)
+    assert said[0] == "cell 1/2: queue.max_staleness = 0, seed = 3: finished before, skipped"
+    assert said[1] == "cell 2/2: queue.max_staleness = 1, seed = 3: finished before, skipped"
     assert "no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]'" in said[2]
-    assert table(directory) == rows
+    assert table(directory) == rows, "what a cell measured outlives its run"
+
+    with pytest.raises(ConfigError, match=r"seed-3.json' is the result of other settings"):
+        run_sweep(path, say=said.append)
+    (directory / "cells" / "queue.max_staleness-0_seed-3.json").unlink()
+    with pytest.raises(ConfigError, match=r"run with other settings \(max_steps: 2 -> 9\)"):
+        run_sweep(path, say=said.append)
+
+
+def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
+    path, said = sweep([0], max_steps=2), list[str]()
+    (tmp_path / "judge.py").write_text("def good(completion):\n    return 0.5\n\ndef bad(completion):\n    return 1 / 0\n")
+    judge = f'[sweep.axes.judge]\ngood = {{ rewards.functions = ["{tmp_path}/judge.py:good"] }}\n'
+    path.write_text(path.read_text() + "\n" + judge + judge.splitlines()[1].replace("good", "bad") + "\n")
+    assert not run_sweep(path, (), said.append, only=["judge=good"], dry_run=True)
+    assert said == ["cell 1/2: judge = good, queue.max_staleness = 0, seed = 3: new, 2 steps"]
+    with pytest.raises(AsyncRLHFError, match=r"1 of 2 cells failed, .* judge = bad, .*ZeroDivisionError"):
+        run_sweep(path, (), said.append, jobs=2)
+    rows = {row["judge"]: row for row in table(tmp_path / "sweeps" / "tiny")}
+    assert rows["good"]["steps"] == "2" and not rows["good"]["failure"] and set(rows) == {"good"}
+    with pytest.raises(ConfigError, match="--only 'judge=god': the sweep has no such value; choose among good, bad"):
+        run_sweep(path, (), said.append, only=["judge=god"])
 
 
 def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
     sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
 ) -> None:
-    path, directory = sweep([0, 1], max_steps=40), tmp_path / "sweeps" / "tiny"
+    path, directory = sweep([0, 1]), tmp_path / "sweeps" / "tiny"
     first = RunDir(directory / "queue.max_staleness-0_seed-3")
-    started = command("sweep", str(path))
+    started = command("sweep", str(path), "--set", "max_steps=40")
     wait_for(first.read_metrics, "the first step")
     started.process.send_signal(signal.SIGINT)
     code, output = started.finish()
     assert code == 0, output
-    assert f"drained. The same command goes on here: async-rlhf sweep {path}" in output
+    assert (
+        f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --set max_steps=40" in output
+    )
     steps_done = len(first.read_metrics())
     assert 0 < steps_done < 40
     assert not list(directory.glob("results*")) and not list(directory.glob("*-1_seed-3"))
 
     code, output = command("sweep", str(sweep([0], max_steps=40))).finish()
     assert code == 0, output
-    assert "cell 1/1: queue.max_staleness=0 seed=3: resumed" in output
+    assert "cell 1/1: queue.max_staleness = 0, seed = 3: resumed" in output
     assert [record["step"] for record in first.read_metrics()] == list(range(1, 41))
     assert [row["steps"] for row in table(directory)] == ["40"]
 

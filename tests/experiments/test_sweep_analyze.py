@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from async_rlhf.experiments.staleness.analyze import (
     CellResult,
     HeldOut,
     checks,
-    estimate,
     fingerprint,
     paired_difference,
     read_cell,
 )
-from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.plot import picture
 from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
 from async_rlhf.run.run_dir import RunDir
 
-KEYS = ("queue.max_staleness",)
+SETTING = {"queue.max_staleness": 2}
 STEPS: list[dict[str, Any]] = [
     {"reward": 0.2, "staleness/histogram": {"0": 40}, "step_time": 5.0, "is/ess": 1.0, "is/ratio_max": 1.0},
     {"reward": 0.4, "staleness/histogram": {"1": 60}, "step_time": 1.0, "is/ess": 0.9, "is/ratio_max": 3.0},
@@ -36,6 +33,10 @@ STEPS: list[dict[str, Any]] = [
 ]
 END = {"label": "end", "mean_reward": 0.9, "accuracy": 0.85}
 Write = Callable[..., RunDir]
+
+
+def read(run: RunDir) -> CellResult:
+    return read_cell(Cell(run.config(), SETTING, frozenset(SETTING)))
 
 
 @pytest.fixture
@@ -59,11 +60,11 @@ def write(small: Any) -> Write:
 @pytest.fixture
 def result(write: Write) -> CellResult:
     start = {"label": "start", "mean_reward": 0.3}
-    return read_cell(write(evaluations=(start, {**END, "mean_reward": 0.1}, END)).path, KEYS)
+    return read(write(evaluations=(start, {**END, "mean_reward": 0.1}, END)))
 
 
 def test_a_run_directory_becomes_its_numbers(result: CellResult) -> None:
-    assert result.setting == (("queue.max_staleness", 2),) and result.label == "max_staleness 2"
+    assert result.setting == (("queue.max_staleness", 2),) and result.label == "queue.max_staleness = 2"
     assert (result.seed, result.bound, result.exact, result.steps) == (0, 2, False, 4)
     assert result.trained_samples == 4 * 4 * 4
     assert result.staleness_tokens == ((0, 40), (1, 90), (2, 70))
@@ -72,7 +73,7 @@ def test_a_run_directory_becomes_its_numbers(result: CellResult) -> None:
     assert result.is_ess_mean == pytest.approx(0.9) and result.is_ratio_max == 3.0
     assert result.kl_behaviour_mean == pytest.approx(0.2)
     assert (result.generated_tokens, result.trained_tokens, result.ledger_closes) == (210, 200, True)
-    assert result.wall_s == 9.0
+    assert result.seconds == (5.0, 6.0, 8.0, 9.0) and result.wall_s == 9.0
     assert result.samples_per_s == pytest.approx(48 / 4), "the first step waits for processes to start"
 
 
@@ -88,48 +89,26 @@ def test_the_last_evaluation_of_a_label_counts_and_a_missing_accuracy_is_missing
 
 
 def test_a_run_without_evaluation_and_ledger_still_has_its_other_numbers(write: Write) -> None:
-    found = read_cell(write(evaluations=(), ledger=False).path, KEYS)
+    found = read(write(evaluations=(), ledger=False))
     assert found.held_out_end == HeldOut(None, None)
     assert found.generated_tokens is None and not found.ledger_closes
     assert found.trained_tokens == 200
 
 
 def test_one_step_is_enough(write: Write) -> None:
-    found = read_cell(write(STEPS[:1]).path, KEYS)
+    found = read(write(STEPS[:1]))
     assert (found.reward_area, found.reward_last_quarter, found.samples_per_s) == (0.2, 0.2, None)
 
 
 def test_no_step_is_an_error(write: Write) -> None:
     with pytest.raises(ValueError, match="has no finished step to analyse"):
-        read_cell(write([]).path, KEYS)
+        read(write([]))
 
 
 def test_exact_mode_is_kept_when_every_token_is_as_old_as_planned(write: Write) -> None:
     planned = [{**step, "staleness/histogram": {str(age): 10}} for step, age in zip(STEPS, (0, 1, 2, 2), strict=True)]
-    assert read_cell(write(planned).path, KEYS).exact_kept
-    assert not read_cell(write(name="other").path, KEYS).exact_kept
-
-
-def test_the_t_interval_of_three_values() -> None:
-    found = estimate([1.0, 2.0, 3.0])
-    assert found is not None
-    assert (found.mean, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
-    assert found.half_width == pytest.approx(4.303 / 3**0.5)
-
-
-def test_two_values_have_no_interval_and_none_have_no_estimate() -> None:
-    found = estimate([1.0, None, 3.0])
-    assert found is not None and found.mean == 2.0 and found.half_width is None
-    assert estimate([None]) is None
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=50), st.floats(-1e3, 1e3))
-def test_an_interval_moves_with_its_values_and_holds_no_more_than_it_must(values: list[float], shift: float) -> None:
-    here, there = estimate(values), estimate([value + shift for value in values])
-    assert here is not None and there is not None and here.half_width is not None
-    assert there.mean == pytest.approx(here.mean + shift, abs=1e-6)
-    assert there.half_width == pytest.approx(here.half_width, abs=1e-6)
-    assert here.half_width >= 0
+    assert read(write(planned)).exact_kept
+    assert not read(write(name="other")).exact_kept
 
 
 def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
@@ -137,7 +116,7 @@ def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
     better = [replace(result, seed=seed, held_out_end=HeldOut(0.1 * seed + 0.05, None)) for seed in (3, 2, 1, 9)]
     found = paired_difference(better, reference)
     assert found is not None and found.count == 3
-    assert found.mean == pytest.approx(0.05) and found.half_width == pytest.approx(0.0, abs=1e-9)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05), abs=1e-9)
 
 
 def test_a_fingerprint_knows_every_key_but_those_left_out(small: Any) -> None:
@@ -155,8 +134,8 @@ def test_a_sound_sweep_passes_every_check(result: CellResult) -> None:
     on_policy = replace(result, bound=0, staleness_max=0)
     exact = replace(result, exact=True, exact_kept=True)
     assert broken([result, on_policy, exact]) == []
-    assert len(checks([result, on_policy, exact])) == 8
-    assert len(checks([result])) == 6, "nothing is said about bound 0 or exact mode when neither was run"
+    assert len(checks([result, on_policy, exact])) == 9
+    assert len(checks([result])) == 7, "nothing is said about bound 0 or exact mode when neither was run"
 
 
 BREAKS: dict[str, dict[str, Any]] = {
@@ -168,6 +147,7 @@ BREAKS: dict[str, dict[str, Any]] = {
     "ledger closes": {"ledger_closes": False},
     "every setting that is not swept": {"fingerprint": "0" * 12},
     "same code": {"code": ("commit f00",)},
+    "went to its end": {"failure": "the gradient is not finite"},
 }
 
 
@@ -176,34 +156,49 @@ def test_a_broken_claim_is_found(claim: str, result: CellResult) -> None:
     assert any(claim in each for each in broken([result, replace(result, **BREAKS[claim])]))
 
 
-def sweep_of(seeds: tuple[int, ...]) -> SweepConfig:
-    return SweepConfig(name="s", base="b.toml", seeds=seeds, values={"queue.max_staleness": [0, 2]})
+def sweep_of(seeds: tuple[int, ...], **values: list[Any]) -> SweepConfig:
+    return SweepConfig(name="s", base="b.toml", seeds=seeds, values=values or {"queue.max_staleness": [0, 2]})
 
 
 def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
     """Results by bound, one a seed."""
     return [
-        replace(result, seed=seed, bound=bound, setting=((KEYS[0], bound),), held_out_end=HeldOut(end, None))
+        replace(result, seed=seed, bound=bound, setting=(("queue.max_staleness", bound),), held_out_end=HeldOut(end, None))
         for bound, each in ends.items()
         for seed, end in enumerate(each)
     ]
 
 
+def test_a_cell_that_failed_is_listed_and_in_no_mean(result: CellResult) -> None:
+    results = grid(result, {0: [0.9, 0.8, 0.7], 2: [0.7, 0.8, 0.0]})
+    results[-1] = replace(results[-1], failure="the gradient is not finite")
+    page = render(sweep_of((0, 1, 2)), "async-rlhf sweep s.toml", results, None)
+    assert "| queue.max_staleness = 2 | 2 (1 failed) | 0.750 (0.700 to 0.800) |" in page
+    assert "- queue.max_staleness = 2, seed 2, after 4 steps: the gradient is not finite" in page
+
+
 def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
-    page = render(sweep_of((0, 1)), Path("s.toml"), grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}), "results.png")
+    page = render(
+        sweep_of((0, 1)),
+        "async-rlhf sweep s.toml --set max_steps=9",
+        grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}),
+        "results.png",
+    )
     assert "**This is a demonstration.** With 2 seeds no interval is trustworthy" in page
     assert "±" not in page
     assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
-    assert "async-rlhf sweep s.toml" in page and "](results.png)" in page
+    assert "    async-rlhf sweep s.toml --set max_steps=9\n" in page and "](results.png)" in page
 
 
 def test_a_page_without_a_picture_links_none(result: CellResult) -> None:
-    assert "![" not in render(sweep_of((0,)), Path("s.toml"), grid(result, {0: [0.9], 2: [0.7]}), None)
+    assert "![" not in render(sweep_of((0,)), "async-rlhf sweep s.toml", grid(result, {0: [0.9], 2: [0.7]}), None)
 
 
 def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> None:
     worse = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.7, 0.76]})
-    assert "max_staleness 2 ends below max_staleness 0: -0.097 ± 0.014" in conclusions(worse, 3)
+    said = conclusions(worse, 3)
+    assert "queue.max_staleness = 2 lies below queue.max_staleness = 0: -0.097 (-0.111 to -0.082)." in said
+    assert "1 comparisons were made" in said
     same = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.9, 0.85]})
     assert "no difference shown; differences outside -0.248 to +0.248 are unlikely" in conclusions(same, 3)
     assert "0.850 ± 0.124" in table(same)
@@ -212,7 +207,7 @@ def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> No
 def test_what_was_not_measured_is_a_dash_and_no_conclusion(result: CellResult) -> None:
     blind = [replace(each, held_out_end=HeldOut(None, None)) for each in grid(result, {0: [0.0] * 3, 2: [0.0] * 3})]
     assert "too few held-out evaluations to say anything" in conclusions(blind, 3)
-    assert "| max_staleness 0 | 3 | - |" in table(blind)
+    assert "| queue.max_staleness = 0 | 3 | - |" in table(blind)
 
 
 def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measured(result: CellResult, tmp_path: Path) -> None:
@@ -222,15 +217,48 @@ def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measu
     assert (first["held_out_reward_end"], second["held_out_reward_end"]) == ("0.9", "")
 
 
-def test_two_swept_keys_are_drawn_with_a_panel_for_each_value_of_the_first(result: CellResult) -> None:
+def test_the_question_of_the_page_and_of_the_picture_is_what_the_file_sweeps(result: CellResult) -> None:
+    sweep = sweep_of((0,), **{"queue.max_staleness": [2], "loss.kind": ["cispo", "ppo_clip"]})
+    runs = [replace(result, setting=(("queue.max_staleness", 2), ("loss.kind", kind))) for kind in ("cispo", "ppo_clip")]
+    question, grid = (
+        "What do queue.max_staleness and loss.kind do to learning?",
+        "queue.max_staleness = 2; loss.kind = cispo, ppo_clip",
+    )
+    page, title = render(sweep, "async-rlhf sweep s.toml", runs, None), picture(runs, sweep).get_suptitle()
+    assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page
+    assert title == f"{question}\ns: {grid}; 1 seed, 64 samples trained on per run"
+    assert sweep_of((0,)).question == "What does queue.max_staleness do to learning?"
+
+
+def test_eight_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legend_and_rows(result: CellResult) -> None:
+    bounds = (0, 1, 2, 3, 4, 6, 8, 12)
+    runs = [
+        replace(each, seconds=tuple((1 + each.seed) * s for s in each.seconds))
+        for each in grid(result, {bound: [0.9, 0.8] for bound in bounds})
+    ]
+    figure = picture(runs, sweep_of((0, 1)))
+    steps, seconds, outcome, _ = figure.axes
+    assert list(steps.lines[0].get_xdata()) == [1, 2, 4], "the third step has no reward"
+    assert list(seconds.lines[0].get_xdata()) == [7.5, 9.0, 13.5], "means of the seeds"
+    assert [list(line.get_ydata()) for line in seconds.lines] == [list(line.get_ydata()) for line in steps.lines]
+    names = [f"queue.max_staleness = {bound}" for bound in bounds]
+    (legend,) = figure.subfigs[0].legends
+    assert [each.get_text() for each in legend.get_texts()] == names
+    assert [each.get_text() for each in outcome.get_yticklabels()] == names
+
+
+def test_two_swept_keys_are_drawn_with_a_column_for_each_value_of_the_first(result: CellResult) -> None:
+    values = {"queue.max_staleness": [0, 4], "loss.kind": ["ppo_clip", "cispo", "online_dpo"]}
     runs = [
         replace(result, setting=(("queue.max_staleness", age), ("loss.kind", kind)), seed=seed)
-        for age in (0, 4)
-        for kind in ("ppo_clip", "cispo", "online_dpo")
+        for age in values["queue.max_staleness"]
+        for kind in values["loss.kind"]
         for seed in (0, 1)
     ]
-    young, old, outcome, ages = picture(runs, "losses").axes
-    assert "queue.max_staleness 0" in young.get_title() and "queue.max_staleness 4" in old.get_title()
-    assert [line.get_label().split()[0] for line in old.lines] == ["ppo_clip", "cispo", "online_dpo"]
-    assert [each.get_text() for each in outcome.get_xticklabels()] == ["0", "4"]
-    assert len(ages.get_yticklabels()) == 6
+    figure = picture(runs, sweep_of((0, 1), **values))
+    young, old, young_over_seconds, old_over_seconds, outcome, _ = figure.axes
+    assert (young.get_title(), old.get_title()) == ("queue.max_staleness = 0", "queue.max_staleness = 4")
+    for axes in (young, old, young_over_seconds, old_over_seconds):
+        assert [line.get_label() for line in axes.lines] == [f"loss.kind = {kind}" for kind in values["loss.kind"]]
+    assert len(figure.subfigs[0].legends[0].get_texts()) == 3
+    assert [each.get_text() for each in outcome.get_yticklabels()][4] == "queue.max_staleness = 4\nloss.kind = cispo"

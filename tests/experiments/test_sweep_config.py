@@ -10,6 +10,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
+from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
 
@@ -31,7 +32,7 @@ def test_the_grid_is_every_setting_with_every_seed_whole_seeds_first(tmp_path: P
     cells = cells_of(tmp_path, HEAD + VALUES + '"loss.clip_low" = [0.1, 0.2]\n')
     assert len(cells) == 8
     assert [cell.config.seed for cell in cells] == [0] * 4 + [1] * 4
-    assert cells[1].label == "queue.max_staleness=0 loss.clip_low=0.2 seed=0"
+    assert cells[1].label == "queue.max_staleness = 0, loss.clip_low = 0.2, seed = 0"
     assert cells[1].config.run_dir == Path("sweeps/s/queue.max_staleness-0_loss.clip_low-0.2_seed-0")
     assert (cells[2].config.queue.max_staleness, cells[2].config.loss.clip_low) == (2, 0.1)
 
@@ -45,9 +46,36 @@ def test_tables_and_dotted_keys_mean_the_same(tmp_path: Path) -> None:
     assert dotted[0].config.learner.batch_size == 16
 
 
+def test_settings_given_with_the_command_are_laid_upon_the_overrides_of_every_cell(tmp_path: Path) -> None:
+    path = write(tmp_path, HEAD + "[sweep.overrides]\nmax_steps = 30\ngeneration.num_generations = 4\n" + VALUES)
+    given = {"max_steps": 9, "learner": {"learning_rate": 0.5}, "generation.group_size": 2}
+    sweep, cells = load_sweep(path, {**given, "sweep.name": "other", "sweep.seeds": [7]})
+    assert sweep.overrides == {"max_steps": 9, "generation.group_size": 2, "learner.learning_rate": 0.5}
+    assert [str(cell.config.run_dir) for cell in cells] == [
+        f"sweeps/other/queue.max_staleness-{bound}_seed-7" for bound in (0, 2)
+    ]
+    assert {(cell.config.max_steps, cell.config.generation.group_size) for cell in cells} == {(9, 2)}
+    assert {cell.config.learner.learning_rate for cell in cells} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"queue.max_staleness": 1}, "'queue.max_staleness' is swept and overridden with 1; leave out one of the two"),
+        ({"seed": 4}, "'seed' is decided by the sweep; set sweep.seeds"),
+        ({"max_step": 4}, "seed = 0: unknown key 'max_step': did you mean 'max_steps'"),
+        ({"sweep.seeds": [2, 2]}, "'seeds' = .* hold one twice"),
+    ],
+)
+def test_a_wrong_setting_given_with_the_command_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write(tmp_path, HEAD + VALUES), given)
+
+
 @pytest.mark.parametrize(("name", "num_cells"), [("quick", 6), ("study", 25)])
 def test_a_shipped_sweep_is_a_valid_grid(name: str, num_cells: int) -> None:
-    sweep, cells = load_sweep(REPOSITORY / "experiments" / "staleness" / f"{name}.toml")
+    sweep, cells = load_sweep(Path(name))
+    assert (sweep, cells) == load_sweep(REPOSITORY / "experiments" / "staleness" / f"{name}.toml")
     assert len(cells) == num_cells
     assert sweep.output_dir == "runs/sweeps"
     assert all(cell.config.queue.exact for cell in cells) == (name == "study")
@@ -57,17 +85,17 @@ REFUSED = {
     "unknown key": (HEAD + 'seed = [1]\n' + VALUES, "unknown key 'seed': did you mean 'seeds'"),
     "unknown table": (HEAD + VALUES + "[swep]\n", "unknown key 'swep': did you mean 'sweep'"),
     "no sweep": ("", r"has no table \[sweep\]"),
-    "no values": (HEAD, "key 'values' is missing"),
-    "empty values": (HEAD + "[sweep.values]\n", "values = {}"),
+    "no values": (HEAD, "has no axis; give"),
+    "empty values": (HEAD + "[sweep.values]\n", "has no axis; give"),
     "no seeds": (HEAD.replace("[0, 1]", "[]") + VALUES, r"seeds = \(?\[?\(?"),
     "not TOML": (HEAD + "values", "cannot be read"),
     "a single value": (HEAD + VALUES.replace("[0, 2]", "2"), "'queue.max_staleness' = 2; give a list"),
     "a value twice": (HEAD + VALUES.replace("[0, 2]", "[2, 2]"), "hold one twice"),
     "a seed twice": (HEAD.replace("[0, 1]", "[3, 3]") + VALUES, "values of 'seeds' = .*hold one twice"),
-    "swept and overridden": (HEAD + "[sweep.overrides]\nqueue.max_staleness = 1\n" + VALUES, "is swept and overridden"),
+    "swept and overridden": (HEAD + "[sweep.overrides]\nqueue.max_staleness = 1\n" + VALUES, "swept and overridden with 1"),
     "seed overridden": (HEAD + "[sweep.overrides]\nseed = 4\n" + VALUES, "'seed' is decided by the sweep; set sweep.seeds"),
-    "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed 0: unknown key .*did you mean"),
-    "a cell that would hang": (HEAD + "[sweep.overrides]\nlearner.publish_every = 3\n" + VALUES, "= 0, seed 0: .*would hang"),
+    "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed = 0: unknown key .*did you mean"),
+    "a cell that would hang": (HEAD + "[sweep.overrides]\nlearner.publish_every = 3\n" + VALUES, "= 0, seed = 0: .*would hang"),
     "one directory for two": (HEAD + '[sweep.values]\n"data.template" = ["{prompt}!", "{prompt}?"]\n', "share the directory"),
     "no base": (HEAD.replace("quick.toml", "quack.toml") + VALUES, "quack.toml' does not exist"),
 }  # fmt: skip
@@ -80,9 +108,11 @@ def test_a_wrong_sweep_is_refused_with_what_to_do(case: str, tmp_path: Path) -> 
         load_sweep(write(tmp_path, text))
 
 
-def test_a_sweep_that_does_not_exist_names_where_sweeps_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist; shipped ones are in experiments/staleness/"):
+def test_a_sweep_that_does_not_exist_names_those_that_are_shipped(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist; shipped ones go by their names, .*: losses, quick, study"):
         load_sweep(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="sweep 'stduy' is no file, and none of this name is shipped; did you mean 'study'"):
+        load_sweep(Path("stduy"))
 
 
 class TestHowFarACellIs:
@@ -119,7 +149,10 @@ class TestHowFarACellIs:
     def test_other_settings_are_refused_even_those_a_resume_may_change(self, cell: Cell, small: Any) -> None:
         self.wrote(cell, 4, '{"label": "end"}\n')
         longer = Cell(small(**{"evaluation.at_end": True, "max_steps": 5}), cell.setting)
-        with pytest.raises(ConfigError, match=r"run with other settings \(max_steps: 4 -> 5\)\. Restore them, choose another"):
+        with pytest.raises(
+            ConfigError,
+            match=r"run with other settings \(max_steps: 4 -> 5\)\. Restore them, those of --set too; or keep both",
+        ):
             state_of(longer, 64)
 
     def test_how_a_run_is_watched_is_no_setting(self, cell: Cell, small: Any) -> None:
@@ -132,9 +165,57 @@ class TestHowFarACellIs:
         with pytest.raises(ConfigError, match="run with other settings"):
             state_of(Cell(small(**{"rewards.weights": {"a": 2.0}}), {}), 64)
 
+    def test_what_a_reward_says_of_itself_is_no_changed_setting(self, small: Any, tmp_path: Path) -> None:
+        (tmp_path / "judge.py").write_text(
+            "from async_rlhf import reward\n\n@reward(weight=2.0)\ndef judge(completion):\n    return 1.0\n"
+        )
+        cell = Cell(small(**{"rewards.functions": [str(tmp_path / "judge.py:judge")]}), {})
+        self.wrote(Cell(as_rewards_want(cell.config), {}), 4)
+        assert state_of(cell, 64) == "finished"
+
     def test_a_cell_that_somebody_runs_is_left_alone(self, cell: Cell) -> None:
         self.wrote(cell, 2)
         running = RunDir.reopen(cell.config)
         with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
             state_of(cell, 64)
         running.retire()
+
+
+AXIS = """[sweep.axes.correction]
+none = { "loss.kind" = "ppo_clip", "loss.dual_clip" = "none" }
+clipped = { loss = { kind = "ppo_clip", dual_clip = 3.0 } }
+"""
+
+
+def test_an_axis_of_named_values_sets_several_keys_at_once(tmp_path: Path) -> None:
+    sweep, cells = load_sweep(write(tmp_path, HEAD + VALUES + AXIS))
+    assert sweep.question == "What do correction and queue.max_staleness do to learning?"
+    assert sweep.grid == "correction = none, clipped; queue.max_staleness = 0, 2"
+    assert [cell.label for cell in cells[:2]] == [
+        "correction = none, queue.max_staleness = 0, seed = 0",
+        "correction = none, queue.max_staleness = 2, seed = 0",
+    ]
+    assert [cell.config.loss.dual_clip for cell in cells[:4]] == [None, None, 3.0, 3.0]
+    assert {cell.swept for cell in cells} == {frozenset({"loss.kind", "loss.dual_clip", "queue.max_staleness"})}
+
+
+def test_samples_decide_the_steps_where_batches_differ(tmp_path: Path) -> None:
+    sizes = '[sweep.values]\n"learner.batch_size" = [64, 128]\n'
+    cells = cells_of(tmp_path, HEAD + "samples = 1280\n" + sizes)
+    assert [cell.config.max_steps for cell in cells[:2]] == [20, 10]
+    with pytest.raises(ConfigError, match=r"sweep.samples = 1300 is no multiple of the 64 completions of a step; .*: 1280"):
+        cells_of(tmp_path, HEAD + "samples = 1300\n" + sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (AXIS + "clipper = { loss.kind = 'ppo_clip' }\n", "axis 'correction': 'clipper' does not set 'loss.dual_clip'"),
+        ("[sweep.axes.correction]\nnone = { loss.kind = 'ppo_clip' }\n", "'correction': it has fewer than two values"),
+        (AXIS + "[sweep.values]\n'loss.kind' = ['ppo_clip']\n", "'loss.kind' is set by the axes correction and loss.kind"),
+        ("[sweep.overrides]\nmax_steps = 3\n" + AXIS, "'max_steps' follows from sweep.samples = 64"),
+    ],
+)
+def test_axes_that_cannot_be_meant_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write(tmp_path, HEAD + "samples = 64\n" + text))

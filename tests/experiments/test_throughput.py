@@ -19,7 +19,7 @@ from async_rlhf.experiments.throughput.harness import MissingError
 from async_rlhf.experiments.throughput.pipeline import mean_length, window_rate
 from async_rlhf.experiments.throughput.sides import LOADS, MODEL, Steps, make_endless, our_config, write_prompts
 from async_rlhf.experiments.throughput.trl_environment import trl_python
-from async_rlhf.run.config import check
+from async_rlhf.run.config_checks import check
 
 
 def test_the_rate_counts_only_the_window() -> None:

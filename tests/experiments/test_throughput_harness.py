@@ -119,9 +119,3 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
 def test_an_unknown_part_is_refused_with_the_names_of_all() -> None:
     done = CliRunner().invoke(bench.app, ["--only", "speed"])
     assert done.exit_code == 2 and "there are engine, invariance" in " ".join(done.output.split())
-
-
-def test_one_part_runs_in_its_own_process_and_its_rows_come_back() -> None:
-    outcome = bench.measure("dispatch", ["--json", "--small"], quiet=False)
-    assert outcome.how == "measured" and len(outcome.rows) == 24
-    assert {row.part for row in outcome.rows} == {"dispatch"}

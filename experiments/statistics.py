@@ -1,0 +1,219 @@
+"""What so many seeds can say: paired intervals, many comparisons at once, power, and the words that an interval carries.
+
+Pure, in numpy. Two settings are compared within a seed, which has the same task, the same initial policy and the same random
+numbers in both: what seeds have in common leaves the difference. Called by every experiment that has seeds.
+
+Axes: n seeds, B resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+# Two seeds have an interval of 12.7 standard errors that rests on one difference: it is not worth printing.
+MIN_SEEDS = 3
+# n seeds have at most n^n resamples: of fewer than five the tails of 95 % are not there, and the t interval stands in.
+MIN_RESAMPLED = 5
+LEVEL = 0.05
+_RESAMPLES = 20_000
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds. `half_width` is that of its 95 % t interval, None with fewer than MIN_SEEDS seeds."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+    half_width: float | None
+
+
+def estimate(values: Iterable[float | None]) -> Estimate | None:
+    """Mean, range and interval of what was measured; None when nothing was."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    count, half_width = len(known), None
+    if count >= MIN_SEEDS:
+        by_t = _by_t(np.array(known))
+        half_width = (by_t.high - by_t.low) / 2
+    return Estimate(math.fsum(known) / count, min(known), max(known), count, half_width)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a mean, or a ratio of means, from 0. low and high: the 95 % interval; p: two-sided, smaller than LEVEL when and only
+    when the interval leaves 0 out. With fewer than MIN_SEEDS seeds p is None, and low and high are the range of the seeds.
+    deviation: standard deviation of what was averaged, nan of a single number and of a ratio."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+    p: float | None
+    deviation: float = math.nan
+
+
+def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
+    """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
+    cannot.
+
+    The bootstrap over seeds with the expanded percentile interval (Hesterberg 2015, "What teachers should know about the
+    bootstrap", arXiv 1411.5279, section 5.3): the percentiles lie as far out as the t interval would, because those of the
+    plain bootstrap are too narrow for few seeds by sqrt((n - 1) / n) and by t against normal. p is that of the interval that
+    just touches 0; where the 95 % interval leaves 0 out, that of the t test if it is smaller, for resamples know no far tail.
+    """
+    if len(after) != len(before) or not len(after):
+        raise ValueError(
+            f"{len(after)} and {len(before)} values cannot be paired: as many seeds are needed in both, and at least one"
+        )
+    gaps = np.asarray(after, np.float64) - np.asarray(before, np.float64)
+    count = len(gaps)
+    if count < MIN_SEEDS:
+        deviation = float(gaps.std(ddof=1)) if count > 1 else math.nan
+        return Difference(float(gaps.mean()), float(gaps.min()), float(gaps.max()), count, None, deviation)
+    by_t = _by_t(gaps)
+    if count < MIN_RESAMPLED:
+        return by_t
+    found = _from_resamples(by_t.mean, gaps[_rows(count)].mean(1), count)
+    assert found.p is not None and by_t.p is not None
+    p = min(found.p, by_t.p) if found.low > 0 or found.high < 0 else found.p
+    return replace(found, p=p, deviation=by_t.deviation)
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Difference:
+    """mean(numerators) / mean(denominators), both of the same seeds; for at least MIN_RESAMPLED of them, else ValueError.
+
+    p is against a ratio of 0. Its interval means little where that of the denominator holds 0.
+    """
+    count = len(numerators)
+    if count != len(denominators) or count < MIN_RESAMPLED:
+        raise ValueError(
+            f"a ratio needs the same seeds above and below, at least {MIN_RESAMPLED}: {count}, {len(denominators)}"
+        )
+    above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    rows = _rows(count)
+    return _from_resamples(float(above.mean() / below.mean()), above[rows].mean(1) / below[rows].mean(1), count)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Of each comparison the p value that holds when all of them are looked at.
+
+    Holm 1979, "A simple sequentially rejective multiple test procedure": the i-th smallest of m is multiplied by m - i + 1, and
+    none is below one that was smaller. The chance that any true equality gets a value below a level is at most that level.
+    """
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def detectable(deviation: float, count: int, power: float = 0.8) -> float:
+    """The smallest true difference that `count` seeds show (at LEVEL, two-sided) with a chance of at least `power`.
+
+    deviation: standard deviation of the paired differences. (t_{1 - level / 2} + t_power) deviation / sqrt(n), which is exact
+    up to the difference between a shifted t and a non-central one. Raises ValueError for fewer than two seeds.
+    """
+    if count < 2:
+        raise ValueError(f"{count} seed shows no difference: at least 2 are needed")
+    return (t_quantile(1 - LEVEL / 2, count - 1) + t_quantile(power, count - 1)) * deviation / math.sqrt(count)
+
+
+def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int:
+    """The fewest seeds that show a difference of this size with a chance of at least `power`. Raises ValueError for one that is
+    not positive."""
+    if not difference > 0:
+        raise ValueError(f"no number of seeds shows a difference of {difference}: it must be above 0")
+    # at least so many, for the quantiles of t are above those of the normal distribution
+    count = max(2, math.floor(((_NORMAL.inv_cdf(1 - LEVEL / 2) + _NORMAL.inv_cdf(power)) * deviation / difference) ** 2))
+    while detectable(deviation, count, power) > difference:
+        count += 1
+    return count
+
+
+def worded(what: str, base: str, found: Difference, adjusted: float, comparisons: int) -> str:
+    """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`."""
+    numbers = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    if found.p is None:
+        return f"{what} against {base}: {numbers} is the range of {found.count} seeds, too few for an interval."
+    if found.p < LEVEL:
+        side = "above" if found.mean > 0 else "below"
+        if adjusted < LEVEL:
+            return f"{what} lies {side} {base}: {numbers}."
+        return (
+            f"{what} against {base}: {numbers} lies {side} 0 when looked at alone, and is not shown: of {comparisons} "
+            f"comparisons one may come out so by chance (Holm: p = {adjusted:.2f})."
+        )
+    seen = detectable(found.deviation, found.count)
+    return (
+        f"{what} against {base}: {numbers}, no difference shown; differences outside {found.low:+.3f} to {found.high:+.3f} are "
+        f"unlikely; {found.count} seeds show one of {seen:.3f} four times in five."
+    )
+
+
+@cache
+def t_quantile(chance: float, degrees: int) -> float:
+    """Of Student's t; by bisection, to 1e-12. Raises ValueError for a chance that is not between 0 and 1."""
+    if not 0 < chance < 1:
+        raise ValueError(f"there is no quantile at {chance}: it must lie between 0 and 1")
+    if chance < 0.5:
+        return -t_quantile(1 - chance, degrees)
+    low, high = 0.0, 1.0
+    while t_chance(high, degrees) < chance:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_chance(middle, degrees) < chance else (low, middle)
+    return (low + high) / 2
+
+
+def t_chance(t: float, degrees: int) -> float:
+    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4. Raises ValueError below 1
+    degree."""
+    if degrees < 1:
+        raise ValueError(f"{degrees} degrees of freedom: at least 1 is needed")
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine, odd = math.cos(angle), degrees % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range((degrees - 1) // 2 if odd else degrees // 2):
+        total += term
+        term *= cosine**2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return 0.5 + within / 2
+
+
+def _by_t(gaps: Array) -> Difference:
+    count, mean, deviation = len(gaps), float(gaps.mean()), float(gaps.std(ddof=1))
+    error = deviation / math.sqrt(count)
+    half = t_quantile(1 - LEVEL / 2, count - 1) * error
+    t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
+    return Difference(mean, mean - half, mean + half, count, 2 * (1 - t_chance(t, count - 1)), deviation)
+
+
+def _from_resamples(found: float, resampled_B: Array, count: int) -> Difference:
+    widening = math.sqrt(count / (count - 1))
+    tail = _NORMAL.cdf(-widening * t_quantile(1 - LEVEL / 2, count - 1))
+    low, high = np.quantile(resampled_B, [tail, 1 - tail]).tolist()
+    beyond = min(float((resampled_B <= 0).mean()), float((resampled_B >= 0).mean()))
+    if beyond >= 0.5:
+        return Difference(found, low, high, count, 1.0)
+    # the level whose interval would just touch 0; beyond the last resample nothing is known
+    t = -_NORMAL.inv_cdf(max(beyond, 1 / (len(resampled_B) + 1))) / widening
+    return Difference(found, low, high, count, 2 * (1 - t_chance(t, count - 1)))
+
+
+@cache
+def _rows(count: int) -> npt.NDArray[np.int64]:
+    """int64 [B, n]: which seeds a resample has; the same for every comparison, so that a page is the same in every run."""
+    return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))

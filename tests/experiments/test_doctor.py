@@ -1,0 +1,66 @@
+"""The doctor finds nothing wrong on a processor, and finds what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.doctor import machine
+from async_rlhf.experiments.doctor.command import doctor
+from async_rlhf.learner.model.policy import Policy
+
+PARTS = ["model families", "16-bit engine", "CUDA graphs", "learner", "run with two ranks"]
+
+
+def test_every_part_holds_on_a_processor_and_the_report_says_so(command: Callable[..., Any]) -> None:
+    """Runs with vLLM and with ZeRO-3 have tests of their own."""
+    code, output = command(
+        "doctor", "--device", "cpu", "--json", *(each for name in PARTS for each in ("--only", name))
+    ).finish()
+    assert code == 0, output
+    report = json.loads(output[output.index("{") :])
+    found = {each["check"]: each for each in report["checks"]}
+    assert {name: each["outcome"] for name, each in found.items()} == dict.fromkeys(PARTS, "pass") | {"CUDA graphs": "skip"}
+    assert "4 steps, canary within" in found["run with two ranks"]["detail"]
+    assert {"python", "CUDA devices", "memory", "packages", "[vllm]", "[lora]"} <= {fact["name"] for fact in report["machine"]}
+
+
+def test_a_wrong_number_fails_its_check_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    right = Policy.forward
+
+    def wrong(policy: Policy, *given: Any) -> Any:
+        logp_N, entropy_N, value_N = right(policy, *given)
+        return (logp_N * 1.1 if policy._autocast else logp_N), entropy_N, value_N
+
+    monkeypatch.setattr(Policy, "forward", wrong)
+    assert not doctor("cpu", ["learner", "CUDA graphs"], as_json=False, echo=lines.append)
+    report = lines[-1]
+    assert "| learner | fail |" in report and "in bfloat16 on cpu is" in report
+    assert "| CUDA graphs | skip |" in report and "0 passed, 1 failed, 1 skipped" in report
+
+
+def test_a_check_or_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--only 'learners' is no check; did you mean 'learner'"):
+        doctor("cpu", ["learners"], as_json=False, echo=print)
+    with pytest.raises(ConfigError, match="--device = 'tpus' is no torch device"):
+        doctor("tpus", [], as_json=False, echo=print)
+
+
+def test_a_missing_and_an_old_package_are_named_with_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.1" if name == "peft" else known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {fact.name: fact for fact in machine.facts()}
+    assert found["[deepspeed]"] == machine.Fact("[deepspeed]", "deepspeed is missing", "pip install 'async-rlhf[deepspeed]'")
+    assert found["[lora]"].value.startswith("peft is 0.1, ") and found["packages"].remedy == ""

@@ -1,0 +1,133 @@
+"""Laws of what seeds can say: intervals, many comparisons, power, and words."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rlhf.experiments.statistics import (
+    LEVEL,
+    Difference,
+    detectable,
+    estimate,
+    holm,
+    paired,
+    ratio,
+    seeds_needed,
+    t_chance,
+    t_quantile,
+    worded,
+)
+
+numbers = st.integers(-1000, 1000).map(lambda n: n / 8)
+
+
+def test_the_t_distribution_is_that_of_the_tables() -> None:
+    known = {(0.975, 1): 12.7062, (0.975, 2): 4.30265, (0.975, 4): 2.77645, (0.975, 19): 2.09302, (0.95, 10): 1.81246,
+             (0.995, 30): 2.75000, (0.8, 7): 0.896030}  # fmt: skip
+    for (chance, degrees), quantile in known.items():
+        assert t_quantile(chance, degrees) == pytest.approx(quantile, rel=1e-5)
+        assert t_quantile(1 - chance, degrees) == pytest.approx(-quantile, rel=1e-5)
+        assert t_chance(t_quantile(chance, degrees), degrees) == pytest.approx(chance, abs=1e-10)
+    assert t_chance(math.inf, 3) == 1.0 and t_chance(0.0, 4) == 0.5
+
+
+def test_the_t_interval_of_three_values() -> None:
+    found = estimate([1.0, 2.0, 3.0])
+    assert found is not None
+    assert (found.mean, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert found.half_width == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
+
+
+def test_two_values_have_no_interval_and_none_have_no_estimate() -> None:
+    found = estimate([1.0, None, 3.0])
+    assert found is not None and found.mean == 2.0 and found.half_width is None
+    assert estimate([None]) is None
+    assert paired([1.0, 3.0], [0.0, 0.0]) == Difference(2.0, 1.0, 3.0, 2, None, math.sqrt(2))
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=3, max_size=30), numbers)
+@settings(max_examples=30)
+def test_a_paired_interval_holds_its_mean_turns_with_its_sides_and_does_not_see_what_both_share(
+    both: list[tuple[float, float]], shift: float
+) -> None:
+    after, before = map(list, zip(*both, strict=True))
+    found, turned = paired(after, before), paired(before, after)
+    shifted = paired([each + shift for each in after], [each + shift for each in before])
+    assert found == shifted
+    assert found.low <= found.mean + 1e-9 and found.mean - 1e-9 <= found.high
+    assert (turned.mean, turned.low, turned.high, turned.p) == pytest.approx((-found.mean, -found.high, -found.low, found.p))
+    assert found.p is not None and 0 <= found.p <= 1
+    if found.p < LEVEL - 1e-3:
+        assert found.low > 0 or found.high < 0
+    if found.p > LEVEL + 1e-3:
+        assert found.low <= 0 <= found.high
+
+
+@pytest.mark.parametrize("count", [5, 20])
+def test_a_95_percent_interval_holds_the_truth_in_about_95_of_100_worlds(count: int) -> None:
+    generator = np.random.default_rng(1)
+    worlds = [generator.standard_normal(count) for _ in range(400)]
+    intervals = [paired(world.tolist(), [0.0] * count) for world in worlds]
+    held = sum(each.low <= 0 <= each.high for each in intervals)
+    assert 0.92 <= held / 400 <= 0.98
+    plain = sum(abs(world.mean()) < 1.96 * world.std() / count**0.5 for world in worlds)
+    assert plain < held, "the plain bootstrap's interval is too narrow"
+
+
+def test_seeds_that_cannot_be_paired_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 and 2 values cannot be paired"):
+        paired([1.0, 2.0, 3.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="at least 5"):
+        ratio([1.0] * 4, [1.0] * 4)
+
+
+def test_a_ratio_of_what_is_always_half_is_half_however_both_vary() -> None:
+    below = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0]
+    found = ratio([each / 2 for each in below], below)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_holm_is_the_worked_example_and_keeps_the_order() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_holm_lies_between_the_value_alone_and_bonferroni(p_values: list[float]) -> None:
+    for alone, adjusted in zip(p_values, holm(p_values), strict=True):
+        assert alone <= adjusted <= min(1.0, len(p_values) * alone)
+    ranks = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    in_order = [holm(p_values)[i] for i in ranks]
+    assert in_order == sorted(in_order)
+
+
+def test_power_is_what_it_says_in_simulated_worlds() -> None:
+    generator = np.random.default_rng(0)
+    truth = detectable(deviation=1.0, count=8)
+    worlds = generator.standard_normal((4000, 8)) + truth
+    t = worlds.mean(1) / (worlds.std(1, ddof=1) / math.sqrt(8))
+    assert (np.abs(t) > t_quantile(1 - LEVEL / 2, 7)).mean() == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_seeds_needed_are_the_fewest_that_suffice() -> None:
+    for difference in (0.1, 0.5, 2.0):
+        count = seeds_needed(1.0, difference)
+        assert detectable(1.0, count) <= difference
+        assert count == 2 or detectable(1.0, count - 1) > difference
+    with pytest.raises(ValueError, match="above 0"):
+        seeds_needed(1.0, 0.0)
+
+
+def test_a_sentence_says_no_more_than_its_interval() -> None:
+    clear, alone, none = (Difference(0.3, 0.1, 0.5, 8, 0.001, 0.3), Difference(-0.3, -0.5, -0.1, 8, 0.03, 0.3),
+                          Difference(0.1, -0.1, 0.3, 8, 0.4, 0.3))  # fmt: skip
+    assert worded("A", "B", clear, 0.01, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
+    assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 0.3, 10)
+    said = worded("A", "B", none, 1.0, 10)
+    assert "no difference shown; differences outside -0.100 to +0.300 are unlikely; 8 seeds show one of 0.346" in said
+    assert "too few for an interval" in worded("A", "B", Difference(1.0, 0.0, 2.0, 2, None), 1.0, 1)
