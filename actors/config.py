@@ -2,42 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, field_validator
 
+from async_rlhf.actors.prompts import Template
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.buffers.sampling import Sampling
 
 REFERENCE = "reference"
 """The stage of the reference model."""
 
 
-class DataConfig(Section):
-    """Where prompts come from."""
+TASK_PREFIX = "reasoning_gym:"
+CALLER_ROWS = "caller"
+"""The source of rows that are given in Python."""
+
+
+def anchor_source(values: Any, base: Path) -> None:
+    """Make the path in the raw values of a source absolute, seen from `base`."""
+    source = values.get("source") if isinstance(values, dict) else None
+    if isinstance(source, str) and source not in ("", "none", CALLER_ROWS) and not source.startswith(TASK_PREFIX):
+        values["source"] = str(base / Path(source).expanduser())
+
+
+class Source(Section):
+    """One place that prompts come from."""
 
     source: str
-    """`reasoning_gym:<task>`, or the path of a JSONL file with one object a line."""
+    """As `data.source`."""
+    split: str | None = None
+    """Of a saved directory with several."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task (`min_word_len = 3`)."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: our name = the file's name (`prompt = "question"`)."""
-    template: str = "{prompt}"
-    """Text given to the model; `{prompt}` and any other column may appear."""
     size: int = Field(default=4096, ge=1)
     """Number of training prompts to draw from a procedural task; a file gives what it holds."""
-    held_out: int = Field(default=200, ge=0)
-    """Number of prompts kept out of training for evaluation (drawn first, never trained on)."""
+
+
+class MixedSource(Source):
+    """One of several."""
+
+    name: str = ""
+    """In the column `source` of its rows; left out: the name of the file or task."""
+    weight: float | None = Field(default=None, gt=0)
+    """Its share of the prompts, beside the other weights. `"none"`, and then for all: as many as it has rows."""
+
+    @property
+    def label(self) -> str:
+        """The name in force."""
+        return self.name or Path(self.source.removeprefix(TASK_PREFIX)).stem
+
+
+class DataConfig(Source):
+    """Where prompts come from: `source`, or several `[[data.sources]]`."""
+
+    source: str = ""
+    """`reasoning_gym:<task>`; the path of a `.jsonl`, `.json`, `.csv` or `.parquet` file, or of a directory that Hugging Face
+    `datasets` has saved; `caller`: the rows of `train(..., data=rows)`. Empty: `sources` names several."""
+    sources: tuple[MixedSource, ...] = ()
+    """Several, each with its own `source`, `split`, `options`, `columns` and `size`, a `name` and a `weight`."""
+    template: str = "{prompt}"
+    """Text given to the model; `{prompt}` and any other column may appear."""
+    chat: bool = False
+    """That text is given as one user message through the model's chat template (what is chat messages already always is)."""
+    held_out: int | None = Field(default=None, ge=0)
+    """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
+    `"none"`: 200, and of a file at most a tenth. 0: no evaluation."""
     held_out_seed: int = 1_000_003
     """Seed of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
+    on_overlong: Literal["error", "drop"] = "error"
+    """A prompt longer than `generation.max_prompt_length` is refused before the run, or left out and counted."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the training prompts; without it the stream goes on until `max_steps`."""
+
+    @property
+    def row_template(self) -> Template:
+        """How a row becomes what the model reads."""
+        return Template(self.template, self.chat)
 
 
 class GenerationConfig(Sampling):
@@ -48,7 +98,7 @@ class GenerationConfig(Sampling):
     group_size: int = Field(default=8, ge=1, validation_alias=AliasChoices("group_size", "num_generations"))
     """Completions per prompt (alias `num_generations`)."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Longest prompt in tokens; a longer one is refused before the run starts."""
+    """Longest prompt in tokens; what becomes of a longer one is for `data.on_overlong` to say."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens, the end token included."""
     temperature: float = Field(default=1.0, gt=0, le=100)
@@ -155,8 +205,19 @@ class RewardsConfig(Section):
     """By reward name: lowest and highest value that counts; `reward` clips the whole."""
     normalise: tuple[str, ...] = ()
     """Rewards that are measured in running standard deviations from their running mean (a reward model's, for example)."""
+    by_source: dict[str, dict[str, float | None]] = Field(default_factory=dict)
+    """By `source` of a row: the rewards that judge its completions, with their weights there (`maths = { exact = 1.0, brief =
+    0.5 }`); with `"none"`, and all of a list of names, those they have elsewhere. The others do not apply there and are not
+    called. Rows of a source that is not named, or without one, are judged by all."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
+
+    @field_validator("by_source", mode="before")
+    @classmethod
+    def _with_weights(cls, by_source: Any) -> Any:
+        if not isinstance(by_source, dict):
+            return by_source
+        return {source: _table(rewards) for source, rewards in by_source.items()}
 
     def specs(
         self, base_dir: Path, stages: Mapping[str, StageConfig], columns: AbstractSet[str] | None = None
@@ -168,8 +229,11 @@ class RewardsConfig(Section):
         settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
         try:
             specs = resolve(self.functions, base_dir, columns, self.options, settings, self.stop_when)
-        except RewardError as error:  # before the start a reward that cannot be loaded is a wrong setting
-            raise ConfigError(str(error)) from error
+        except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
+            default = (
+                "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
+            )
+            raise ConfigError(f"{error}{default}") from error
         names = [spec.name for spec in specs]
         if unknown := set(stages) - {*names, REFERENCE}:
             name = min(unknown)
@@ -179,12 +243,42 @@ class RewardsConfig(Section):
             raise ConfigError(
                 f'a reward is called {REFERENCE!r}, as the stage of the reference model is; rename it ("other_name=...")'
             )
+        self._check_by_source(names)
         return specs
+
+    def _check_by_source(self, names: Sequence[str]) -> None:
+        for source, chosen in self.by_source.items():
+            if not chosen:
+                raise ConfigError(f"rewards.by_source.{source} names no reward; name one, or leave the source out")
+            if unknown := [name for name in chosen if name not in names]:
+                hint = did_you_mean(unknown[0], names)
+                raise ConfigError(f"rewards.by_source.{source} names {unknown[0]!r}, which is no reward of this run; {hint}")
+
+    def check_sources(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """rows: the columns of each. Raises ConfigError for a source in `by_source` that no row has."""
+        if not self.by_source:
+            return
+        found = sorted({source for columns in rows if (source := source_of(columns)) is not None})
+        if unknown := [source for source in self.by_source if source not in found]:
+            hint = did_you_mean(unknown[0], found) if found else f"the data have no column {SOURCE!r}"
+            raise ConfigError(f"rewards.by_source names {unknown[0]!r}, which is the source of no row; {hint}")
 
     @property
     def composition(self) -> Composition:
         """How the scores of a rollout become its reward."""
-        return Composition(self.weights, self.combine, self.gates, self.clip, self.normalise)
+        own = {
+            source: {name: weight for name, weight in chosen.items() if weight is not None}
+            for source, chosen in self.by_source.items()
+        }
+        return Composition(self.weights, self.combine, self.gates, self.clip, self.normalise, own)
+
+
+def _table(rewards: Any) -> Any:
+    """The rewards of a source with their weights there: None for those that are only named."""
+    if isinstance(rewards, dict):
+        return {name: None if weight == "none" else weight for name, weight in rewards.items()}
+    names = [rewards] if isinstance(rewards, str) else rewards
+    return {str(name): None for name in names} if isinstance(names, list | tuple) else rewards
 
 
 class StageConfig(Section):
@@ -267,11 +361,19 @@ class ScoringConfig(Section):
         return self.placement_of(name) == "process"
 
 
+def _count(value: Any) -> int | Literal["fill"]:
+    if value == "fill":
+        return "fill"
+    if type(value) is int and 1 <= value <= 1024:
+        return value
+    raise ValueError('it is a whole number from 1 to 1024, or "fill"')
+
+
 class ActorsConfig(Section):
     """How many actors, and what each holds."""
 
-    count: int = Field(default=1, ge=1, le=1024)
-    """Actor processes."""
+    count: Annotated[int | Literal["fill"], PlainValidator(_count)] = 1
+    """Actor processes, 1 to 1024; `"fill"`: as many as fit on the devices (on CPUs: beside the hub and the learner)."""
     queued_groups: int = Field(default=8, ge=0)
     """Groups an actor asks for beyond what its slots hold, so that a freed slot is refilled at once."""
     restart_backoff_s: float = Field(default=0.5, ge=0)

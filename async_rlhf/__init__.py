@@ -14,14 +14,33 @@ if TYPE_CHECKING:
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
     from async_rlhf.inspect.trials import Trial, try_rewards
     from async_rlhf.learner.registry import advantage, loss
-    from async_rlhf.run.api import TrainResult, train
+    from async_rlhf.run.api import Run, TrainResult, start, train
+    from async_rlhf.run.config import Config
 
-__all__ = ["Score", "Stream", "TrainResult", "TransientError", "Trial", "advantage", "loss", "reward", "train", "try_rewards"]
+    __version__: str
+
+__all__ = [
+    "Config",
+    "Run",
+    "Score",
+    "Stream",
+    "TrainResult",
+    "TransientError",
+    "Trial",
+    "__version__",
+    "advantage",
+    "loss",
+    "reward",
+    "start",
+    "train",
+    "try_rewards",
+]
 
 
 _HOMES = {
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
-    **dict.fromkeys(("TrainResult", "train"), "async_rlhf.run.api"),
+    **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.run.api"),
+    "Config": "async_rlhf.run.config",
     **dict.fromkeys(("advantage", "loss"), "async_rlhf.learner.registry"),
     **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.trials"),
 }
@@ -30,4 +49,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("async-rlhf")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 
 TOTAL = "reward"
@@ -30,7 +31,8 @@ class Composition:
 
     weights: 1.0 where none is given. rule: the weighted values are summed or multiplied. gates: components that only open
     or close: where one is not above 0 the reward is 0. clip: lowest and highest value, `reward` for the whole.
-    normalise: components that are measured in running standard deviations from their running mean.
+    normalise: components that are measured in running standard deviations from their running mean. by_source: weights by the
+    `source` of a row, over those of `weights`.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -38,6 +40,12 @@ class Composition:
     gates: tuple[str, ...] = ()
     clip: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     normalise: tuple[str, ...] = ()
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, columns: Mapping[str, Any]) -> Composition:
+        """The rule for the rollouts of a row with these columns."""
+        own = self.by_source.get(source_of(columns) or "")
+        return replace(self, weights={**self.weights, **own}) if own else self
 
     def check(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a name that is no reward's, and for a range that is empty."""

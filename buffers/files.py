@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+
+import xxhash
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: there is no room now."""
@@ -110,6 +113,23 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def lock_directory(path: Path) -> int:
+    """A descriptor that holds the directory's lock until it is closed. Raises OSError, also while another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def content_digest(path: Path) -> str:
+    """xxh3_128 of a file's content, 32 hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_whole(path: Path, data: bytes | str, files: Files = DISK) -> None:

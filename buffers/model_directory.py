@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from async_rlhf.buffers.errors import ConfigError
 
+INDEX = "model.safetensors.index.json"
+"""Which tensor is in which file, where there are several."""
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
 of two threads that load at once, one would leave parameters untied for good."""
@@ -19,6 +23,12 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
     """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
     with LOADING:
         return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """By name, from a safetensors file's header. Raises OSError and SafetensorError, also where its bytes do not fill it."""
+    with safe_open(path, framework="numpy") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
 
 
 def check_own_code(directory: Path, where: str) -> None:

@@ -23,6 +23,9 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 
+SOURCE = "source"
+"""The column that names which of several mixed tasks a row is of."""
+
 # A version this low is older than any bound: what an unknown version counts as.
 UNKNOWN_VERSION = -(1 << 31)
 # A log-probability is at most 0, up to the rounding of a log-softmax in low precision.
@@ -172,6 +175,11 @@ class Group:
     def num_tokens(self) -> int:
         """Completion tokens of all members (the loss-bearing ones)."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
+
+
+def source_of(columns: Mapping[str, Any]) -> str | None:
+    """Of a row's columns; None where the data are of one task."""
+    return None if columns.get(SOURCE) is None else str(columns[SOURCE])
 
 
 def staleness(version: int, step: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from async_rlhf.buffers.errors import WeightsError
 
@@ -12,12 +12,25 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 @dataclass(frozen=True)
+class Part:
+    """Bytes from `offset` on of a file that other processes of this machine can open, as long as `owner` is kept."""
+
+    path: str
+    offset: int
+    owner: object
+
+
+@dataclass(frozen=True)
 class RawTensor:
-    """Row-major little-endian bytes with a torch dtype name; `len(data)` is checked against dtype and shape."""
+    """Row-major little-endian bytes with a torch dtype name; `len(data)` is checked against dtype and shape.
+
+    part: where the same bytes lie for other processes, if they do.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | memoryview
+    part: Part | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

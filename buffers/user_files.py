@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import sys
@@ -46,3 +47,13 @@ def import_file(path: Path) -> ModuleType:
         if not hasattr(module, _LOADED):
             del sys.modules[name]
     return module
+
+
+def is_guarded(path: Path) -> bool:
+    """Whether what this script does is under `if __name__ == "__main__"`: without, importing it would do it once more."""
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    tests = (ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If))
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for nodes in tests for node in nodes)

@@ -5,15 +5,15 @@ Both are refused before any process starts. Each refusal names the setting, the 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import advantage_settings, advantage_spec, loss_spec
+from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class RunContext:
 def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: RunContext) -> None:
     """Raises ConfigError."""
     _check_estimator(advantage)
-    _check_critic(learner, advantage, loss)
+    _check_critic(learner, advantage)
+    _check_token_advantages(advantage, loss)
+    _check_mask_truncated(advantage, loss)
     _check_groups(advantage, loss, data)
     _check_refill(advantage, data)
     _check_corrections(loss)
@@ -55,8 +57,7 @@ def _check_estimator(advantage: AdvantageConfig) -> None:
         )
 
 
-def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    kind = loss_spec(loss.kind)
+def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig) -> None:
     if advantage.needs_critic and learner.critic.kind == "none":
         raise ConfigError(
             f"advantage.kind = {advantage.kind!r} needs a critic's values, and learner.critic.kind is 'none'. "
@@ -67,15 +68,33 @@ def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig, loss: Loss
             f"learner.critic.kind = {learner.critic.kind!r}, but advantage.kind = {advantage.kind!r} has no use for values. "
             "Set advantage.kind = 'gae', or learner.critic.kind = 'none'."
         )
-    if advantage.needs_critic and (kind.level != "token" or kind.corrects == "nothing"):
-        raise ConfigError(
-            f"loss.kind = {loss.kind!r} has one advantage for a completion, advantage.kind = {advantage.kind!r} one for each "
-            "token. Set loss.kind = 'decoupled_ppo', or advantage.kind = 'leave_one_out'."
-        )
     if advantage.c_cap > advantage.rho_cap:
         raise ConfigError(
             f"advantage.c_cap = {advantage.c_cap:g} is above advantage.rho_cap = {advantage.rho_cap:g}: a trace would be "
             f"longer than the step it carries. Highest: {advantage.rho_cap:g}."
+        )
+
+
+def _check_token_advantages(advantage: AdvantageConfig, loss: LossConfig) -> None:
+    kind = loss_spec(loss.kind)
+    of_tokens = advantage.needs_critic or advantage_spec(advantage.kind).level == "token_rewards"
+    # REINFORCE++ without discount and divergence has one return for all tokens of a completion
+    even = advantage.kind in advantages() and not advantage.needs_critic and advantage.gamma == 1 and not loss.kl_in_reward
+    if of_tokens and not even and (kind.level != "token" or kind.corrects == "nothing"):
+        raise ConfigError(
+            f"loss.kind = {loss.kind!r} has one advantage for a completion, advantage.kind = {advantage.kind!r} one for each "
+            "token. Set loss.kind = 'decoupled_ppo', or advantage.kind = 'leave_one_out'."
+        )
+
+
+def _check_mask_truncated(advantage: AdvantageConfig, loss: LossConfig) -> None:
+    if loss.mask_truncated != "loss and baseline":
+        return
+    if advantage.needs_critic or loss_spec(loss.kind).learns_from != "all":
+        of = f"advantage.kind = {advantage.kind!r}" if advantage.needs_critic else f"loss.kind = {loss.kind!r}"
+        raise ConfigError(
+            f"loss.mask_truncated = 'loss and baseline', and with {of} no baseline is made from rewards. "
+            "Set loss.mask_truncated = 'loss'."
         )
 
 
@@ -212,7 +231,17 @@ def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) 
             "or leave learner.lora.publish out."
         )
     if config.lora.rank:
-        _check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
+        check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
+
+
+def remarks(config: LearnerConfig) -> tuple[str, ...]:
+    """What stops nothing and a person should know."""
+    if config.device.partition(":")[0] != "cuda" or config.dtype != "float32":
+        return ()
+    return (
+        f"learner.dtype = 'float32' on learner.device = {config.device!r}: products take several times as long as in bfloat16, "
+        "and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32.",
+    )
 
 
 def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
@@ -292,15 +321,13 @@ def _check_deepspeed(config: LearnerConfig) -> None:
         if config.deepspeed_config is not None:
             raise ConfigError("learner.deepspeed_config is for learner.backend = 'deepspeed'; set that, or leave it out")
         return
-    _check_installed("deepspeed", "learner.backend", config.backend, "deepspeed", "'torch'")
+    check_installed("deepspeed", "learner.backend", config.backend, "deepspeed", "'torch'")
+    if config.compile:
+        raise ConfigError(
+            "learner.compile = true with learner.backend = 'deepspeed', which gathers and frees parameters between layers; "
+            "set learner.compile = false, or learner.backend = 'torch'"
+        )
     if config.deepspeed_config is not None and not Path(config.deepspeed_config).is_file():
         raise ConfigError(
             f"learner.deepspeed_config = {config.deepspeed_config!r} is no file; name a JSON file, or leave it out"
-        )
-
-
-def _check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{key} = {value!r} needs the package {package}: pip install 'async-rlhf[{extra}]'. Without it: {other}"
         )

@@ -23,6 +23,11 @@ class AdvantageConfig(Section):
     `file.py:name` or `package.module:name`."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
+    std: Literal["sample", "population"] = "sample"
+    """`group_relative`: the standard deviation of n rewards, with n - 1 (as in TRL and verl) or n under the squares."""
+    batch_statistics: Literal["tokens", "completions"] = "tokens"
+    """`reinforce_pp`: mean and standard deviation are those of all tokens of the batch (as in OpenRLHF and verl), or of its
+    completions, whatever their lengths."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
     others before a batch is made, so that it is full of groups that say something (dynamic sampling)."""
@@ -30,15 +35,19 @@ class AdvantageConfig(Section):
     """`refill`: constant groups are replaced among the first `max_refills` batches' worth that are made for one batch; what is
     made after them enters it as it is, and is dropped when it is constant."""
     max_constant_batches: int = Field(default=10, ge=1)
-    """`drop`, `refill`: so many batches in a row without a group to learn from end the run."""
+    """So many batches in a row in which every reward returned None end the run (all batches of a shorter one too); with `drop`,
+    `refill` and `loss.mask_truncated` also so many without a group to learn from."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
     rho_cap: float = Field(default=1.0, gt=0)
     """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
     c_cap: float = Field(default=1.0, gt=0)
     """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
+    bootstrap: Literal["mixed", "target"] = "mixed"
+    """`v_trace`: what an advantage puts in place of the rewards behind its token: the V-trace target and the critic's value,
+    mixed by `lam` (rlax; `gae` on fresh data), or the target alone (IMPALA's own formula)."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
     value_clip: float | None = Field(default=0.2, gt=0)
@@ -82,6 +91,9 @@ class LossConfig(Section):
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     allow_uncorrected: bool = False
     """Permit staleness above 0 without an importance weight."""
+    mask_truncated: Literal["off", "loss", "loss and baseline"] = "off"
+    """Completions that were cut at `generation.max_completion_length` are learned from (`off`), leave the loss and everything
+    it is divided by, while their rewards stay in the baseline of their group or batch (`loss`), or leave both."""
     reduction: Literal["token", "sequence", "fixed"] = "token"
     """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
     fixed_length: int | None = Field(default=None, ge=1)
@@ -98,20 +110,25 @@ class LossConfig(Section):
     """`online_dpo`: how strongly the policy is held to the reference."""
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence is subtracted from rewards."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities under the frozen initial model are wanted."""
         return self.kl_coef > 0 or "reference" in loss_spec(self.kind).needs
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""
-        in_reward = self.kl_coef > 0 and self.kl_in == "reward"
-        return advantage.needs_critic or in_reward or self.second_moment is not None
+        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None
 
 
 class GuardConfig(Section):
     """The adaptive guard: the target staleness moves below its hard bound while the data look too old to learn from."""
 
     enabled: bool = False
+    """Whether the target moves at all."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
     """The target is lowered when the effective sample size, as a share of the tokens, falls below this."""
     max_second_moment: float = Field(default=0.1, gt=0)
@@ -146,6 +163,7 @@ class CriticConfig(Section):
     kind: Literal["none", "head", "model"] = "none"
     """`head`: one more output on the policy's own trunk. `model`: a trunk of its own, begun as a copy of the policy's."""
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Highest learning rate of the critic; it rises and falls as the policy's does."""
     coefficient: float = Field(default=0.5, gt=0)
     """Weight of the value loss beside the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -158,8 +176,11 @@ class LearnerConfig(Section):
     batch_size: int = Field(default=128, ge=1)
     """Completions per step; a multiple of `generation.group_size`."""
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Highest learning rate of AdamW, after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's running means of the gradient and of its square."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -169,6 +190,7 @@ class LearnerConfig(Section):
     schedule_steps: int | None = Field(default=None, ge=1)
     """Steps after which the learning rate has fallen, warm-up included; as a rule `max_steps`."""
     final_learning_rate: float = Field(default=0.0, ge=0)
+    """The learning rate from `schedule_steps` on."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
     epochs: int = Field(default=1, ge=1)
@@ -178,12 +200,18 @@ class LearnerConfig(Section):
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
     logits_mib: int = Field(default=256, ge=1)
-    """Memory (MiB) for float32 probabilities that the backward pass finds again; those of tokens beyond it are made twice."""
+    """Memory (MiB) for float32 probabilities that the backward pass finds again; those of tokens beyond it are made twice. On
+    an accelerator also the size of a chunk of logits, of which two more are there at a time; a chunk on a CPU is smaller."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
+    """Torch device of the learner; with several ranks `"cuda"` gives every rank its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What products are computed in; weights and optimizer stay float32."""
+    reference_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the frozen reference's weights, where the learner holds it; in `bfloat16` its products are too."""
+    compile: bool = False
+    """`torch`: layers are compiled (torch.compile), forward and backward; the first steps take minutes longer."""
     gradient_checkpointing: bool = False
     """Layers compute their activations again in the backward pass instead of keeping them."""
     threads: int = Field(default=1, ge=1)

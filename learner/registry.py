@@ -24,7 +24,7 @@ LossLevel = Literal["token", "sequence", "pair"]
 Corrects = Literal["weights and masks", "masks", "nothing"]
 LearnsFrom = Literal["all", "pair", "best"]
 Needs = Literal["proximal", "behaviour", "reference"]
-AdvantageLevel = Literal["group", "batch", "completion", "tokens"]
+AdvantageLevel = Literal["group", "batch", "token_rewards", "completion", "tokens"]
 
 _OBJECTIVE = "async_rlhf.learner.objective"
 
@@ -70,7 +70,8 @@ class AdvantageSpec:
 
     level: AdvantageLevel = "group"
     """What it is called with: the rewards of one group (None: does not count); those of all groups of the batch; rewards and
-    values of the tokens of one completion; or rewards, values, log-ratios proximal / behaviour and ends of all tokens."""
+    ends of all tokens; rewards and values of the tokens of one completion; or rewards, values, log-ratios proximal / behaviour
+    and ends of all tokens."""
     off_policy: bool = True
     """False: it takes data as the policy's own."""
 

@@ -98,15 +98,17 @@ def toml(value: Any) -> str:
     """A value as it is written after `--set key=`."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value)  # JSON has other words for nan and inf
 
 
 class Command:
-    """A real `async-rlhf` process, with its children in sight."""
+    """A real `async-rlhf` process, with its children in sight; with program a script of a user."""
 
-    def __init__(self, arguments: list[str], cwd: Path) -> None:
+    def __init__(self, arguments: list[str], cwd: Path, *, program: bool = False) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "async_rlhf", *arguments],
+            [sys.executable, *([] if program else ["-m", "async_rlhf"]), *arguments],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -183,8 +185,8 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """`command("train", "run.toml")` starts the real program; whatever is left of it is ended with the test."""
     started: list[Command] = []
 
-    def start(*arguments: str) -> Command:
-        started.append(Command(list(arguments), tmp_path))
+    def start(*arguments: str, program: bool = False) -> Command:
+        started.append(Command(list(arguments), tmp_path, program=program))
         return started[-1]
 
     yield start

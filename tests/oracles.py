@@ -16,13 +16,14 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import LossConfig
 
 
-def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
+def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool, std: str) -> list[float | None]:
     """Twin of `async_rlhf.learner.objective.advantages.group_relative`."""
     counting = [reward for reward in rewards if reward is not None]
-    if len(counting) < 2 or statistics.pstdev(counting) < 1e-6:
+    deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std]
+    if len(counting) < 2 or deviation(counting) < 1e-6:
         return [None if reward is None else 0.0 for reward in rewards]
-    mean, std = statistics.mean(counting), statistics.pstdev(counting)
-    return [None if reward is None else (reward - mean) / (std if scale_by_std else 1.0) for reward in rewards]
+    mean, scale = statistics.mean(counting), deviation(counting) if scale_by_std else 1.0
+    return [None if reward is None else (reward - mean) / scale for reward in rewards]
 
 
 def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
@@ -34,12 +35,13 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Twin of `async_rlhf.learner.objective.advantages.reinforce_pp`."""
-    counting = [reward for group in groups for reward in group if reward is not None]
-    std = statistics.pstdev(counting) if counting else 0.0
-    mean = statistics.mean(counting) if counting else 0.0
-    return [[None if r is None else (r - mean) / std if std > 1e-6 else 0.0 for r in group] for group in groups]
+def reinforce_pp(completions: Sequence[Sequence[float]], gamma: float, batch_statistics: str) -> list[list[float]]:
+    """Twin of `async_rlhf.learner.objective.advantages.reinforce_pp`: of each completion's rewards by token the returns, as
+    written-out sums, and these over the batch."""
+    returns = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in completions]
+    counted = [value for own in returns for value in (own if batch_statistics == "tokens" else own[:1])]
+    mean, std = statistics.mean(counted), statistics.pstdev(counted)
+    return [[(value - mean) / std if std > 1e-6 else 0.0 for value in own] for own in returns]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:

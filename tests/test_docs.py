@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter
 from typer.main import get_command
 
+from async_rlhf.buffers.config import Section
 from async_rlhf.cli.commands import app
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.run.config import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -29,3 +34,24 @@ def test_a_document_names_only_what_exists(document: Path) -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in re.findall(r"`make (\w+)`", text):
         assert f"\n{target}:" in makefile, f"{document.name} shows make {target}"
+
+
+def test_every_setting_that_the_guide_for_newcomers_calls_ours_exists() -> None:
+    guide = (REPOSITORY / "docs" / "coming-from.md").read_text()
+    tables = re.findall(r"(?ms)^\|[^|\n]* setting \|.*?(?=^[^|]|\Z)", guide)
+    ours = [name for table in tables for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[2])]
+    assert len(tables) == 4 and len(ours) > 80
+    for setting in ours:
+        key, equals, value = setting.partition(" = ")
+        kind: Any = Config
+        for part in key.split("."):
+            assert part in kind.model_fields, f"coming-from.md names {key}"
+            field, kind = kind.model_fields[part], kind.model_fields[part].annotation
+        if equals:
+            TypeAdapter(Annotated[kind, *field.metadata, field]).validate_json(value)
+
+
+@pytest.mark.parametrize("section", [AdvantageConfig, LossConfig])
+def test_every_setting_of_an_objective_is_in_the_learner_s_document(section: type[Section]) -> None:
+    text = (REPOSITORY / "docs" / "learner.md").read_text()
+    assert {name for name in section.model_fields if not re.search(rf"`(?:\w+\.)*{name}\b", text)} == set()

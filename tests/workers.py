@@ -11,7 +11,12 @@ import re
 from xdist.scheduler import LoadScopeScheduling
 
 _VLLM = re.compile(r"/test_vllm_|[\[-]vllm[\]-]")
-_TOGETHER = ("tests/async_rlhf/test_going_back.py", "tests/learner/test_ranks.py", "tests/buffers/hub/test_refusals.py")
+_TOGETHER = (
+    "tests/async_rlhf/test_going_back.py",
+    "tests/async_rlhf/test_ray.py",
+    "tests/learner/test_ranks.py",
+    "tests/buffers/hub/test_refusals.py",
+)
 _LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")
 
 

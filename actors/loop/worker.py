@@ -193,7 +193,9 @@ class Worker:
             raise WeightsError(
                 f"version {weights.version}: engine and learner differ by {self._canary_drift:.3g} nats on the same probe "
                 f"under the same weights, the limit is {self._canary_tolerance:.3g} (engine.canary_limit). "
-                "Nothing was generated with it. Are both of the same model, and is the engine's dtype what you meant?"
+                "Nothing was generated with it. Are both of the same model, and is the engine's dtype what you meant? Or are "
+                "the weights so large (learner.learning_rate too high) that rounding alone makes this difference? The probe's "
+                f"lowest log-probability is {min(weights.canary.logprobs):.3g}."
             )
 
     def _begin(self, credits: Sequence[CreditItem]) -> None:
@@ -277,7 +279,7 @@ class Worker:
                     prompt=group.prompt,
                     columns=group.row.columns,
                 ),
-                constant=refill is not None and refill.is_constant(scores),
+                constant=refill is not None and refill.of(group.row.columns).is_constant(scores),
             )
 
     def _account(self, number: int, lengths: Sequence[int]) -> None:

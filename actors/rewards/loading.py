@@ -21,7 +21,7 @@ from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
 from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
-from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file
+from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file, is_guarded
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
@@ -214,7 +214,7 @@ def spec_of(function: Callable[..., Any]) -> str:
     """The target that names this function object: `module:qualname`, or `file.py:name` for one of a script.
 
     Raises RewardError for what has no name another process could import: a lambda, a closure, a nested function, a
-    `functools.partial`, a bound method, a function typed into an interactive session.
+    `functools.partial`, a bound method, a function typed into an interactive session, one of a script without a guard.
     """
     if isinstance(function, functools.partial):
         raise RewardError(f"{function!r} is a functools.partial: {_FIX}")
@@ -231,6 +231,11 @@ def spec_of(function: Callable[..., Any]) -> str:
         file = getattr(module, "__file__", None)
         if file is None:
             raise RewardError(f"{name!r} was typed into an interactive session, which has no file: {_FIX}")
+        if function.__module__ == "__main__" and not is_guarded(Path(file)):
+            raise RewardError(
+                f"{name!r} is in {file}, and importing that would run it once more; put what it runs under: "
+                "if __name__ == '__main__':"
+            )
         return f"{Path(file).resolve()}:{name}"
     if module is None or _attribute(module, name) is not function:
         raise RewardError(f"{function.__module__}:{name} is not the function that was given: {_FIX}")

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
 RewardFunction = Callable[..., Any]
 Decorated = TypeVar("Decorated", bound=RewardFunction)
@@ -140,8 +140,12 @@ def _with_parameters_of(declared: Callable[Parameters, Declaration]) -> Callable
 def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
 
-    The settings are those of `RewardSettings` and `Declaration`.
+    The settings are those of `RewardSettings` and `Declaration`. Raises ConfigError.
     """
+    known = [each.name for each in fields(Declaration)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"@reward({name}=...): there is no such setting; {did_you_mean(name, known)}")
 
     def mark(marked: RewardFunction) -> RewardFunction:
         setattr(marked, SETTINGS, Declaration(**settings))

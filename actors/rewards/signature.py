@@ -84,14 +84,14 @@ class Signature:
             if parameter not in known:
                 raise ConfigError(
                     f"reward {name!r} asks for {parameter!r}, which is neither a field of a completion "
-                    f"({', '.join(sorted(FIELDS))}) nor a column of the data ({', '.join(sorted(columns)) or 'none'}) "
+                    f"({', '.join(sorted(FIELDS))}) nor a column of {_every_row(columns)} "
                     f"nor an option (rewards.options.{name}); {did_you_mean(parameter, known)}"
                 )
         for choices in self.alternatives:
             if not known.intersection(choices):
                 raise ConfigError(
                     f"reward {name!r} needs one of the columns {', '.join(choices)}; "
-                    f"the data has: {', '.join(sorted(columns)) or 'none'}. Rename one with data.columns"
+                    f"there is none in {_every_row(columns)}. Rename one with data.columns"
                 )
         if not self.any_column and (unknown := options - set(self.required + self.optional)):
             option = min(unknown)
@@ -125,3 +125,7 @@ class Signature:
             own.get(name, name): value if shared and name not in own else [member.get(name) for member in members]
             for name, value in members[0].items()
         }
+
+
+def _every_row(columns: AbstractSet[str]) -> str:
+    return f"every row ({', '.join(sorted(columns))})" if columns else "every row (there is no such column)"

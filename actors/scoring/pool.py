@@ -10,12 +10,12 @@ import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Completion, Partial
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import Answer, RewardSpec
@@ -23,7 +23,7 @@ from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, SamplingMask, Score
+from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +113,19 @@ class ScoringPool(Generic[Key]):
     """Scores completions with every reward of a run; its methods are called from one thread. `counters`: by reward."""
 
     def __init__(
-        self, specs: Sequence[RewardSpec], config: ScoringConfig, wake: Callable[[], None] = lambda: None, scorer: str = ""
+        self,
+        specs: Sequence[RewardSpec],
+        config: ScoringConfig,
+        wake: Callable[[], None] = lambda: None,
+        scorer: str = "",
+        by_source: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """scorer: address of the scoring server of this machine; without one every stage runs here."""
+        """scorer: address of the scoring server of this machine; without one every stage runs here. by_source: as
+        `RewardsConfig.by_source`."""
         if not specs:
             raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
-        self._wake = wake
+        self._wake, self._by_source = wake, by_source or {}
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
         self._task_ids = itertools.count()
         self._tasks: dict[int, tuple[str, list[_Pending[Key]]]] = {}
@@ -159,7 +165,8 @@ class ScoringPool(Generic[Key]):
         stream = self._streams[key]
         if self._incremental:
             known = {**fields, STREAM: stream}
-            self._dispatcher.show(stream, {spec.name: usable(spec, known) for spec in self._incremental})
+            shown = [spec for spec in self._incremental if self._applies(spec, fields)]
+            self._dispatcher.show(stream, {spec.name: usable(spec, known) for spec in shown})
 
     def submit(self, key: Key, fields: Mapping[str, Any], place: Place | None = None) -> None:
         """Score one completion; a group's reward is called with the last member of the group.
@@ -173,13 +180,18 @@ class ScoringPool(Generic[Key]):
             raise RewardError(f"{key} is being scored already; poll or discard it first")
         place = place or Place(key, 0, 1)
         stream = self._streams.pop(key, None)
-        pending = self._pending[key] = _Pending(key, fields, len(self._specs), time.monotonic(), stream)
+        applicable = [spec for spec in self._specs if self._applies(spec, fields)]
+        pending = self._pending[key] = _Pending(key, fields, len(applicable), time.monotonic(), stream)
+        for spec in self._specs:
+            if spec not in applicable:
+                pending.scores[spec.name] = Score()
+                self.counters[spec.name].not_applicable += 1
         group = self._groups.setdefault(place.group, {})
         group[place.member] = pending
         is_whole = len(group) == place.size
         if is_whole:
             del self._groups[place.group]
-        for spec in self._specs:
+        for spec in applicable:
             if spec.scope == "completion":
                 self._submit(spec, [pending])
             elif is_whole:
@@ -224,6 +236,10 @@ class ScoringPool(Generic[Key]):
     def close(self, deadline_s: float = 5.0) -> None:
         """Kill all processes; what is pending is never scored. Raises DeadlineError if one is left after `deadline_s`."""
         self._dispatcher.close(deadline_s)
+
+    def _applies(self, spec: RewardSpec, fields: Mapping[str, Any]) -> bool:
+        chosen = self._by_source.get(source_of(fields) or "")
+        return chosen is None or spec.name in chosen or spec.name == REFERENCE
 
     def _submit(self, spec: RewardSpec, members: list[_Pending[Key]]) -> None:
         task_id = next(self._task_ids)

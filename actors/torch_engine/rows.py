@@ -90,7 +90,8 @@ class Rows:
 
     def uniforms(self, num_rows: int) -> npt.NDArray[np.float64]:
         """float64 [N] in [0, 1): the random number of each row's next token."""
-        return self._uniforms[np.arange(num_rows), self.counts[:num_rows]]
+        drawn: npt.NDArray[np.float64] = self._uniforms[np.arange(num_rows), self.counts[:num_rows]]
+        return drawn
 
     def record(self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], ready: npt.NDArray[np.int64]) -> None:
         """Append to each of the rows `ready` [N] the token sampled there: int64 [N], float32 [N]."""

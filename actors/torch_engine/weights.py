@@ -8,6 +8,7 @@ publishes merged weights (Hu et al. 2021, arXiv 2106.09685).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -51,17 +52,19 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
     if adapted and base is not None:
         for name, parameter in model.named_parameters():
             if name in adapted:
-                a, b = (_as_tensor(tensors[name + end], torch.float32).to(parameter.device) for end in (A, B))
+                a, b = (_as_tensor(tensors[name + end]).clone().to(parameter.device) for end in (A, B))
                 parameter.copy_(with_adapter(base.tensor(name).to(parameter.device), a, b))
         return
     for name, parameter in model.named_parameters():
         if parameter.numel():
-            parameter.copy_(_as_tensor(tensors[name], parameter.dtype))
+            parameter.copy_(_as_tensor(tensors[name]))
 
 
-def _as_tensor(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of the bytes (they may be read-only, which torch refuses to view) as a tensor on the CPU."""
-    return torch.frombuffer(bytearray(raw.data), dtype=dtype).reshape(raw.shape)
+def _as_tensor(raw: RawTensor) -> torch.Tensor:
+    """A view of the bytes, wherever they lie; to be read only, for they may be sealed, which no tensor can express."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(raw.data, dtype=getattr(torch, raw.dtype)).reshape(raw.shape)
 
 
 def _some(names: list[str]) -> str:

@@ -2,7 +2,7 @@
 
     submit -> waiting line -> session (thread) -> vLLM's core -> worker processes
     step   <- completions  <-        |
-    load_weights -> a file in memory -> pause (keep) -> workers read it -> resume
+    load_weights -> an index of sealed memory -> pause (keep) -> workers map it -> resume
 
 `step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
 spin while vLLM decodes.
@@ -10,16 +10,14 @@ spin while vLLM decodes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.weights import Base, check_weights
 from async_rlhf.actors.vllm_engine.session import Session
-from async_rlhf.actors.vllm_engine.weights import write_weights
+from async_rlhf.actors.vllm_engine.weights import as_index
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
@@ -143,12 +141,8 @@ class VLLMEngine:
             self._adopt(version, tensors)
 
     def _adopt(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
-        # A file in memory without a name: nothing is left of it when the actor is killed. vLLM's processes open it as this
-        # process's descriptor.
-        with os.fdopen(os.memfd_create("weights"), "wb") as memory:
-            file = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
-            write_weights(file, tensors)
-            self._session.adopt(version, file, recompute=self.on_update == "interrupt")
+        with as_index(tensors) as path:
+            self._session.adopt(version, path, recompute=self.on_update == "interrupt")
         self._version = version
 
     def probe(self, token_ids: Sequence[int]) -> Float32Array:

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -120,12 +119,12 @@ class Session:
         """Give vLLM nothing more until weights were adopted; returns how many requests still run."""
         return self._call(self._hold(), "vLLM to admit nothing more")
 
-    def adopt(self, version: int, file: Path, recompute: bool) -> None:
-        """Generation goes on with the weights in `file`, which compute all running prefixes again where `on_update` demands it.
+    def adopt(self, version: int, index: str, recompute: bool) -> None:
+        """Generation goes on with the weights of `index`: with `recompute` it computes running prefixes again.
 
         Raises EngineError when vLLM cannot.
         """
-        self._call(self._adopt(version, file, recompute), f"vLLM to adopt version {version}")
+        self._call(self._adopt(version, index, recompute), f"vLLM to adopt version {version}")
 
     def probe(self, token_ids: Sequence[int]) -> Float32Array:
         """As in `Engine.probe`."""
@@ -256,11 +255,11 @@ class Session:
         self._holds = True
         return len(self._running)
 
-    async def _adopt(self, version: int, file: Path, recompute: bool) -> None:
+    async def _adopt(self, version: int, index: str, recompute: bool) -> None:
         try:
             # Without a mode vLLM aborts everything. With its caches cleared it computes the running prefixes again.
             await self._llm.pause_generation(mode="keep", clear_cache=recompute)
-            await self._llm.collective_rpc("receive_weights", args=(str(file),))
+            await self._llm.collective_rpc("receive_weights", args=(index,))
             await self._label(version)
             await self._llm.resume_generation()
         except Exception as error:

@@ -1,38 +1,73 @@
-"""A weight set as a file that vLLM's workers read: safetensors, written without a copy of the tensors."""
+"""How a weight set gets into vLLM's worker processes: they map the sealed memory in which it lies, on this machine once.
+
+What travels through vLLM's own calls is the path of an index (JSON): of each tensor its type and shape, and in which file its
+bytes begin where. A set that lies on this process's heap (it came as chunks) is copied into a file in memory first.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO
+
+import torch
 
 from async_rlhf.buffers.tensors import RawTensor
 
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+
+@contextmanager
+def as_index(tensors: Mapping[str, RawTensor]) -> Iterator[str]:
+    """The path of the index, for processes of this user, until the end of the block."""
+    # Files in memory without a name: nothing is left of them when the actor is killed.
+    with _memory_file() as index, _memory_file() as heap:
+        entries = {}
+        for name, tensor in tensors.items():
+            path, start = (_path(heap), heap.tell()) if tensor.part is None else (tensor.part.path, tensor.part.offset)
+            if tensor.part is None:
+                heap.write(tensor.data)
+            entries[name] = (tensor.dtype, tensor.shape, path, start)
+        heap.flush()
+        index.write(json.dumps(entries).encode())
+        index.flush()
+        yield _path(index)
 
 
-def write_weights(path: Path, tensors: Mapping[str, RawTensor]) -> None:
-    """Write the tensors in the safetensors format: length of the header (8 bytes, little-endian), header (JSON), bytes.
+class IndexedWeights(Mapping[str, torch.Tensor]):
+    """The tensors of an index, in its order: views of memory that is mapped, which nothing done to them changes for others."""
 
-    The header is padded with spaces so that tensors begin at a multiple of 8 bytes.
-    """
-    header, start = {}, 0
-    for name, tensor in tensors.items():
-        stop = start + len(tensor.data)
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, stop)}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.data)
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self._entries = json.load(file)
+        self._mapped = {path: _map(path) for path in {entry[2] for entry in self._entries.values()}}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        type_name, shape, path, start = self._entries[name]
+        dtype, count = getattr(torch, type_name), math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._mapped[path], dtype=dtype, count=count, offset=start).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _memory_file() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("weights"), "wb")
+
+
+def _path(file: IO[bytes]) -> str:
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _map(path: str) -> mmap.mmap | bytes:
+    """Private: what is written to it (torch has no tensor that can only be read) stays in this process."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) if size else b""

@@ -1,7 +1,4 @@
-"""Inside vLLM's worker processes: takes weights from a file, and ends with the actor. Loaded by vLLM by name.
-
-Only the path of a file travels through vLLM's own calls; the tensors are read from safetensors.
-"""
+"""Inside vLLM's worker processes: takes weights out of shared memory, and ends with the actor. Loaded by vLLM by name."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from safetensors import safe_open
 
 from async_rlhf.actors.torch_engine.weights import A, B, Base, adapted_parameters, with_adapter
 from async_rlhf.actors.vllm_engine.arguments import ACTOR_PID
+from async_rlhf.actors.vllm_engine.weights import IndexedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -29,26 +26,24 @@ class WeightLoader:
     model_runner: Any
 
     def receive_weights(self, path: str) -> None:
-        """Take every tensor of a safetensors file, named as in a checkpoint, into the running model in place.
+        """Take every tensor of an index (`weights`), named as in a checkpoint, into the running model in place.
 
-        A file of adapters is completed from the model directory.
+        Adapters are completed from the model directory.
         """
         directory = Path(self.model_runner.vllm_config.model_config.model)
         self.model_runner.reload_weights(weights_iterator=_tensors(path, directory))
 
 
 def _tensors(path: str, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        adapted = adapted_parameters(file.keys())
-        if not adapted:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                yield name, file.get_tensor(name)
-            return
-        base = Base(directory)
-        for name in base.names:
-            tensor = base.tensor(name)
-            pair = (file.get_tensor(name + A), file.get_tensor(name + B)) if name in adapted else None
-            yield name, tensor if pair is None else with_adapter(tensor, *pair)
+    weights = IndexedWeights(path)
+    adapted = adapted_parameters(weights)
+    if not adapted:
+        yield from weights.items()
+        return
+    base = Base(directory)
+    for name in base.names:
+        tensor = base.tensor(name)
+        yield name, with_adapter(tensor, weights[name + A], weights[name + B]) if name in adapted else tensor
 
 
 def end_with(actor_pid: int) -> None:

@@ -2,8 +2,9 @@
 
 `async-rlhf chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread ends
 (SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
-requests, some outlast the watchdog. It waits for finished steps between two blows, so that a run whose checkpoints are made
-often enough always gets on. `problems` then reads what the run left behind.
+requests, some outlast the watchdog. On other hosts it ends processes and agents, with all that these run, and freezes nothing.
+It waits for finished steps between two blows, so that a run whose checkpoints are made often enough always gets on. `problems`
+then reads what the run left behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from async_rlhf.launch.connection import RemoteProcess
+from async_rlhf.launch.program import Process
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
@@ -45,16 +48,17 @@ class Blow:
 class Monkey:
     """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
 
-    processes: names and process ids of what runs now. steps: how many steps were ever recorded (it never falls).
-    num_long: how many of the blows are long freezes, of `long_freeze_s` seconds (from, to).
+    processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
+    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`.
     """
 
-    processes: Callable[[], Mapping[str, int]]
+    processes: Callable[[], Mapping[str, Process]]
     steps: Callable[[], int]
     num_blows: int
     seed: int
     num_long: int = 0
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
+    agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
     blows: list[Blow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,20 +88,28 @@ class Monkey:
             self._strike()
 
     def _strike(self) -> None:
-        running = dict(sorted(self.processes().items()))
-        if not running:
+        processes, long = self.processes(), len(self.blows) in self._long
+        away = {name: process.kill for name, process in processes.items() if isinstance(process, RemoteProcess)}
+        here = {name: process for name, process in processes.items() if name not in away}
+        away |= {f"agent of {name}": end for name, end in self.agents().items()}
+        names = sorted(here if long else {**here, **away})
+        if not names:
             return
-        name = self._random.choice(list(running))
-        long = len(self.blows) in self._long
+        name = self._random.choice(names)
+        if name in away:
+            away[name]()
+            self.blows.append(Blow(self.steps(), name, "kill"))
+            return
+        struck = here[name]
         freeze = long or self._random.random() < _FREEZE_SHARE
         with suppress(ProcessLookupError):
-            os.kill(running[name], signal.SIGSTOP if freeze else signal.SIGKILL)
+            os.kill(struck.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
             if freeze:
                 seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * _FREEZE_S
                 self._closing.wait(seconds)
-                if self.processes().get(name) == running[name]:  # else the watchdog has ended it
-                    os.kill(running[name], signal.SIGCONT)
+                if self.processes().get(name) is struck:  # else the watchdog has ended it
+                    os.kill(struck.pid, signal.SIGCONT)
 
 
 def problems(run: RunDir, config: Config) -> list[str]:

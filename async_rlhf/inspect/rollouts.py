@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,87 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail, read_lines
+
+# The step, 0 for the journal and 1 for a sample, the group.
+_Found = tuple[int, int, Group | dict[str, Any]]
 
 
-def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
-    """One plain object a group, in the order of training; only those of `step` (from 1) or `group` where given.
+@dataclass(frozen=True)
+class Shown:
+    """Groups as plain objects, the first of those that were asked for; `more`: how many others there are."""
+
+    records: list[dict[str, Any]]
+    more: int
+
+
+def show(run: RunDir, limit: int, *, step: int | None = None, group: int | None = None) -> Shown:
+    """The first `limit` groups in the order of training, only those of `step` (from 1) or `group` where given.
+
+    From the journal, and of the steps that it does not hold those that were sampled into `rollouts.jsonl`: `sampled` tells them
+    apart. `quarantined`: why a group was taken back, else None. Raises ConfigError when there is none, DamagedError for a file
+    that is not as it was written.
+    """
+    reasons = {line.get("group"): line.get("reasons") for line in read_lines(run.path / "quarantine.jsonl").records}
+    shown: list[dict[str, Any]] = []
+    total = 0
+    for at, found in _recorded(run):
+        number = found.number if isinstance(found, Group) else found["group"]
+        if step not in (None, at) or group not in (None, number):
+            continue
+        total += 1
+        if len(shown) < limit:
+            record = {**_record(at, found), "sampled": False} if isinstance(found, Group) else _of_sample(found)
+            shown.append({**record, "quarantined": reasons.get(number)})
+    if not shown:
+        which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
+        raise ConfigError(
+            f"run {str(run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after the "
+            "oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
+        )
+    return Shown(shown, total - len(shown))
+
+
+def records(run: RunDir) -> Iterator[dict[str, Any]]:
+    """One plain object a group in the journal, in the order of training.
 
     Raises ConfigError for a run that has begun no journal, DamagedError for a journal that is not as it was written.
     """
     if not (run.path / "queue").is_dir():
         raise ConfigError(f"run {str(run.path)!r} has no journal: nothing was generated yet")
+    for step, group in _archived(run):
+        yield _record(step, group)
+
+
+def _archived(run: RunDir) -> Iterator[tuple[int, Group]]:
+    """What the journal holds: the step (from 1) and a group of it."""
     for path in (run.path / "queue").glob("*.log"):
         if not path.is_file():  # a pipe would be waited for
             raise DamagedError(f"{path} is no regular file")
     for batch in read_batches(run.path / "queue"):
-        if step is not None and batch.step + 1 != step:
-            continue
-        for each in batch.groups:
-            if group is None or each.number == group:
-                yield _record(batch.step + 1, each)
+        for group in batch.groups:
+            yield batch.step + 1, group
+
+
+def _recorded(run: RunDir) -> Iterator[tuple[int, Group | dict[str, Any]]]:
+    """By step, what the journal holds, and the samples of the steps that are not in it."""
+    begun = any((run.path / "queue").glob("[0-9]*.log"))
+    journal: Iterator[_Found] = ((step, 0, group) for step, group in (_archived(run) if begun else ()))
+    last = 0
+    for step, is_sample, found in heapq.merge(journal, _samples(run), key=lambda each: each[:2]):
+        last = last if is_sample else step
+        if not is_sample or step != last:
+            yield step, found
+
+
+def _samples(run: RunDir) -> Iterator[_Found]:
+    """The lines of `rollouts.jsonl`. Raises DamagedError for a file with others."""
+    for line in Tail(run.samples).rest():
+        if type(line.get("step")) is not int or type(line.get("group")) is not int:
+            raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
+        yield line["step"], 1, line
 
 
 def export(run: RunDir, file: Path) -> int:
@@ -49,7 +113,7 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     Raises RefusedError when the group was trained on, DeadlineError when a live hub does not answer, ConfigError while the run
     starts or ends.
     """
-    from async_rlhf.actors.prompts import load_rows, prompt_number
+    from async_rlhf.actors.prompts import prompt_number
     from async_rlhf.buffers.clients.control import control
     from async_rlhf.buffers.queue.recovery import take_back
     from async_rlhf.buffers.transport.link import connector
@@ -62,7 +126,7 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
         return
     lock = RunLock.take(run.lock_file)
     try:
-        rows, _ = load_rows(config.data)
+        rows = RunData(run.path, config.data).epoch()
         checkpoint = newest(run.path, contents=False)
         take_back(
             run.path,
@@ -84,7 +148,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     Raises ConfigError when the journal does not reach back to the first step.
     """
     from async_rlhf.learner.loop.source import ArchiveSource
-    from async_rlhf.run.learning import backend_of, make_trainer
+    from async_rlhf.run.learning import backend_of, make_trainer, ranks_beside
 
     first = next(read_batches(source.path / "queue"), None)
     if first is None or first.step != 0:
@@ -94,7 +158,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
         )
     run = RunDir.create(config)
     try:
-        with backend_of(run, config) as backend:
+        with ranks_beside(run, config) as meeting, backend_of(config, meeting) as backend:
             make_trainer(run, config, ArchiveSource(source.path / "queue"), backend).run()
     finally:
         run.retire()
@@ -125,3 +189,21 @@ def _record(step: int, group: Group) -> dict[str, Any]:
             for rollout in group.rollouts
         ],
     }
+
+
+def _of_sample(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of `rollouts.jsonl` in the form of a record; it has neither token log-probabilities nor the prompt's tokens."""
+    try:
+        rollouts = [
+            {
+                **rollout,
+                "scores": {
+                    name: {"value": None, "failure": score} if isinstance(score, str) else {"value": score, "failure": None}
+                    for name, score in rollout["scores"].items()
+                },
+            }
+            for rollout in line["rollouts"]
+        ]
+        return {**{name: line[name] for name in ("attempt", "actor", "prompt")}, **line, "rollouts": rollouts, "sampled": True}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"a line of rollouts.jsonl is no sample of a group: {error!r}") from error

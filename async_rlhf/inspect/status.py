@@ -7,22 +7,29 @@ living run of this user has made are asked.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from async_rlhf.actors.scoring.remote_executor import server_state
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector
 from async_rlhf.launch.sockets import hub_address, scorer_address
+from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.run.display import held_out, line
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import read_last_lines
+from async_rlhf.run.run_files import printable, read_last_lines
 
 _PATIENCE_S = 3.0
+_WATCH_S = 2.0
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
@@ -77,12 +84,20 @@ def read(run: RunDir) -> dict[str, Any]:
             hub["state"] = f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
     done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
-    state = (hub.get("state") or "starting") if sockets else "starting" if alive else "finished" if done else "stopped"
+    end = None if alive else run.end()
+    if end is not None:
+        stands = "failed" if end.code else "finished" if end.finished else "stopped"
+    elif alive:
+        stands = "ending" if done else "starting"
+    else:
+        stands = "finished" if done else "stopped"
+    state = (hub.get("state") or "starting") if sockets else stands
     return {
         "run_dir": str(run.path),
         "state": state,
         "step": metrics[-1]["step"] if metrics else 0,
         "max_steps": config.max_steps,
+        "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
         "last": metrics[-1] if metrics else None,
@@ -95,6 +110,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     """What `read` found, as a person reads it."""
     ledger = found["hub"].get("ledger", {})
     lines = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
+    if (end := found["ended"]) and end["code"]:
+        lines.append(f"ended with code {end['code']}: {end['reason']}")
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
@@ -113,7 +130,34 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     if found["last"]:
         lines.append(f"last step: {_sentence(found['last'], line)}")
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
-    return lines + [_sentence(record, held_out) for record in found["evaluations"]]
+    return lines + _evaluations(found["evaluations"])
+
+
+def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
+    """Show `read` again and again until the run has ended or Ctrl-C; without a terminal a line for each new step."""
+    console, shown = console or Console(highlight=False, soft_wrap=True), ""
+    screen = Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext()
+    with suppress(KeyboardInterrupt), screen as live:
+        while True:
+            goes_on = run.is_alive()  # looked at first: what is shown last is the end
+            text = [printable(line) for line in lines(run, read(run))]
+            if live is not None:
+                live.update(Text("\n".join(text), overflow="fold"), refresh=True)
+            elif not goes_on or text[0] != shown:
+                shown = text[0]
+                console.print("\n".join(text[:1] if goes_on else text), markup=False)
+            if not goes_on:
+                return
+            sleep(_WATCH_S)
+
+
+def _evaluations(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The newest, the first and the best in words, in the order in which they were made."""
+    best = best_step(records)
+    chosen = [r for i, r in enumerate(records) if i == 0 or i >= len(records) - 3 or r.get("step") == best]
+    others = [f"{len(records) - len(chosen)} more evaluations"] if len(chosen) < len(records) else []
+    words = [_sentence(r, held_out) + ("  (best)" if len(chosen) > 2 and r.get("step") == best else "") for r in chosen]
+    return words + others
 
 
 def _ask(address: str, connect: Connect) -> dict[str, Any]:

@@ -6,15 +6,18 @@
     waiting, training             metrics.jsonl
     idle engine, adopted weights  spans/<actor>.jsonl
 
-All times are seconds since the epoch of the machine where something happened: actors on other machines are as far off as
-their clocks. Format: "Trace Event Format" (Google, 2016): complete events "X" on tracks, nestable events "b"/"e" for rollouts.
+All times are seconds since the epoch of the supervisor's clock: those of actors that an agent has started are moved by what was
+measured of their hosts' clocks (`launch.clocks`); an actor that was started by hand is as far off as its clock.
+
+Format: "Trace Event Format" (Google, 2016): complete events "X" on tracks, nestable events "b"/"e" for rollouts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,8 @@ from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, read_spans, unpack
+from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
-
-_US = 1e6
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ def overlap(run: RunDir) -> dict[str, Overlap]:
 
 def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:
     """Every rollout whose timings are known: all that the journal holds, and the samples of the other steps."""
+    offsets_of = cache(lambda actor: read_offsets(run.clock(actor)))
+    for rollout in _as_observed(run):
+        began = min((time.began for time in rollout.stages.values()), default=0.0)
+        by = correction(offsets_of(rollout.actor), began)
+        moved = {name: time._replace(began=time.began + by, ended=time.ended + by) for name, time in rollout.stages.items()}
+        yield replace(rollout, stages=moved)
+
+
+def _as_observed(run: RunDir) -> Iterator[TracedRollout]:
+    """With the times of the clocks of their hosts."""
     in_journal: set[int] = set()
     try:
         for batch in read_batches(run.path / "queue"):
@@ -110,10 +122,19 @@ def _learner(run: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def _actors(run: RunDir) -> Iterator[dict[str, Any]]:
+    for actor, spans in _spans(run):
+        for name, began, ended in spans:
+            yield _event(actor, "weights" if name.startswith("adopt") else "engine", name, began, ended)
+
+
+def _spans(run: RunDir) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
+    """Of each actor: what it did, when it began and ended."""
     for path in sorted((run.path / "spans").glob("*.jsonl")):
+        offsets, found = read_offsets(run.clock(path.stem)), list[tuple[str, float, float]]()
         for span in read_spans(path):
-            track = "weights" if span["name"].startswith("adopt") else "engine"
-            yield _event(path.stem, track, span["name"], span["began"], span["ended"])
+            by = correction(offsets, span["began"])
+            found.append((span["name"], span["began"] + by, span["ended"] + by))
+        yield path.stem, found
 
 
 def _rollouts(rollouts: list[TracedRollout], run: RunDir) -> Iterator[dict[str, Any]]:
@@ -133,18 +154,24 @@ def _rollouts(rollouts: list[TracedRollout], run: RunDir) -> Iterator[dict[str, 
 
 
 def _steps(run: RunDir) -> Iterator[tuple[float, float, float, int]]:
-    """Of each step: when the learner began to wait for it, when it began to train, when it was recorded, its number."""
+    """Of each step: when the learner began to wait for it, when it began to train, when it was recorded, its number.
+
+    A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
+    """
+    before = 0.0
     for record in run.read_metrics():
         if "time" in record:
-            began = record["time"] - record["step_time"]
-            yield began, began + record["idle/learner"] * record["step_time"], record["time"], record["step"]
+            ended, took = record["time"], record["step_time"]
+            began = max(before, ended - took)
+            yield began, min(ended, began + record["idle/learner"] * took), ended, record["step"]
+            before = ended
 
 
 def _at_work(run: RunDir) -> Activity:
     """When any process of the run decoded or trained: from an actor's first rollout on, but for its idle stretches."""
     stretches = [(trained, ended) for _, trained, ended, _ in _steps(run)]
-    for path in sorted((run.path / "spans").glob("*.jsonl")):
-        idle = [(span["began"], span["ended"]) for span in read_spans(path) if span["name"] == "idle"]
+    for _, spans in _spans(run):
+        idle = [(began, ended) for name, began, ended in spans if name == "idle"]
         starts = [ended for _, ended in idle]
         ends = [began for began, _ in idle[1:]] + [max((ended for _, _, ended, _ in _steps(run)), default=0.0)]
         stretches += [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
@@ -152,16 +179,21 @@ def _at_work(run: RunDir) -> Activity:
 
 
 def _event(process: str, track: str, name: str, began: float, ended: float) -> dict[str, Any]:
-    duration = max(0.0, ended - began) * _US
-    return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": began * _US, "dur": duration}
+    start = _us(began)
+    return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": start, "dur": max(0, _us(ended) - start)}
 
 
 def _nested(
     process: str, key: str, name: str, began: float, ended: float, about: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     common = {"pid": process, "tid": "rollouts", "cat": "rollout", "id": f"{process} {key}", "name": name}
-    yield {**common, "ph": "b", "ts": began * _US, "args": dict(about)}
-    yield {**common, "ph": "e", "ts": ended * _US}
+    yield {**common, "ph": "b", "ts": _us(began), "args": dict(about)}
+    yield {**common, "ph": "e", "ts": _us(ended)}
+
+
+def _us(seconds: float) -> int:
+    """Whole microseconds: what ends when another thing begins ends at the same number, and a viewer sees no overlap."""
+    return round(seconds * 1e6)
 
 
 def _numbered(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

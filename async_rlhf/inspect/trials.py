@@ -64,6 +64,11 @@ class Trial:
     def num_failed(self) -> int:
         return sum(sum(reward.failures.values()) for reward in self.rewards)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether any reward gave any completion a score."""
+        return any(reward.num_scored for reward in self.rewards)
+
     def plain(self) -> dict[str, Any]:
         """For JSON; without the single scores."""
         found = asdict(self)
@@ -99,11 +104,13 @@ def try_rewards(
                 "numbers in every object, or use a run directory as data"
             )
     began = time.monotonic()
-    scored = _score(ScoringPool[int](specs, running, wake=(bell := threading.Event()).set), groups, bell, patience_s)
+    bell = threading.Event()
+    pool = ScoringPool[int](specs, running, wake=bell.set, by_source=config.by_source)
+    scored = _score(pool, groups, bell, patience_s)
     wall_s = time.monotonic() - began
     found = [
-        _trial(spec.name, [each.scores[spec.name] for each in scored], [each.stages[spec.name] for each in scored])
-        for spec in specs
+        _trial(name, [each.scores[name] for each in scored], [each.stages[name] for each in scored if name in each.stages])
+        for name in (spec.name for spec in specs)
     ]
     return Trial(found, len(scored), wall_s, [each.scores for each in scored])
 
@@ -117,6 +124,8 @@ def lines(trial: Trial) -> list[str]:
             f"{reward.name}: {reward.num_scored} scored, {reward.num_not_applicable} not applicable, "
             f"{sum(reward.failures.values())} failed"
         )
+        if reward.num_not_applicable == trial.num_completions:
+            lines.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
         if reward.mean is not None and reward.std is not None:
             lines.append(
                 f"  mean {reward.mean:.4g}, std {reward.std:.4g}, lowest {reward.lowest:.4g}, highest {reward.highest:.4g}"
@@ -126,7 +135,8 @@ def lines(trial: Trial) -> list[str]:
             f"  {low:>9.3g} .. {high:<9.3g} {count:>6}  {'#' * -(-40 * count // most)}" for low, high, count in reward.histogram
         ]
         lines += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
-        lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
+        if reward.seconds:
+            lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
         lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
     return lines
 
@@ -249,7 +259,8 @@ def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
 
 def _seconds(took: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(took)
+    if not (ordered := sorted(took)):
+        return {}  # It applied nowhere.
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
     return {
         "mean": statistics.fmean(ordered),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
+
 from async_rlhf.buffers.errors import (
     AsyncRLHFError,
     ConfigError,
@@ -21,6 +24,8 @@ WORKER_LOST = 5
 REWARDS_FAILED = 6
 REFUSED_TO_TRAIN = 7
 DAMAGED = 8
+HOST_LOST = 9
+"""Of a role whose host cannot be reached: nothing is known of its end, and it is not to blame."""
 INTERRUPTED = 130
 
 # Starting the process again would end the same way.
@@ -43,7 +48,7 @@ class InterruptedRunError(AsyncRLHFError):
     """The run was forced to end before it had drained; `--resume` continues it."""
 
 
-def exit_code(error: AsyncRLHFError) -> int:
+def exit_code(error: BaseException) -> int:
     """The code that stands for this error."""
     codes: list[tuple[type[AsyncRLHFError], int]] = [
         (ConfigError, CONFIGURATION),
@@ -58,3 +63,14 @@ def exit_code(error: AsyncRLHFError) -> int:
         (InterruptedRunError, INTERRUPTED),
     ]
     return next((code for kind, code in codes if isinstance(error, kind)), FAILED)
+
+
+def ending(code: int, words: str) -> str:
+    """How a process ended, as one reads it: negative codes are signals. words: its last, which count where it ended itself, by
+    a code or, as a library does that cannot go on (nccl, when a collective fails), by SIGABRT."""
+    how = f"with code {code}"
+    if code < 0:
+        how = f"by signal {-code}"
+        with suppress(ValueError):  # those without a name
+            how += f" ({signal.Signals(-code).name})"
+    return how + (f" ({words})" if words and (code > 0 or code == -signal.SIGABRT) else "")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.tether import environment
@@ -15,6 +17,8 @@ from async_rlhf.launch.tether import environment
 _KILL_S = 30.0
 # Of a log's end; a role's reason is its last lines.
 _LAST_BYTES = 1 << 16
+# What a reason begins with: ours, and that of an exception in C++ that ends the process.
+_FATAL = ("fatal: ", "  what():  ")
 
 
 class LocalProcess:
@@ -48,7 +52,7 @@ class LocalProcess:
             begin = self._log_bytes if self._log_bytes <= size else 0  # else it was cut
             file.seek(max(begin, size - _LAST_BYTES))
             lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
-            fatal = (line.removeprefix("fatal: ") for line in reversed(lines) if line.startswith("fatal: "))
+            fatal = (line.removeprefix(word) for word in _FATAL for line in reversed(lines) if line.startswith(word))
             return next(fatal, lines[-1] if lines else "")
         return ""
 
@@ -65,18 +69,26 @@ class LocalLauncher:
     def __init__(self, lock: RunLock | None = None) -> None:
         self._lock = lock
 
+    def agents(self) -> Mapping[str, Callable[[], None]]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing."""
+
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
         lock = None if self._lock is None else self._lock.descriptor
         command = [sys.executable, "-P", "-m", "async_rlhf.run.roles", node.role, str(run_dir), *node.arguments]
         with node.log.open("ab") as log:
+            begin = log.tell()  # before the child shares, and moves, this file's position
             hears, beats = os.pipe()
             variables = {
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
-                "PYTHONHASHSEED": "0",  # some tasks draw from sets: every actor must see the same prompts
-                "HF_HUB_OFFLINE": "1",  # models are local directories; nothing is ever fetched
+                "PYTHONHASHSEED": "0",  # what draws from sets, a reward for one, does so alike in every life
+                "HF_HUB_OFFLINE": "1",  # models are local directories by now: a role fetches nothing
                 "TOKENIZERS_PARALLELISM": "false",
                 "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
+                **visible(node.devices, os.environ),
                 **environment(beats, lock),
             }
             try:
@@ -93,4 +105,4 @@ class LocalLauncher:
                 raise
             finally:
                 os.close(beats)
-            return LocalProcess(child, hears, node.log, log.tell())
+            return LocalProcess(child, hears, node.log, begin)

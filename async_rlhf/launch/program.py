@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,12 +10,18 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.run.roles ROLE RUN_DIR *arguments`, logging to `log`."""
+    """One process of the run: `async_rlhf.run.roles ROLE RUN_DIR *arguments`, logging to `log`.
+
+    arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
+    devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them.
+    """
 
     name: str
     role: str
     arguments: tuple[str, ...]
     log: Path
+    host: str = ""
+    devices: tuple[int, ...] | None = None
 
 
 class Process(Protocol):
@@ -28,11 +35,12 @@ class Process(Protocol):
         ...
 
     def heard(self) -> bytes:
-        """What it has sent since the last call, one byte a word (`tether.BEAT`, `tether.PROGRESS`). Never waits."""
+        """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
         ...
 
     def last_words(self) -> str:
-        """Why it ended, by its own account in this life: what it called fatal, else its log's last line, else nothing."""
+        """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,
+        else its log's last line, else nothing."""
         ...
 
     def kill(self) -> None:
@@ -41,10 +49,19 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts nodes. Whatever it starts must not outlive the supervisor by more than a moment, and holds the run's lock."""
+    """Starts nodes. Whatever it starts must not outlive the supervisor by more than a moment, and on its machine holds the
+    run's lock."""
 
     def start(self, run_dir: Path, node: Node) -> Process:
         """Raises OSError when it cannot be started now."""
+        ...
+
+    def agents(self) -> Mapping[str, Callable[[], None]]:
+        """By the name of each host beyond this machine that is there now: what ends its agent, and all that runs there."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the hosts; what still runs there ends."""
         ...
 
 
@@ -57,20 +74,34 @@ def learner_node(address: str, log: Path) -> Node:
     return Node("learner", "learner", (address,), log)
 
 
-def rank_node(rank: int, meeting: Path, log: Path) -> Node:
-    """One of the learner's ranks above 0; `meeting` is the folder in which ranks find each other."""
-    return Node(f"learner-rank-{rank}", "learner_rank", (str(rank), str(meeting)), log)
+def rank_node(rank: int, meeting: str, log: Path) -> Node:
+    """One of the learner's ranks above 0. meeting: IP:PORT, where rank 0 waits for the others."""
+    return Node(f"learner-rank-{rank}", "learner_rank", (str(rank), meeting), log)
 
 
-def scorer_node(address: str, log: Path) -> Node:
-    return Node("scorer", "scorer", (address,), log)
+def scorer_node(name: str, address: str, log: Path) -> Node:
+    return Node(name, "scorer", (address,), log)
+
+
+def relay_node(name: str, hub_address: str, address: str, log: Path) -> Node:
+    """Between the hub and the actors of a host, which find it at `address`."""
+    return Node(name, "relay", (hub_address, address), log)
 
 
 def actor_node(address: str, index: int, log: Path, scorer: str = "") -> Node:
     """scorer: where the scorer process listens, if there is one."""
-    name = f"actor-{index}"
+    name = actor_name(index)
     return Node(name, "actor", (address, name, scorer), log)
 
 
-def evaluation_node(model: str, label: str, log: Path) -> Node:
-    return Node(f"evaluation-{label}", "evaluation", (model, label), log)
+def actor_name(index: int) -> str:
+    return f"actor-{index}"
+
+
+def evaluation_node(model: str, label: str, step: int, log: Path) -> Node:
+    """Of the weights in a model directory, which are those after `step` steps."""
+    return Node("evaluation", "evaluation", (model, label, str(step)), log)
+
+
+def tracker_node(log: Path) -> Node:
+    return Node("tracker", "tracker", (), log)

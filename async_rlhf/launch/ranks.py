@@ -1,83 +1,137 @@
-"""The learner's other ranks: processes that rank 0 starts, watches, and takes with it.
+"""The learner's ranks as one process of the run: started together, they end together, and the one to blame is named.
 
-    owns        the processes of ranks 1 to n - 1, the folder they meet in, a thread that looks at them every 0.2 s
-    waits for   `close`: their end, for `_CLOSE_S`
-    woken by    the thread: when a rank ends unexpectedly, the learner ends too and names it
-    on close    no rank is left; they also end when this process does, since it holds their standard input open
+    owns        the processes of all ranks of one life
+    waits for   nothing but in `kill`
+    woken by    the supervisor, which asks it what it asks any process
+    on close    no rank is left
 
-A learner that lost a rank is not mended: the supervisor starts it again, with all ranks, from its last checkpoint.
+A learner that lost a rank is not mended: the supervisor starts it again, with all ranks, from its last checkpoint. Each life
+meets at a port of its own, so that nothing of an earlier one is met there.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from async_rlhf.launch.exit_codes import FAILED, FATAL
-from async_rlhf.launch.program import Launcher, Process, rank_node
-
-_LOOK_S = 0.2
-_CLOSE_S = 15.0
-# How long the learner's own thread may take to find out by itself, and to say more about it.
-_GRACE_S = 5.0
-
-
-def _end(code: int, text: str) -> None:
-    sys.stderr.write(f"fatal: {text}\n")
-    sys.stderr.flush()
-    os._exit(code)
+from async_rlhf.launch.exit_codes import FAILED, FATAL, HOST_LOST, ending
+from async_rlhf.launch.network import free_port
+from async_rlhf.launch.placement import rank_name
+from async_rlhf.launch.program import Launcher, Node, Process, rank_node
+from async_rlhf.launch.tether import BEAT
 
 
 class RankProcesses:
-    """Starts them at once. `end(code, text)` ends this process; only tests give another."""
+    """See `program.Process`. It ends well when rank 0 does, and else with the first rank that ends.
+
+    An end of rank 0 is as it was. Another rank's has code FAILED, or its own where starting again would not help or its host is
+    lost, and is named in `last_words`.
+    """
+
+    def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
+        """By rank. hosts: as in `Node`."""
+        self._hosts, self._processes = hosts, processes
+        self._heard: set[int] = set()
+        self._code: int | None = None
+        self._words = ""
+
+    @property
+    def pid(self) -> int:
+        return self._processes[0].pid
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            codes = {rank: code for rank, process in enumerate(self._processes) if (code := process.poll()) is not None}
+            if codes.get(0) == 0:
+                self._end(0, "")  # all is done; the others only wait for no more commands
+            elif ended := [rank for rank, code in codes.items() if code]:
+                self._blame(min(ended, key=lambda rank: _rank_of_end(codes[rank])), codes)
+        return self._code
+
+    def heard(self) -> bytes:
+        """A beat when every rank has beaten since the last one: it is as silent as its most silent rank."""
+        self._heard |= {rank for rank, process in enumerate(self._processes) if process.heard()}
+        if len(self._heard) < len(self._processes):
+            return b""
+        self._heard.clear()
+        return BEAT
+
+    def last_words(self) -> str:
+        return self._words
+
+    def kill(self) -> None:
+        if self._code is None:
+            silent = [self._name(rank) for rank in range(len(self._processes)) if rank not in self._heard]
+            self._end(FAILED, f"{' and '.join(silent)} fell silent" if silent else "")
+
+    def _blame(self, rank: int, codes: dict[int, int]) -> None:
+        code, words = codes[rank], self._processes[rank].last_words()
+        if rank == 0:
+            self._end(code, words)
+        elif code == HOST_LOST:
+            self._end(code, f"rank {rank}: {words}")
+        else:
+            self._end(code if code in FATAL else FAILED, f"{self._name(rank)} ended {ending(code, words)}")
+
+    def _end(self, code: int, words: str) -> None:
+        self._code, self._words = code, words
+        for process in self._processes:
+            process.kill()
+
+    def _name(self, rank: int) -> str:
+        host = self._hosts[rank]
+        return f"rank {rank}" + (f" on host {host!r}" if host else "")
+
+
+def _rank_of_end(code: int) -> int:
+    """Of ends that are seen at once, which is the cause: a rank that lost another ends too, by its own code."""
+    if code in FATAL:
+        return 0
+    return 1 if code == HOST_LOST else 2 if code < 0 else 3
+
+
+def start_all(launcher: Launcher, run_dir: Path, nodes: Sequence[Node]) -> list[Process]:
+    """Raises OSError when one cannot be started; none is left then."""
+    started: list[Process] = []
+    try:
+        for node in nodes:
+            started.append(launcher.start(run_dir, node))
+    except OSError:
+        for process in started:
+            process.kill()
+        raise
+    return started
+
+
+def rank_nodes(size: int, meeting: str, log: Callable[[str], Path]) -> list[Node]:
+    """The ranks above 0. meeting: IP:PORT, where they meet. log: of a node, by its name."""
+    return [rank_node(rank, meeting, log(rank_name(rank))) for rank in range(1, size)]
+
+
+class RankLauncher:
+    """See `program.Launcher`: starts a learner of several ranks as one process, every other node as `launcher` does.
+
+    address: of this machine, where ranks meet. placed: gives a node its host and devices.
+    """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        run_dir: Path,
-        size: int,
-        log: Callable[[str], Path],
-        end: Callable[[int, str], None] = _end,
+        self, launcher: Launcher, size: int, address: str, placed: Callable[[Node], Node], log: Callable[[str], Path]
     ) -> None:
-        self._meeting = tempfile.TemporaryDirectory(prefix="ranks-")
-        self.directory = Path(self._meeting.name)
-        self._end, self._closing = end, threading.Event()
-        self._processes: dict[int, Process] = {}
-        for rank in range(1, size):
-            node = rank_node(rank, self.directory, log(f"learner-rank-{rank}"))
-            self._processes[rank] = launcher.start(run_dir, node)
-        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+        self._launcher, self._size, self._address = launcher, size, address
+        self._placed, self._log = placed, log
 
-    def ended(self) -> str | None:
-        """Which rank has ended, and how; None when all run."""
-        for rank, process in self._processes.items():
-            if (code := process.poll()) is not None:
-                if code < 0:
-                    return f"rank {rank} ended by signal {-code}"
-                return f"rank {rank} ended with code {code} ({process.last_words()})"
-        return None
+    def start(self, run_dir: Path, node: Node) -> Process:
+        if node.role != "learner" or self._size == 1:
+            return self._launcher.start(run_dir, node)
+        meeting = f"{self._address}:{free_port(self._address)}"
+        leader = replace(node, arguments=(*node.arguments, meeting))
+        others = [self._placed(each) for each in rank_nodes(self._size, meeting, self._log)]
+        nodes = [leader, *others]
+        return RankProcesses([each.host for each in nodes], start_all(self._launcher, run_dir, nodes))
 
-    def close(self, *, orderly: bool) -> None:
-        """orderly: the ranks have the command to end, and get time for it; whatever still runs then is killed."""
-        self._closing.set()
-        deadline = time.monotonic() + (_CLOSE_S if orderly else 0.0)
-        for process in self._processes.values():
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            process.kill()
-        self._meeting.cleanup()
+    def agents(self) -> Mapping[str, Callable[[], None]]:
+        return self._launcher.agents()
 
-    def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_S):
-            codes = {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
-            if codes:
-                text = self.ended() or ""
-                code = next((code for code in codes.values() if code in FATAL), FAILED)  # starting again would not help
-                if not self._closing.wait(_GRACE_S):
-                    self._end(code, f"the learner's {text}; see its log")
-                return
+    def close(self) -> None:
+        self._launcher.close()

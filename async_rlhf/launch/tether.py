@@ -20,7 +20,7 @@ from async_rlhf.launch.run_lock import RunLock
 
 _VARIABLE = "ASYNC_RLHF_TETHER"
 _BEAT_S = 1.0
-BEAT, PROGRESS = b".", b"+"
+BEAT, PROGRESS, PERCENT = b".", b"+", b"%"
 
 
 def environment(beats: int, lock: int | None) -> dict[str, str]:
@@ -35,6 +35,7 @@ class Tether:
         self._beats = beats
         self.lock = None if lock is None else RunLock(lock)
         self._by_thread = True
+        self._percent = 0
 
     @classmethod
     def from_environment(cls) -> Tether:
@@ -63,9 +64,10 @@ class Tether:
         self._by_thread = False
         self._say(BEAT)
 
-    def progress(self) -> None:
-        """Something that this role is for has been done."""
-        self._say(PROGRESS)
+    def progress(self, done: int = 0, of: int = 1) -> None:
+        """Something that this role is for has been done; where it is known how much there is, `done` of `of` in all."""
+        before, self._percent = self._percent, 100 * done // of
+        self._say(PROGRESS + PERCENT * (self._percent - before))
 
     def _say(self, word: bytes) -> None:
         if self._beats is not None:

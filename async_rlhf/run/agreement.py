@@ -5,19 +5,19 @@ Digests are of contents and never of paths, so an actor on another machine may k
 
 from __future__ import annotations
 
-import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import RunData
 from async_rlhf.run.scoring import stage_specs
 
 _TOKENIZER = (
@@ -28,21 +28,20 @@ _TOKENIZER = (
 _ORIGIN = ("_name_or_path", "transformers_version")
 
 
-def shared(config: Config) -> dict[str, str]:
-    """Digests by name. Raises ConfigError when a file cannot be read."""
+def shared(config: Config, data: RunData) -> dict[str, str]:
+    """Digests by name. data: the rows of the run. Raises ConfigError when a file cannot be read."""
     model = Path(config.model)
-    rewards = [spec.partition("=")[2] or spec for spec in config.rewards.functions]
-    source = Path(config.data.source)
+    rewards = [file for spec in config.rewards.functions if (file := reward_file(spec)) is not None]
     try:
         described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
         return {
             "record": _digest(PROTOCOL),
             "model": _digest(described),
-            "tokenizer": _digest(*((name, _content(model / name)) for name in _TOKENIZER if (model / name).is_file())),
+            "tokenizer": _digest(*((name, content_digest(model / name)) for name in _TOKENIZER if (model / name).is_file())),
             "data": _digest(
-                _portable(config.data.model_dump()), _content(source) if source.is_file() else version("reasoning-gym")
+                data.digest, config.data.template, config.data.chat, [source.weight for source in config.data.sources]
             ),
-            "rewards": _digest(_portable(config.rewards.model_dump()), *map(_reward_content, rewards)),
+            "rewards": _digest(portable(config.rewards.model_dump()), *map(content_digest, rewards)),
             "generation": _digest(config.seed, config.generation.model_dump()),
         }
     except OSError as error:
@@ -79,26 +78,21 @@ def _model(config: Config) -> dict[str, Any]:
     return found
 
 
-def _reward_content(reference: str) -> str:
-    """The file of a reward `[FORM:]path.py:name`; one of a package is found by its name."""
-    file = Path(reference.rpartition(":")[0].rpartition(":")[2])
-    return _content(file) if file.suffix == ".py" and file.is_file() else ""
+def reward_file(target: str) -> Path | None:
+    """The file of a reward `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
+    file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
+    return file if file.suffix == ".py" and file.is_file() else None
 
 
-def _portable(value: Any) -> Any:
+def portable(value: Any) -> Any:
     """Without the folders of absolute paths."""
     if isinstance(value, dict):
-        return {key: _portable(each) for key, each in value.items()}
+        return {key: portable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_portable(each) for each in value]
+        return [portable(each) for each in value]
     if isinstance(value, str) and "/" in value:
         return value.rpartition("/")[2]
     return value
-
-
-def _content(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
 def _digest(*values: Any) -> str:

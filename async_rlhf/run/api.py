@@ -1,30 +1,44 @@
-"""The Python API: train a model, with rewards given as functions."""
+"""The Python API: train a model, with rewards given as functions.
+
+result = train("quick", rewards=[my_reward])            # to its end
+
+with start("quick", rewards=[my_reward]) as run:        # the same, while this process goes on
+    for record in run:                                  # each step as it is recorded
+        if record["reward"] > 0.9:
+            run.stop()
+model = run.model()
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
 from typing import Any
 
-from async_rlhf.actors.prompts import load_rows
+from async_rlhf.actors.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
-from async_rlhf.buffers.model_directory import check_stop_strings
-from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
-from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.run.caller_rewards import served, split
-from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.daemon import Progress, Supervisor
+from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.display import Display
-from async_rlhf.run.model_checks import check_model_files
+from async_rlhf.run.notebook import NotebookDisplay, in_notebook
+from async_rlhf.run.preflight import common_columns
+from async_rlhf.run.preparation import prepare, rows_of
+from async_rlhf.run.progress import Progress
+from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import reward_specs, stage_specs
+
+Record = dict[str, Any]
+"""The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
     """What a run left behind. `metrics` has one object a step; `checkpoint` loads with `from_pretrained`."""
 
@@ -35,34 +49,208 @@ class TrainResult:
     finished: bool
     """False when the run was drained before its last step; `resume=True` continues it."""
 
+    def __repr__(self) -> str:
+        model = None if self.checkpoint is None else str(self.checkpoint)
+        steps = len(self.metrics)
+        return f"TrainResult(run_dir={str(self.run_dir)!r}, steps={steps}, finished={self.finished}, checkpoint={model!r})"
+
 
 def train(
-    config: str | Path,
+    config: str | Path | Mapping[str, Any] | Config,
     *,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    data: Iterable[Any] | None = None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     from_step: int | None = None,
+    overwrite: bool = False,
     quiet: bool = False,
+    on_step: Callable[[Record], object] | None = None,
 ) -> TrainResult:
-    """Run the configuration in a TOML file to its end.
+    """Run a configuration to its end: a TOML file, the name of a shipped one, its values, or a `Config`.
 
-    rewards: functions instead of those the file names; one that no other process can import (a lambda, a closure, a bound
-    method) is served by threads of this process (`caller_rewards`). loss, advantage: functions of your own, declared with
-    `@loss` and `@advantage`, which must be importable. overrides: dotted keys. resume: go on with its run directory, from the
-    newest checkpoint or from that of `from_step` steps. Raises ConfigError before any process starts, and what ended the run
-    otherwise (see `async_rlhf.launch.exit_codes`).
+    data: rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
+    directory, so that every process and a resumed run, which needs them no more, reads the same.
+    rewards: functions, or one, instead of those the file names; what no other process can import (a lambda, a closure, a
+    bound method) is served by threads of this process (`caller_rewards`). loss, advantage: functions of your own, declared with
+    `@loss` and `@advantage`, which must be importable. overrides: nested or dotted, laid upon the configuration key by key
+    (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of `from_step` steps; where
+    nothing is left to train on, nothing is started. overwrite: remove the run directory that is there. on_step: called with
+    the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before any process starts,
+    and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
+    with _resolved(config, data, rewards, loss, advantage, overrides, resume) as (resolved, rows):
+        return run(
+            resolved,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            quiet=quiet,
+            on_step=on_step,
+        )
+
+
+def start(
+    config: str | Path | Mapping[str, Any] | Config,
+    *,
+    data: Iterable[Any] | None = None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
+    with ExitStack() as stack:
+        resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, overrides, resume))
+        records: SimpleQueue[Record | None] = SimpleQueue()
+        supervisor, directory = prepare(
+            resolved,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            progress=stack.enter_context(NotebookDisplay()) if in_notebook() and not quiet else None,
+            on_step=records.put,
+        )
+        return Run(supervisor, directory, records, stack.pop_all())
+
+
+class Run:
+    """A run that goes on beside the calling program. Iterating gives the record of each step, and ends with the run.
+
+    owns        a thread that supervises the run's processes; they end with this process, also when it is killed
+    waits for   nothing by itself: `result`, and iterating, wait for the run
+    woken by    each step
+    on close    leaving the `with` block stops the run and waits until it has drained; the run can be resumed
+    """
+
+    def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
+        self._supervisor, self._directory, self._records, self._held = supervisor, directory, records, held
+        self._finished = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_dir(self) -> Path:
+        return self._directory.path
+
+    def __iter__(self) -> Iterator[Record]:
+        """Raises, at its end, what ended the run."""
+        while (record := self._records.get()) is not None:
+            yield record
+        self._records.put(None)  # for the next that iterates
+        self.result()
+
+    def stop(self) -> None:
+        """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
+        self._supervisor.drain()
+
+    def model(self) -> Path | None:
+        """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
+        return _model(self._directory)
+
+    def result(self, timeout_s: float | None = None) -> TrainResult:
+        """Wait for the end. Raises TimeoutError, and what ended the run."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
+        if self._error is not None:
+            raise self._error
+        return _result(self._directory, self._finished)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+        self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def _supervise(self) -> None:
+        try:
+            with self._held:
+                self._finished = self._supervisor.run()
+        except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
+            self._error = error
+        finally:
+            self._records.put(None)
+
+
+def run(
+    config: Config,
+    *,
+    rows: Rows | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+    on_step: Callable[[Record], object] | None = None,
+) -> TrainResult:
+    """Run a checked configuration; see `train` and `prepare`."""
+    shown: AbstractContextManager[Progress]
+    shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
+    with shown as progress:
+        supervisor, directory = prepare(
+            config,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            progress=progress,
+            on_step=on_step,
+        )
+        finished = supervisor.run()
+    return _result(directory, finished)
+
+
+def _result(directory: RunDir, finished: bool) -> TrainResult:
+    return TrainResult(
+        run_dir=directory.path,
+        metrics=directory.read_metrics(),
+        evaluations=directory.read_evaluations(),
+        checkpoint=_model(directory),
+        finished=finished,
+    )
+
+
+def _model(directory: RunDir) -> Path | None:
+    model = directory.latest / "model"
+    return model.resolve() if model.exists() else None
+
+
+@contextmanager
+def _resolved(
+    config: str | Path | Mapping[str, Any] | Config,
+    data: Iterable[Any] | None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None,
+    loss: Callable[..., Any] | None,
+    advantage: Callable[..., Any] | None,
+    overrides: Mapping[str, Any] | None,
+    resume: bool,
+) -> Iterator[tuple[Config, Rows]]:
+    """The configuration and the rows of a run with these functions; those that only this process has are served until the
+    block ends."""
     changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:
         changed["rewards.functions"], own_rewards = split(rewards)
     for section, own in (("loss", loss), ("advantage", advantage)):
         if own is not None:
             changed[f"{section}.kind"] = _importable(section, own)
-    with served(own_rewards, load(config, changed)) as resolved:
-        return run(resolved, resume=resume, from_step=from_step, quiet=quiet)
+    if data is not None:
+        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
+    loaded = load(config, changed)
+    rows = rows_of(loaded, data, resume)
+    with served(own_rewards, loaded, common_columns([*rows[0], *rows[1]])) as resolved:
+        yield resolved, rows
 
 
 def _importable(section: str, function: Callable[..., Any]) -> str:
@@ -74,83 +262,3 @@ def _importable(section: str, function: Callable[..., Any]) -> str:
             f"{section}: {error}. In a notebook, begin its cell with '%%writefile my_{section}.py' and give "
             f"overrides={{'{section}.kind': 'my_{section}.py:{getattr(function, '__name__', 'name')}'}}"
         ) from error
-
-
-def start(
-    config: Config,
-    *,
-    resume: bool = False,
-    from_step: int | None = None,
-    progress: Progress | None = None,
-    max_deaths: int = MAX_DEATHS,
-) -> tuple[Supervisor, RunDir]:
-    """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`."""
-    preflight(config)
-    model = model_directory(config.model)
-    if model != config.model:  # converted from a file, in which `preflight` cannot look
-        check_model_files(Path(model))
-    config = as_rewards_want(config.model_copy(update={"model": model}))
-    if from_step is not None and not resume:
-        raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
-    directory = _reopened(config, from_step) if resume else RunDir.create(config)
-    return Supervisor(config, directory, directory.launcher, progress, max_deaths=max_deaths), directory
-
-
-def _reopened(config: Config, from_step: int | None) -> RunDir:
-    """The directory of a run to continue, its checkpoint looked at: the newest by the sizes of its files, for its learner
-    digests them; a requested one by its digests, for what came after it is then set aside."""
-    directory = RunDir.reopen(config)
-    try:
-        if from_step is None:
-            newest(directory.path, contents=False)
-        else:
-            check_step(directory.path, from_step)
-            go_back(directory.path, from_step)
-    except AsyncRLHFError:
-        directory.retire()
-        raise
-    return directory
-
-
-def run(config: Config, *, resume: bool = False, from_step: int | None = None, quiet: bool = False) -> TrainResult:
-    """Run a checked configuration; see `train`."""
-    shown: AbstractContextManager[Progress] = nullcontext(Progress()) if quiet else Display()
-    with shown as progress:
-        supervisor, directory = start(config, resume=resume, from_step=from_step, progress=progress)
-        finished = supervisor.run()
-    checkpoint = directory.latest / "model"
-    return TrainResult(
-        run_dir=directory.path,
-        metrics=directory.read_metrics(),
-        evaluations=directory.read_evaluations(),
-        checkpoint=checkpoint.resolve() if checkpoint.exists() else None,
-        finished=finished,
-    )
-
-
-def preflight(config: Config) -> int:
-    """Look at the data, the rewards and the model's files themselves, without torch; returns the number of training prompts.
-
-    Raises ConfigError.
-    """
-    if Path(config.model).is_dir():
-        check_model_files(Path(config.model))
-    rows, _ = load_rows(config.data)
-    if not rows:
-        raise ConfigError(f"data.source = {config.data.source!r} leaves no training prompt")
-    stage_specs(config, set(rows[0].columns))
-    config.rewards.composition.check(spec.name for spec in reward_specs(config))
-    check_stop_strings(as_rewards_want(config).generation.stop, Path(config.model))
-    config.bound(len(rows)).check()
-    return len(rows)
-
-
-def as_rewards_want(config: Config) -> Config:
-    """The configuration with what rewards say of themselves (weights, stop strings) written out: a run's record is whole."""
-    specs = reward_specs(config)
-    weights = {spec.name: spec.weight for spec in specs if spec.weight != 1.0} | config.rewards.weights
-    stop = dict.fromkeys((*config.generation.stop, *(text for spec in specs for text in spec.stop_when)))
-    rewards = config.rewards.model_copy(update={"weights": weights})
-    return config.model_copy(
-        update={"rewards": rewards, "generation": config.generation.model_copy(update={"stop": tuple(stop)})}
-    )

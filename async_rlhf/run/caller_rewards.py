@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards import CALLER, CALLER_ADDRESS, RewardSpec, adapted, settings_of, spec_in_process, spec_of
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.launch.sockets import socket_directory
@@ -27,11 +27,11 @@ _STOP_S = 10.0
 _QUEUE_S = 600.0
 
 
-def split(rewards: Sequence[Callable[..., Any]]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
-    """The targets of a configuration, and by name the functions that only this process has."""
+def split(rewards: Sequence[Callable[..., Any]] | Callable[..., Any]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
+    """The targets of a configuration, and by name the functions that only this process has. One function is a list of one."""
     targets: list[str] = []
     own: dict[str, Callable[..., Any]] = {}
-    for number, function in enumerate(rewards):
+    for number, function in enumerate([rewards] if callable(rewards) else rewards):
         try:
             targets.append(spec_of(function))
         except RewardError:
@@ -44,8 +44,11 @@ def split(rewards: Sequence[Callable[..., Any]]) -> tuple[list[str], dict[str, C
 
 
 @contextmanager
-def served(own: Mapping[str, Callable[..., Any]], config: Config) -> Iterator[Config]:
-    """Serves the functions until the end of the block, for a run of the configuration that it gives. Raises ConfigError."""
+def served(own: Mapping[str, Callable[..., Any]], config: Config, columns: AbstractSet[str]) -> Iterator[Config]:
+    """Serves the functions until the end of the block, for a run of the configuration that it gives.
+
+    columns: those of the data. Raises ConfigError.
+    """
     if not own:
         yield config
         return
@@ -53,8 +56,6 @@ def served(own: Mapping[str, Callable[..., Any]], config: Config) -> Iterator[Co
         raise ConfigError("another run with rewards of the calling process is under way; end it first")
     from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
 
-    rows, _ = load_rows(config.data)
-    columns = set(rows[0].columns) if rows else None
     try:
         functions = {name: adapted(function) for name, function in own.items()}
         specs = [_timed(spec_in_process(name, function, columns), config) for name, function in functions.items()]

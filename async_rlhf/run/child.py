@@ -14,9 +14,11 @@ from async_rlhf.launch.program import Node, Process
 
 MAX_DEATHS = 6
 """A role that ends so often without having worked in between will not get better."""
+_SAME_ERRORS = 2
+"""A role that has never worked in this run ends no oftener than so by the same error."""
 _MAX_PAUSE_S = 30.0
 _WORKED_PAUSES = 10  # a life so many times longer than the pause before it was no attempt to start
-_SCORER_WORKED_S = 300.0  # it does not say what it has done
+_SILENT, _SILENT_WORKED_S = ("scorer", "relay"), 300.0  # these do not say what they have done
 _LONGEST_LOOK_S = 1.0
 
 
@@ -41,7 +43,8 @@ class Child:
     """A role is given up when `MAX_DEATHS` lives in a row were none in which it worked.
 
     It has worked in a life in which it has done something of what it is for, and which was ten times as long as the pause
-    before it. So the steps of others excuse no role's deaths, and pauses grow until a role works or is given up.
+    before it. So the steps of others excuse no role's deaths, and pauses grow until a role works or is given up. A role that
+    has never worked in this run and ends by the same error twice in a row is given up at once.
     """
 
     node: Node
@@ -51,12 +54,18 @@ class Child:
     ended_well: bool = False
     """Whether it ended with code 0, and it is not known yet whether that was right."""
     deaths: int = 0
+    has_worked: bool = False
+    """Whether a process of its role has made progress in this run: then no error of it is one of the configuration."""
     start_at: float = 0.0
     _pause_s: float = 0.0
     _started_at: float = 0.0
     _ended_at: float | None = None
     _heard_at: float = 0.0
     _progressed: bool = False
+    _error: str = ""
+    _same_errors: int = 0
+    _losses: int = 0
+    _lost_for: str = ""
 
     def started(self, process: Process, now: float) -> None:
         self.process, self.ended_well = process, False
@@ -66,7 +75,7 @@ class Child:
         self._heard_at = now
 
     def progressed(self) -> None:
-        self._progressed = True
+        self._progressed, self._losses, self._lost_for = True, 0, ""
 
     def silent_s(self, now: float) -> float:
         return now - self._heard_at
@@ -75,8 +84,14 @@ class Child:
         """It has ended with code 0: `died` follows, unless that was right."""
         self.process, self.ended_well, self.start_at, self._ended_at = None, True, now, now
 
-    def died(self, now: float, first_pause_s: float) -> float:
-        """Counts this end; returns the pause before the next start, in seconds."""
+    def given_up(self, max_deaths: int) -> bool:
+        """Whether it is not to be started again."""
+        return self.deaths >= max_deaths or (not self.has_worked and self._same_errors >= _SAME_ERRORS)
+
+    def died(self, now: float, first_pause_s: float, error: str = "") -> float:
+        """Counts this end; returns the pause before the next start, in seconds. error: by its own account, if it was one."""
+        self._same_errors = 0 if not error else self._same_errors + 1 if error == self._error else 1
+        self._error = error
         ended_at = now if self._ended_at is None else self._ended_at
         if self._worked(ended_at - self._started_at):
             self.deaths = 0
@@ -87,7 +102,18 @@ class Child:
         self.start_at = now + self._pause_s
         return self._pause_s
 
+    def lost(self, now: float, first_pause_s: float, reason: str) -> tuple[float, bool]:
+        """Its host cannot be reached: no death of its own. Returns the pause before the next start, and whether it is news."""
+        if self._worked(now - self._started_at):
+            self._losses, self._lost_for = 0, ""
+        is_news, self._lost_for = reason != self._lost_for, reason
+        self.process, self.ended_well, self._progressed = None, False, False
+        self._losses += 1
+        self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** min(self._losses - 1, 16))
+        self.start_at = now + self._pause_s
+        return self._pause_s, is_news
+
     def _worked(self, lived_s: float) -> bool:
-        if self.node.role == "scorer":
-            return lived_s >= _SCORER_WORKED_S
+        if self.node.role in _SILENT:
+            return lived_s >= _SILENT_WORKED_S
         return self._progressed and lived_s >= _WORKED_PAUSES * self._pause_s

@@ -9,7 +9,10 @@ who dies      what happens
 actor         reported to the hub until it confirms; its groups go to others; started again with back-off
 hub           started again with back-off: it reads its journal, the others say hello again
 scorer        started again with back-off; actors ask it again what it had not answered
-learner       started again from its newest checkpoint; actors go on until credits run out
+relay         started again with back-off; its actors go on with what they have, and say hello through the next
+evaluation    started again by the evaluator; tracker: started again, or given up, and the run goes on
+learner       started again, with all its ranks, from its newest checkpoint; actors go on until credits run out
+host          its roles are started there again, with back-off and for ever; they are given up with the run, when that stalls
 supervisor    every process ends; `--resume` continues
 
 An end that the supervisor did not request is a death, whatever its code; so is silence longer than `watchdog_s`, after which
@@ -19,13 +22,12 @@ the frozen process is killed. When a role is given up is for `child` to say.
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,35 +38,33 @@ from async_rlhf.launch.exit_codes import (
     CONFIGURATION,
     DAMAGED,
     FATAL,
+    HOST_LOST,
     REFUSED_TO_TRAIN,
     REWARDS_FAILED,
     InterruptedRunError,
     RefusedToTrainError,
     StalledError,
     WorkerLostError,
+    ending,
+    exit_code,
 )
-from async_rlhf.launch.program import Launcher, actor_node, evaluation_node, hub_node, learner_node, scorer_node
-from async_rlhf.launch.sockets import hub_address, scorer_address, socket_directory
+from async_rlhf.launch.placement import Placement
+from async_rlhf.launch.program import Launcher, Process
+from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
-from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, read_lines
-from async_rlhf.run.scoring import stage_specs
+from async_rlhf.run.evaluator import Evaluator
+from async_rlhf.run.launching import with_ranks
+from async_rlhf.run.placing import nodes_of, placement_of
+from async_rlhf.run.progress import Progress
+from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.tracker import Tracker
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0
-
-
-class Progress:
-    """What the supervisor reports. Every method may be ignored."""
-
-    def event(self, text: str) -> None: ...
-
-    def step(self, record: dict[str, Any], max_steps: int) -> None: ...
-
-    def evaluation(self, record: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -80,8 +80,10 @@ class _Signals:
 class Supervisor:
     """See the module docstring. `run` returns when the run has ended as it should.
 
-    max_deaths: lives in a row in which a role did not work, after which it is given up. Raises what ended the run otherwise:
-    StalledError, WorkerLostError, RefusedToTrainError, RewardError, ConfigError, DamagedError,
+    placement: where its processes run; as the configuration and this machine have it when it is left out. on_step: called with
+    the record of each step; what it raises ends the run. max_deaths: lives in a row in which a role did
+    not work, after which it is given up. done: there is nothing left to do, and no process is started. Raises what ended the
+    run otherwise: StalledError, WorkerLostError, RefusedToTrainError, RewardError, ConfigError, DamagedError,
     InterruptedRunError.
     """
 
@@ -92,26 +94,38 @@ class Supervisor:
         launcher: Launcher,
         progress: Progress | None = None,
         *,
+        placement: Placement | None = None,
+        on_step: Callable[[dict[str, Any]], object] | None = None,
         max_deaths: int = MAX_DEATHS,
+        done: bool = False,
     ) -> None:
-        self._config, self._run, self._launcher, self._progress = config, run, launcher, progress or Progress()
-        self._max_deaths = max_deaths
+        self._config, self._run, self._progress = config, run, progress or Progress()
+        self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
+        self.agents = launcher.agents
         self._signals = _Signals()
         self._draining = False
         self._step = self._highest = self._num_records = 0
-        self._tail = Tail(run.metrics)
+        self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
         self._now = SupervisedTime()
         self._last_step_at = self._now()
         self._children: dict[str, Child] = {}
-        self._address = self._scorer = ""
+        self._sockets, self._address = Path(), ""
         self._connect = connector(config.security.directory)
+        self._placement = placement or placement_of(config)
+        self._launcher = with_ranks(launcher, config, self._placement, run)
+        self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
+        self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
         try:
-            with _signals(self._signals), self._listening():
-                before = chain.from_iterable(iter(self._tail.read, []))  # a read is of so many bytes at most
-                self._step = self._highest = max((record["step"] for record in before if _is_step(record)), default=0)
+            if self._done:
+                with on_signals(self._signals), self._beside():
+                    self._evaluator.finish(stop=self._is_forced)
+                return True
+            with on_signals(self._signals), self._listening(), self._beside():
+                self._step = self._highest = highest_step(self._tail.rest())
+                self._samples.skip()  # they are of earlier starts, and may be gigabytes
                 self._courier = Courier(self._ask_for)
                 try:
                     self._start_all()
@@ -119,16 +133,29 @@ class Supervisor:
                 finally:
                     self._close()
                 finished = not self._draining or self._step >= self._config.max_steps
-                if finished and self._config.evaluation.at_end:
-                    self._evaluate(str(self._run.latest / "model"), "end")
+                if finished:
+                    self._evaluator.finish(stop=self._is_forced)
+                self._run.record_end(End(code=0, reason="all steps done" if finished else "drained", finished=finished))
                 return finished
+        except BaseException as error:
+            self._run.record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
+            raise
         finally:
+            self._launcher.close()
             self._run.retire()
 
-    def processes(self) -> dict[str, int]:
-        """Names and process ids of what runs now."""
-        running = {name: child.process for name, child in self._children.items() if child.node.role != "evaluation"}
-        return {name: process.pid for name, process in running.items() if process is not None and process.poll() is None}
+    def drain(self) -> None:
+        """As a first signal does; may be called by any thread."""
+        self._signals.count = self._signals.count or 1
+
+    def interrupt(self) -> None:
+        """As a signal does: the first drains, the second forces."""
+        self._signals.count += 1
+
+    def processes(self) -> dict[str, Process]:
+        """What runs now, by name."""
+        running = {name: child.process for name, child in self._children.items()}
+        return {name: process for name, process in running.items() if process is not None and process.poll() is None}
 
     @property
     def num_records(self) -> int:
@@ -138,34 +165,38 @@ class Supervisor:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """A private directory for the sockets of this machine's processes, and its name in the run directory."""
-        _check_free(self._config.address)
+        check_free(self._config.address)
         with ExitStack() as stack:
             with _refused_when_full():
-                directory = stack.enter_context(socket_directory())
-                self._run.announce(directory)
-            self._address = hub_address(directory)
-            if any(self._config.scoring.in_process(spec.name) for spec in stage_specs(self._config)):
-                self._scorer = scorer_address(directory)
+                self._sockets = stack.enter_context(socket_directory())
+                self._run.announce(self._sockets)
+            self._address = hub_address(self._sockets)
             yield
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The evaluator and the tracker, which end after everything else."""
+        try:
+            yield
+        finally:
+            self._evaluator.close()
+            self._run.withdraw()
+            self._tracker.finish(stop=self._is_forced)
+
+    def _is_forced(self) -> bool:
+        return self._signals.count > 1
 
     def _ask_for(self, timeout_s: float) -> AbstractContextManager[Control]:
         return control(self._address, timeout_s=timeout_s, connect=self._connect)
 
     def _start_all(self) -> None:
-        run, address = self._run, self._address
-        # Shared memory is for who came by ipc: the hub's own machine does, wherever else it listens.
-        listens = (address, self._config.address) if self._config.address else (address,)
-        nodes = [hub_node(listens, run.log("hub")), learner_node(address, run.log("learner"))]
-        if self._scorer:
-            nodes.append(scorer_node(self._scorer, run.log("scorer")))
-        nodes += [actor_node(address, i, run.log(f"actor-{i}"), self._scorer) for i in range(self._config.actors.count)]
-        fresh = not any(record.get("label") == "start" for record in read_lines(run.evaluations).records)
-        if self._config.evaluation.at_start and fresh and self._step == 0:
-            nodes.append(evaluation_node(self._config.model, "start", run.log("evaluation-start")))
-        self._children = {node.name: Child(node) for node in nodes}
+        nodes = nodes_of(self._config, self._placement, self._run, self._sockets)
+        self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
         with _refused_when_full():
+            self._run.keep_placement(self._placement)
             for child in self._children.values():
                 self._start(child)
+        self._evaluator.link_best()
 
     def _start(self, child: Child) -> None:
         child.started(self._launcher.start(self._run.path, child.node), self._now())
@@ -177,15 +208,18 @@ class Supervisor:
         while self._children["learner"].wanted:
             time.sleep(_LOOK_S)
             self._report_steps()
+            self._report_beginning()
             for child in self._children.values():
                 self._look_after(child)
+            self._evaluator.look()
+            self._tracker.look()
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")
             if self._signals.count and not self._draining:
                 self._draining = True
                 self._progress.event("draining: no new work, finishing what has begun (again to force)")
                 self._courier.drain()
-            if self._signals.count > 1:
+            if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
             if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())
@@ -199,7 +233,7 @@ class Supervisor:
             elif beats := child.process.heard():
                 child.heard(now)
                 if PROGRESS in beats:
-                    child.progressed()
+                    self._progressed(child)
             elif child.silent_s(now) > self._config.watchdog_s:
                 self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
                 child.process.kill()
@@ -211,12 +245,16 @@ class Supervisor:
             else:
                 self._start_again(child)
 
+    def _progressed(self, child: Child) -> None:
+        child.progressed()
+        for each in self._children.values():
+            each.has_worked |= each.node.role == child.node.role
+
     def _ended(self, child: Child, code: int) -> None:
         role, process = child.node.role, child.process
         assert process is not None
-        if role == "evaluation" or (role == "learner" and code == 0):
+        if role == "learner" and code == 0:
             child.process, child.wanted = None, False
-            self._report_evaluation(child, code)
             return
         words = process.last_words() if code > 0 else ""
         if code in FATAL:
@@ -229,18 +267,26 @@ class Supervisor:
             raise kinds.get(code, WorkerLostError)(words or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":
             self._courier.gone(child.node.name)
-            if code == 0:
-                child.ends_well(self._now())  # perhaps at the hub's request: its state shows
-                return
-        self._died(child, f"by signal {-code}" if code < 0 else f"with code {code}" + (f" ({words})" if words else ""))
+        if code == HOST_LOST:
+            self._lost(child, process.last_words())
+            return
+        if role == "actor" and code == 0:
+            child.ends_well(self._now())  # perhaps at the hub's request: its state shows
+            return
+        self._died(child, ending(code, process.last_words()), words)
 
-    def _died(self, child: Child, how: str) -> None:
-        name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s)
-        if child.deaths >= self._max_deaths:
+    def _died(self, child: Child, how: str, error: str = "") -> None:
+        name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s, error)
+        if child.given_up(self._max_deaths):
             raise WorkerLostError(
                 f"{name} ended {child.deaths} times without having worked in between: the last time {how}; see {child.node.log}"
             )
         self._progress.event(f"{name} ended {how}; starting it again in {pause_s:.1f} s")
+
+    def _lost(self, child: Child, reason: str) -> None:
+        pause_s, is_news = child.lost(self._now(), self._config.actors.restart_backoff_s, reason)
+        if is_news:
+            self._progress.event(f"{child.node.name} is lost: {reason}; it is tried again from {pause_s:.1f} s on")
 
     def _start_again(self, child: Child) -> None:
         try:
@@ -252,15 +298,26 @@ class Supervisor:
             self._courier.drain()
 
     def _report_steps(self) -> None:
-        for record in filter(_is_step, self._tail.read()):
+        for record in filter(is_step, self._tail.read()):
             self._num_records += 1
             self._last_step_at = self._now()
             self._step = record["step"]
             if self._step > self._highest:  # a step that is done again is no progress
                 self._highest = self._step
                 for name in ("hub", "learner"):
-                    self._children[name].progressed()
+                    self._progressed(self._children[name])
             self._progress.step(record, self._config.max_steps)
+            if (call := self._on_step) is not None:
+                self._on_step = None  # when it raises, the run ends, and it is not called again
+                call(record)
+                self._on_step = call
+        for sample in self._samples.read():
+            self._progress.sample(sample)
+
+    def _report_beginning(self) -> None:
+        if self._num_records == 0:
+            with suppress(DamagedError):
+                self._progress.waiting(self._run.read_ledger(), self._config.groups_per_batch)
 
     def _stall_report(self) -> str:
         """What each process waits for."""
@@ -276,37 +333,10 @@ class Supervisor:
             f"Running: {', '.join(running)}. Logs: {self._run.path / 'logs'}"
         )
 
-    # -- evaluation and ending ---------------------------------------------------------------------------------------
-
-    def _report_evaluation(self, child: Child, code: int) -> None:
-        if child.node.role != "evaluation":
-            return
-        label = child.node.arguments[1]
-        record = next((r for r in reversed(read_lines(self._run.evaluations).records) if r.get("label") == label), None)
-        if code != 0 or record is None:
-            self._progress.event(f"{child.node.name} failed (code {code}); see {child.node.log}")
-        else:
-            self._progress.evaluation(record)
-
-    def _evaluate(self, model: str, label: str) -> None:
-        """Evaluate and wait for it; a failure is reported, the run has ended well all the same."""
-        child = Child(evaluation_node(model, label, self._run.log(f"evaluation-{label}")))
-        try:
-            self._start(child)
-        except OSError as error:
-            self._progress.event(f"{child.node.name} cannot be started: {error}")
-            return
-        process, deadline = child.process, self._now() + self._config.stall_timeout_s
-        assert process is not None
-        try:
-            while (code := process.poll()) is None and self._now() < deadline and self._signals.count < 2:
-                time.sleep(_LOOK_S)
-            self._report_evaluation(child, -1 if code is None else code)
-        finally:
-            process.kill()
+    # -- ending ------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """The start evaluation may finish, the hub halts, actors end by its command; the rest is killed."""
+        """The hub halts, actors end by its command; the rest is killed."""
         with suppress(DamagedError):
             self._report_steps()
         self._courier.close()
@@ -316,18 +346,11 @@ class Supervisor:
                 hub_control.halt()
         deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
-            ends_itself = child.node.role != "scorer"  # which only ever answers
+            ends_itself = child.node.role not in ("scorer", "relay")  # which only ever answer
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             if child.process is not None:
-                if child.process.poll() == 0:
-                    self._report_evaluation(child, 0)
                 child.process.kill()
-
-
-def _is_step(record: dict[str, Any]) -> bool:
-    """The learner writes whole records; whatever else stands in its file after a crash is left out."""
-    return type(record.get("step")) is int
 
 
 @contextmanager
@@ -340,8 +363,8 @@ def _refused_when_full() -> Iterator[None]:
 
 
 @contextmanager
-def _signals(handler: _Signals) -> Iterator[None]:
-    """SIGINT and SIGTERM are counted while the run lasts; only the main thread may ask for them."""
+def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler` until the block ends; only the main thread may ask for them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -351,18 +374,3 @@ def _signals(handler: _Signals) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _check_free(address: str) -> None:
-    """Raises ConfigError when a tcp port is taken."""
-    if not address.startswith("tcp://"):
-        return
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("" if host == "*" else host, int(port)))
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"address = {address!r} cannot be used: {error}. Choose a free port, or leave it empty"
-            ) from error

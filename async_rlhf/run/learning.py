@@ -1,4 +1,4 @@
-"""How a configuration becomes a learner: its backend, alone or in control of other ranks, and its loop."""
+"""How a configuration becomes a learner: its backend, alone or one of several ranks, and its loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rlhf.launch.ranks import RankProcesses
+from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards
+from async_rlhf.launch.ranks import rank_nodes, start_all
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
@@ -45,14 +46,16 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
             advantage=config.advantage,
             guard=config.guard,
             lowest_staleness=config.bound(config.data.size).lowest_staleness,
+            evaluate_every=config.evaluation.every or 0,
             mismatch_limit=limit,
         ),
     )
 
 
 @contextmanager
-def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
-    """The backend that the learner's loop calls; with `learner.ranks` > 1 its other processes live as long as this.
+def backend_of(config: Config, meeting: str) -> Iterator[Backend]:
+    """The backend that the learner's loop calls. meeting: IP:PORT, where a learner of several ranks meets the others, which end
+    with the block.
 
     Raises ConfigError, before a model is loaded, for a loss or an estimator that a step could not use.
     """
@@ -62,44 +65,51 @@ def backend_of(run: RunDir, config: Config) -> Iterator[Backend]:
 
     check_estimator(config.advantage)
     check_loss(config.loss)
-    if config.learner.ranks == 1 and config.learner.backend == "torch":
-        yield Controller(_assemble(config, None))
-        return
-    processes = RankProcesses(run.launcher, run.path, config.learner.ranks, run.log)
-    orderly = False
+    ranks = _join(config, 0, meeting)
+    controller = Controller(_assemble(config, ranks))
+    yield controller
+    controller.close()
+    ranks.close()
+
+
+@contextmanager
+def ranks_beside(run: RunDir, config: Config) -> Iterator[str]:
+    """For a learner that no supervisor has started: its other ranks, on this machine, and where it meets them."""
+    meeting = f"{LOOPBACK}:{free_port(LOOPBACK)}"
+    others = start_all(run.launcher, run.path, rank_nodes(config.learner.ranks, meeting, run.log))
     try:
-        ranks = _join(config, 0, processes.directory)
-        ranks.ended = processes.ended
-        controller = Controller(_assemble(config, ranks))
-        yield controller
-        controller.close()
-        orderly = True
-        ranks.close()
+        yield meeting
     finally:
-        processes.close(orderly=orderly)
+        for process in others:
+            process.kill()
 
 
-def run_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
+def run_rank(config: Config, rank: int, meeting: str) -> None:
     """A rank above 0 of the learner: executes the commands of rank 0."""
     from async_rlhf.learner.step.controller import work
 
-    ranks = _join(config, int(rank), Path(meeting))
+    ranks = _join(config, rank, meeting)
     work(_assemble(config, ranks))
     ranks.close()
 
 
-def _join(config: Config, rank: int, meeting: Path) -> Ranks:
+def _join(config: Config, rank: int, meeting: str) -> Ranks:
     from async_rlhf.learner.parallel.ranks import Ranks
 
+    if config.learner.ranks == 1:
+        return Ranks()
+    size, interface = config.learner.ranks, interface_towards(meeting.rpartition(":")[0])
+    _log.info("rank %d of %d, which meet at %s; over %s", rank, size, meeting, interface)
     # A worker rank gets no command while a run stands still, and then for as long as the supervisor takes to see it.
     idle_s = config.stall_timeout_s + config.learner.rank_timeout_s
     return Ranks.join(
         rank,
-        config.learner.ranks,
+        size,
         meeting,
         timeout_s=config.learner.rank_timeout_s,
         idle_timeout_s=idle_s,
         device=config.learner.device,
+        interface=interface,
     )
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.model_directory import INDEX, tensor_shapes
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
-_INDEX = "model.safetensors.index.json"
+# Where an engine finds the tokens that end a completion.
+_ENDS = {"generation_config.json": "eos_token_id", "config.json": "eos_token_id", "tokenizer_config.json": "eos_token"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_WRITES = "CausalLM|LMHead|ConditionalGeneration"
 _MAX_BYTES = 256 << 20  # a tokenizer's vocabulary
 
 
 def check_model_files(directory: Path) -> None:
     """Raises ConfigError naming the file and what is wrong with it."""
     tensors = {path.name: _tensors(path) for path in sorted(directory.glob("*.safetensors"))}
-    index = directory / _INDEX
+    index = directory / INDEX
     if index.exists():
         shards = _json(index).get("weight_map")
         if not isinstance(shards, dict):
@@ -31,7 +36,65 @@ def check_model_files(directory: Path) -> None:
             if tensor not in tensors.get(str(file), ()):
                 raise _wrong(index, f"tensor {tensor!r} should be in {file!r}, and is not there")
     found = {name: _json(directory / name) for name in _TOKENIZER if (directory / name).exists()}
+    _check_architecture(directory)
     _check_vocabulary(directory, found.get("tokenizer.json", {}))
+
+
+def check_adapters(config: Config) -> None:
+    """Whether the layers that are to get adapters are there, by the last part of their names: a model's classes may call the
+    parts before it otherwise than its files, and only `check --deep` makes them. Raises ConfigError."""
+    lora = config.learner.lora
+    if not lora.rank or lora.targets == ("all-linear",):
+        return
+    described = _json(Path(config.model) / "config.json")
+    text = described.get("text_config")
+    vocabulary = (text if isinstance(text, dict) else described).get("vocab_size")
+    layers: dict[str, int] = {}
+    for path in sorted(Path(config.model).glob("*.safetensors")):
+        layers |= {
+            name.removesuffix(".weight").rpartition(".")[2]: shape[0]
+            for name, shape in tensor_shapes(path).items()
+            if name.endswith(".weight") and len(shape) == 2
+        }
+    usual = sorted(name for name, rows in layers.items() if rows != vocabulary)
+    for target in lora.targets:
+        if target.rpartition(".")[2] not in layers:
+            raise ConfigError(
+                f"learner.lora.targets names {target!r}, which is no layer of the model; choose among {', '.join(usual)}, or "
+                "'all-linear' alone"
+            )
+
+
+def names_end(directory: Path) -> bool:
+    """Whether a file of the model names a token that ends a completion."""
+    found = {file: _json(directory / file) for file in _ENDS if (directory / file).exists()}
+    text = found["config.json"].get("text_config")
+    own = text.get("eos_token_id") if isinstance(text, dict) else None
+    return any(named not in (None, []) for named in (own, *(found[file].get(_ENDS[file]) for file in found)))
+
+
+def longest_prompt(config: Config) -> tuple[int, str]:
+    """Tokens a prompt may have, and what limits them: the setting, or what the model holds beside the longest completion."""
+    described = _json(Path(config.model) / "config.json")
+    text = described.get("text_config")
+    holds = max_length(text if isinstance(text, dict) else described)
+    allowed, completion = config.generation.max_prompt_length, config.generation.max_completion_length
+    if holds is None or allowed + completion <= holds:
+        return allowed, f"generation.max_prompt_length = {allowed}"
+    return holds - completion, (
+        f"{holds - completion}: the model holds {holds} tokens, of which generation.max_completion_length = {completion}"
+    )
+
+
+def no_room(config: Config, left: int, longest: int) -> ConfigError:
+    """What to say where the longest completion fills the model. left: tokens beside it, 0 or fewer; longest: of all prompts."""
+    completion = config.generation.max_completion_length
+    holds = completion + left
+    way = f"highest: {holds - longest}" if holds > longest else "use shorter prompts and a lower value"
+    return ConfigError(
+        f"generation.max_completion_length = {completion} leaves no room for a prompt: the model holds {holds} tokens "
+        f"together, the longest prompt has {longest}; {way}"
+    )
 
 
 def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
@@ -51,11 +114,19 @@ def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
         )
 
 
-def _tensors(path: Path) -> set[str]:
-    """Names in a safetensors file; that their bytes lie within it, and fill it, is checked by the library."""
+def _check_architecture(directory: Path) -> None:
+    """Weights of another task have no head that writes text: it would begin with random numbers."""
+    names = _json(directory / "config.json").get("architectures")
+    if isinstance(names, list) and names and not any(re.search(_WRITES, str(name)) for name in names):
+        raise ConfigError(
+            f"model = {str(directory)!r} is a {names[0]}, which does not write text; give a causal language model "
+            "(...ForCausalLM)"
+        )
+
+
+def _tensors(path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        with safe_open(path, framework="numpy") as file:
-            return set(file.keys())
+        return tensor_shapes(path)
     except (OSError, SafetensorError) as error:
         raise _wrong(path, str(error)) from error
 
@@ -81,19 +152,22 @@ def deep_check(config: Config) -> Iterator[str]:
 
     from async_rlhf.actors.torch_engine.loading import load_engine
     from async_rlhf.learner.model.files import load_model
+    from async_rlhf.learner.model.lora import add_adapters
     from async_rlhf.learner.model.policy import Policy
     from async_rlhf.learner.model.verification import check_policy
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
-    from async_rlhf.learner.step.machine import find_device
+    from async_rlhf.learner.parallel.devices import take_device
 
     logging.disable_progress_bar()
     check_estimator(config.advantage)
     check_loss(config.loss)
     yield f"loss {config.loss.kind} and advantages {config.advantage.kind}: usable on made-up completions."
     began = time.monotonic()
-    policy = Policy(load_model(Path(config.model), find_device(config.learner.device)), config.learner)
+    policy = Policy(load_model(Path(config.model), take_device(config.learner.device)), config.learner)
     check_policy(policy)
+    if config.learner.lora.rank:
+        add_adapters(policy.model, config.learner.lora)
     rows = "completions of a prompt share its computation" if policy.packs else "each completion has a row of its own"
     yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
     del policy

@@ -8,8 +8,6 @@ at once on the second.
 
 from __future__ import annotations
 
-import gc
-import json
 import logging
 import os
 import signal
@@ -18,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
@@ -31,9 +29,12 @@ from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
 from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.evaluation import import_models, run_evaluation
 from async_rlhf.run.learning import backend_of, make_trainer, run_rank
+from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import reward_specs, stage_specs
+from async_rlhf.run.scoring import stage_specs
+from async_rlhf.run.tracking import run_tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,13 +47,15 @@ _log = logging.getLogger(__name__)
 
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
-    from async_rlhf.actors.prompts import num_training_rows, prompt_number
+    from async_rlhf.actors.prompts import prompt_number
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.transport.keys import load_hub
 
+    data = RunData(run.path, config.data)
+
     @cache
     def num_rows() -> int:
-        return num_training_rows(config.data)
+        return len(data.epoch())
 
     num_prompts = num_rows() if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
@@ -66,44 +69,32 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         weights=config.weights,
         prompt_of=lambda group: prompt_number(config.seed, group, num_rows()),
         schema=schema(config),
-        shared=shared(config),
+        shared=shared(config, data),
         beat=beat,
     ).run()
 
 
-def _import_models() -> None:
-    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
-
-    That is a fifth of the time of the import.
-    """
-    gc.disable()
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
-
-    gc.freeze()
-    gc.enable()
-
-
-def run_learner(run: RunDir, config: Config, address: str) -> None:
-    """The model that learns, from the newest checkpoint on."""
-    _import_models()
+def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") -> None:
+    """The model that learns, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
+    import_models()
     from async_rlhf.buffers.clients.learner import LearnerClient
     from async_rlhf.buffers.transport.link import connector
 
     connect = connector(config.security.directory)
     client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
-    with backend_of(run, config) as backend:
+    with backend_of(config, meeting) as backend:
         _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
 
 
 def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
     """Another process of the learner."""
-    _import_models()
-    run_rank(run, config, rank, meeting)
+    import_models()
+    run_rank(config, int(rank), meeting)
 
 
 def run_scorer(run: RunDir, config: Config, address: str) -> None:
-    """The stages that are run once for all actors of the machine."""
+    """The stages that are run once for all actors of the host."""
     from async_rlhf.actors.scoring.server import ScoringServer
 
     specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
@@ -117,21 +108,20 @@ def run_actor(
 
     scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
     """
-    _import_models()
+    import_models()
     from transformers import AutoTokenizer
 
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.engines import load_engine
     from async_rlhf.actors.loop.worker import Worker
-    from async_rlhf.actors.prompts import check_prompts, load_rows
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
 
-    rows, _ = load_rows(config.data)
+    data = RunData(run.path, config.data)
+    rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-    check_prompts(rows, tokenizer, config.data.template, config.generation.max_prompt_length)
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
     client = ActorClient(
         address,
@@ -140,7 +130,7 @@ def run_actor(
         timeout_s=config.queue.request_timeout_s,
         connect=connector(config.security.directory),
         weights=config.weights,
-        shared=shared(config),
+        shared=shared(config, data),
     )
     client.keep_beating()
 
@@ -149,7 +139,7 @@ def run_actor(
         if progress is not None:
             progress()
 
-    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer)
+    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
     spans = SpanFile(run.spans(name))
     try:
         reason = Worker(
@@ -175,10 +165,11 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
     from async_rlhf.actors.loop.worker import Work
     from async_rlhf.actors.prompts import encode
 
+    template, max_length = config.data.row_template, config.generation.max_prompt_length
     return Work(
         seed=config.seed,
         rows=rows,
-        encode=partial(encode, tokenizer=tokenizer, template=config.data.template),
+        encode=partial(encode, tokenizer=tokenizer, template=template, max_length=max_length),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         group_size=config.generation.group_size,
         max_completion_length=config.generation.max_completion_length,
@@ -189,54 +180,12 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
     )
 
 
-def run_evaluation(run: RunDir, config: Config, model: str, label: str) -> None:
-    """Greedy completions of the held-out prompts by one model directory; one line in `evaluations.jsonl`."""
-    _import_models()
-    from transformers import AutoTokenizer
-
-    from async_rlhf.actors.engine import RolloutKey
-    from async_rlhf.actors.engines import load_engine
-    from async_rlhf.actors.loop.evaluation import evaluate
-    from async_rlhf.actors.prompts import encode, load_rows
-    from async_rlhf.actors.scoring.pool import ScoringPool
-
-    _, rows = load_rows(config.data)
-    tokenizer = from_pretrained(AutoTokenizer, Path(model))
-    scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring)
-    engine = load_engine(model, config.served_engine, version=0)
-    try:
-        result = evaluate(
-            engine,
-            scoring,
-            rows,
-            partial(encode, tokenizer=tokenizer, template=config.data.template),
-            partial(tokenizer.decode, skip_special_tokens=True),
-            max_completion_length=config.generation.max_completion_length,
-            stop=config.generation.stop,
-            composition=config.rewards.composition,
-            solved_at=config.evaluation.solved_at,
-        )
-    finally:
-        scoring.close()
-        engine.close()
-    record_evaluation(run, {"label": label, "model": model, **vars(result)})
+def run_relay(run: RunDir, config: Config, hub: str, address: str) -> None:
+    """What stands between the hub and the actors of another host."""
+    Relay(hub, address, config.weights, connector(config.security.directory)).run()
 
 
-def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
-    """Append a line; one that finds no room is lost and logged."""
-    from async_rlhf.buffers.lines import LineFile
-
-    file = LineFile(run.evaluations)
-    try:
-        file.cut()
-        file.write(json.dumps(record))
-    except OSError as error:
-        _log.warning("the evaluation %s is lost: %s cannot be written: %s", record["label"], run.evaluations, error)
-    finally:
-        file.close()
-
-
-def run_relay(
+def relay_by_hand(
     hub: str, address: str, keys: Path | None, own_keys: Path | None, overrides: Sequence[str], say: Callable[[str], None]
 ) -> None:
     """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
@@ -257,9 +206,14 @@ _ROLES: dict[str, Callable[..., None]] = {
     "learner": run_learner,
     "learner_rank": run_learner_rank,
     "scorer": run_scorer,
+    "relay": run_relay,
     "actor": run_actor,
     "evaluation": run_evaluation,
+    "tracker": run_tracker,
 }
+
+
+_SAY_WHAT_IS_DONE = ("actor", "evaluation", "tracker")
 
 
 class _AskedToEnd(BaseException):
@@ -281,7 +235,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
     tether.follow()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    callbacks = {"hub": {"beat": tether.beat}, "actor": {"progress": tether.progress}}.get(role, {})
+    callbacks = {"beat": tether.beat} if role == "hub" else {"progress": tether.progress} if role in _SAY_WHAT_IS_DONE else {}
     try:
         run = RunDir.existing(directory, tether.lock)
         _ROLES[role](run, run.config(), *rest, **callbacks)

@@ -1,12 +1,17 @@
 """The run directory: who writes what where, and what a reader may expect of it.
 
 config.toml      the resolved configuration            manifest.json   versions, seed, commit
-run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second
+run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second; then `ended`
+placement.json   the host and devices of each process
+data/            the rows of the run (`run_data`)
 metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
-evaluations.jsonl                                      logs/<role>.log
+evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
+tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
-checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest
+clocks/<actor>.jsonl  how far the clock of its host is from the supervisor's, where an agent is there (supervisor)
+checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest, checkpoints/best
 queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
+keys/            of a run with actors elsewhere
 
 Small files are replaced whole: a full disk or a crash leaves the old one. Readers trust none of them (`run_files`).
 """
@@ -15,7 +20,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import shutil
 import subprocess
 import time
 import tomllib
@@ -23,18 +30,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
-# What may differ when a run is resumed: how far it goes, how it is watched, how many work on it.
+# What may differ when a run is resumed: how far it goes, how it is watched, how many work on it and on what.
 _MAY_CHANGE = (
     "max_steps",
     "stall_timeout_s",
@@ -44,9 +53,19 @@ _MAY_CHANGE = (
     "security.",
     "output_dir",
     "actors.",
+    "placement.",
     "checkpoint.",
     "evaluation.",
-)
+    "tracking.",
+    "launch.",
+    *(
+        f"learner.{name}:"
+        for name in (
+            "ranks", "sequence_parallel", "tensor_parallel", "backend", "zero_stage", "deepspeed_config", "rank_timeout_s",
+            "device", "threads", "compile", "gradient_checkpointing", "micro_batch_tokens", "row_tokens", "logits_mib",
+        )
+    ),
+)  # fmt: skip
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
 
 
@@ -57,27 +76,47 @@ class _Live(BaseModel):
     sockets: str = Field(min_length=1, max_length=107)
 
 
+class End(BaseModel):
+    """How a run ended, by its supervisor's account; a run that was killed has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    code: int
+    """As in `exit_codes`."""
+    reason: str
+    """The error's message, or how it ended well."""
+    finished: bool
+    """Whether there was nothing left to train on."""
+
+
 class RunDir:
     """Paths and small files of one run. Who makes or reopens one holds its lock until `retire`."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = path, lock
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "rollouts.jsonl"
         self.ledger = path / "ledger.json"
         self.evaluations = path / "evaluations.jsonl"
+        self.tracked = path / "tracking.json"
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
-        self._config, self._run = path / "config.toml", path / "run.json"
+        self._config, self._run, self._placement = path / "config.toml", path / "run.json", path / "placement.json"
 
     @property
     def launcher(self) -> Launcher:
-        """Starts the processes of this run."""
+        """Starts the processes of this run on this machine."""
         return LocalLauncher(self.lock)
 
     @classmethod
-    def create(cls, config: Config) -> RunDir:
-        """A new directory for a new run. Raises ConfigError when it exists, is in use or cannot be written."""
+    def create(cls, config: Config, rows: Rows | None = None, dropped: int = 0, *, overwrite: bool = False) -> RunDir:
+        """A new directory for a new run. overwrite: also where there is a run that has ended; it is removed.
+
+        rows: what the run trains on and is evaluated with, kept in it (`RunData`). dropped: how many prompts were left out.
+        A run that failed before its first step is always removed. Raises ConfigError when the directory exists, is in use or
+        cannot be written.
+        """
         run = cls(config.run_dir)
+        run._make_room(overwrite)
         run._check_new()
         made: list[Path] = []
         try:
@@ -89,6 +128,8 @@ class RunDir:
             run.lock = RunLock.take(run.lock_file)
             run._check_new()
             made += [run.path / "manifest.json", run._config]
+            if rows is not None:
+                RunData(run.path, config.data).keep(rows, dropped, made)
             write_whole(run.path / "manifest.json", json.dumps(_manifest(config), indent=1) + "\n")
             write_whole(run._config, dump(config))  # the last: what has it is a run
         except OSError as error:
@@ -105,12 +146,7 @@ class RunDir:
         run = cls.existing(config.run_dir)
         try:
             run.lock = RunLock.take(run.lock_file)
-            changed = [line for line in differences(run.config(), config) if not line.startswith(_MAY_CHANGE)]
-            if changed:
-                raise ConfigError(
-                    f"run directory {str(run.path)!r} belongs to another configuration: {'; '.join(changed[:5])}. "
-                    "Resume with the same values, or start a new run with --set name=NAME"
-                )
+            run.check_same(config)
             write_whole(run._config, dump(config))
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
@@ -139,19 +175,59 @@ class RunDir:
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise DamagedError(f"{self._config} is damaged: {error}") from error
 
+    def check_same(self, config: Config) -> None:
+        """Raises ConfigError when a run of this configuration would be another run than the one that is here."""
+        changed = [line for line in differences(self.config(), config) if not line.startswith(_MAY_CHANGE)]
+        if changed:
+            raise ConfigError(
+                f"run directory {str(self.path)!r} belongs to another configuration: {'; '.join(changed[:5])}. "
+                "Resume with the same values, or start a new run with --set name=NAME"
+            )
+
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
 
     def spans(self, actor: str) -> Path:
         return self.path / "spans" / f"{actor}.jsonl"
 
+    def clock(self, actor: str) -> Path:
+        return self.path / "clocks" / f"{actor}.jsonl"
+
     def announce(self, sockets: Path) -> None:
         """Say in which private directory the live run's hub listens, and its scorer. Raises OSError."""
         write_whole(self._run, _Live(sockets=str(sockets)).model_dump_json(indent=1) + "\n")
 
-    def retire(self) -> None:
-        """The run has ended: nothing listens any more, and another may begin here."""
+    def keep_placement(self, placement: Placement) -> None:
+        """For readers. Raises OSError."""
+        write_whole(self._placement, TypeAdapter(Placement).dump_json(placement, indent=1).decode() + "\n")
+
+    def is_announced(self) -> bool:
+        """Whether the run's roles are at work: from `announce` to `withdraw`."""
+        return self._run.exists()
+
+    def record_end(self, end: End) -> None:
+        """Keep it in `ledger.json`, beside the hub's last status. On a full disk it is lost."""
+        ledger: dict[str, Any] = {}
+        with suppress(DamagedError):
+            ledger = self.read_ledger()
+        with suppress(OSError):
+            write_whole(self.ledger, json.dumps({**ledger, "ended": end.model_dump()}, indent=1) + "\n")
+
+    def end(self) -> End | None:
+        """How the run ended; None while it lives, and for one that was killed."""
+        try:
+            ended = self.read_ledger().get("ended")
+            return None if ended is None or self.is_alive() else End.model_validate(ended)
+        except (DamagedError, ValidationError):
+            return None
+
+    def withdraw(self) -> None:
+        """Nothing listens any more."""
         self._run.unlink(missing_ok=True)
+
+    def retire(self) -> None:
+        """The run has ended, and another may begin here."""
+        self.withdraw()
         self._release()
 
     def sockets(self) -> Path | None:
@@ -193,11 +269,30 @@ class RunDir:
         except ValidationError as error:
             raise DamagedError(f"{self._run} is damaged: {error.errors()[0]['msg']}") from error
 
+    def _make_room(self, overwrite: bool) -> None:
+        """Remove the run that is here, if it may be."""
+        if not self._config.exists():
+            return
+        end = self.end()
+        failed_to_start = end is not None and end.code != 0 and not self.metrics.exists()
+        if not overwrite and not failed_to_start:
+            return
+        lock = RunLock.take(self.lock_file)
+        try:
+            removed = self.path.with_name(f".{self.path.name}.removed-{os.getpid()}")
+            self.path.rename(removed)
+            shutil.rmtree(removed)
+        except OSError as error:
+            raise ConfigError(f"run directory {str(self.path)!r} cannot be removed: {error}") from error
+        finally:
+            lock.release()
+
     def _check_new(self) -> None:
         if self._config.exists():
             self._release()
             raise ConfigError(
-                f"run directory {str(self.path)!r} exists. Continue it with --resume, or choose another with --set name=NAME"
+                f"run directory {str(self.path)!r} exists. Continue it with --resume, remove it with --overwrite, or choose "
+                "another with --set name=NAME"
             )
 
     def _release(self) -> None:

@@ -11,8 +11,10 @@ import json
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,6 +120,12 @@ class Tail:
         self._read: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)  # begin, end, digest of the newest lines
         self.unreadable = 0
 
+    def skip(self) -> None:
+        """Leave out what is there now. A file that is cut afterwards is read on from where it ended, so a line may be lost."""
+        with suppress(FileNotFoundError), open_regular(self._path, MAX_LOG_BYTES) as file:
+            end = os.fstat(file.fileno()).st_size
+            self._read.append((end, end, xxhash.xxh3_64_intdigest(b"")))
+
     def read(self) -> list[dict[str, Any]]:
         """Raises DamagedError when the file is no regular one."""
         try:
@@ -141,10 +149,24 @@ class Tail:
         self.unreadable += found.unreadable
         return found.records
 
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """All that is there: a `read` is of so many bytes at most."""
+        return chain.from_iterable(iter(self.read, []))
+
     @staticmethod
     def _stands(file: IO[bytes], begin: int, end: int, digest: int) -> bool:
         file.seek(begin)
         return xxhash.xxh3_64_intdigest(file.read(end - begin)) == digest
+
+
+def is_step(record: dict[str, Any]) -> bool:
+    """The learner writes whole records; whatever else stands in its file after a crash is left out."""
+    return type(record.get("step")) is int
+
+
+def highest_step(records: Iterable[dict[str, Any]]) -> int:
+    """0 where none is of a step."""
+    return max((record["step"] for record in records if is_step(record)), default=0)
 
 
 def _lines(lines: Iterable[bytes]) -> Lines:

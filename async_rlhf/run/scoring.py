@@ -19,6 +19,12 @@ def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tup
     return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
 
 
+def stop_strings(config: Config) -> tuple[str, ...]:
+    """Those of `generation.stop`, and what the rewards say of themselves."""
+    specs = reward_specs(config)
+    return tuple(dict.fromkeys((*config.generation.stop, *(text for spec in specs for text in spec.stop_when))))
+
+
 def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
     rewards = reward_specs(config, columns)

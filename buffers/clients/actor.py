@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from async_rlhf.buffers.transport.link import Connect, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
+_log = logging.getLogger(__name__)
 _MAX_REFUSED = 256  # refused puts that are remembered
 _CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is known as such after three
 
@@ -73,7 +75,7 @@ class ActorClient:
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._later: dict[int, float] = {}  # when to put these again
         self._credits: list[wire.CreditItem] = []
-        self._weight_receiver = WeightReceiver(self._connection.send, address, weights or WeightsConfig())
+        self._weight_receiver = WeightReceiver(self._connection.send, self._link.clock, address, weights or WeightsConfig())
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
@@ -220,6 +222,7 @@ class ActorClient:
             case wire.Rejected(number=number, attempt=attempt, reason=reason):
                 self._answered(number, attempt)
                 self.refused.append((number, reason))
+                _log.info("group %d, attempt %d, was refused: %s", number, attempt, reason)
             case wire.Later(number=number, wait_s=wait_s):
                 self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):

@@ -61,18 +61,24 @@ class Connection:
         return None if frames is None else wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
 
     def ask(
-        self, message: wire.Message, arrays: wire.Frames | None = None, *, timeout_s: float
+        self,
+        message: wire.Message,
+        arrays: wire.Frames | None = None,
+        *,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[wire.Message, wire.Frames]:
         """Send and wait for the answer, repeating the request while the hub is away.
 
         A Waiting answer proves the hub alive and moves the deadline, and so do bytes of an answer that is not whole yet.
-        Raises RefusedError, or DeadlineError naming the request.
+        meanwhile: called with every look, to give up by an error. Raises RefusedError, or DeadlineError naming the request.
         """
         self._last_request += 1
         patience = Patience(self.link.clock, timeout_s)
         again = _Again(self.link)
         detail = "the hub never answered"
         while not patience.is_over():
+            meanwhile()
             if again.is_due():
                 self._send(self._last_request, message, arrays)
             answer = self.receive(min(_RETRY_S, timeout_s))

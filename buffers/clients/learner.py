@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from async_rlhf.buffers.clients.connection import Connection
+from async_rlhf.buffers.clients.publication import Publication, Work
 from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
@@ -40,28 +43,52 @@ class SuspectGroup:
 class LearnerClient:
     """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
 
+    Weights have a connection of their own, so that they travel in a thread while everything else goes on. The hub takes a
+    version only from a learner that has done so many steps: `trained` waits until the weights of the step before are there, and
+    so at most one set is on its way. That another step begins meanwhile changes nothing for the bound: it rests on the versions
+    that actors serve when they are credited (`buffers.queue.bound`). A batch that needs the version under way waits in `take`.
+
     Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again. Raises RefusedError
     with the reason `fenced` when another learner has taken its place, which is for good.
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float, connect: Connect = SocketLink, weights: WeightsConfig | None = None
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        connect: Connect = SocketLink,
+        weights: WeightsConfig | None = None,
+        start: Callable[[Work], Publication] = Publication,
     ) -> None:
-        self._connection = Connection(connect(address, "learner"))
-        self._weight_sender = WeightSender(self._connection, address, weights or WeightsConfig(), timeout_s)
+        """start: begins a publication; a simulator has its own."""
+        self._connection, self._weight_connection = (
+            Connection(connect(address, name)) for name in ("learner", "learner-weights")
+        )
+        self._weight_sender = WeightSender(self._weight_connection, address, weights or WeightsConfig(), timeout_s)
+        self._start = start
+        self._publication: Publication | None = None
         self._timeout_s = timeout_s
         self._life = secrets.token_hex(8)
         self.fence = 0
 
     def register(self, step: int, committed: int) -> None:
-        """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it."""
+        """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it.
+
+        What became of a set on its way is of no interest any more: all that follows has another fence.
+        """
+        with suppress(AsyncRLHFError):
+            self._end_publication()
         register = wire.Register(step=step, committed=committed, learner=self._life, fence=self.fence)
         answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
-        """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming."""
+        """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming.
+
+        Raises what the publication under way fails with: the batch may wait for it.
+        """
         taken = self._take(step, target_staleness)
         if isinstance(taken, str | SuspectGroup):
             return taken
@@ -82,7 +109,9 @@ class LearnerClient:
 
     def _take(self, step: int, target_staleness: int | None = None) -> tuple[wire.Batch, wire.Frames] | SuspectGroup | str:
         answer, frames = self._connection.ask(
-            wire.Take(fence=self.fence, step=step, target_staleness=target_staleness), timeout_s=self._timeout_s
+            wire.Take(fence=self.fence, step=step, target_staleness=target_staleness),
+            timeout_s=self._timeout_s,
+            meanwhile=self._check_publication,
         )
         if isinstance(answer, wire.Ended):
             return answer.reason
@@ -93,7 +122,9 @@ class LearnerClient:
         return answer, frames
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained on. Does not wait: should it be lost, the next request implies it."""
+        """Batch `step` has been trained on. Waits for the publication under way and raises what it fails with, but for no
+        answer: should the message be lost, the next request implies it."""
+        self._end_publication()
         self._connection.send(wire.Trained(fence=self.fence, step=step))
 
     def commit(self, step: int) -> None:
@@ -102,7 +133,29 @@ class LearnerClient:
 
     def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
         """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
-        self._weight_sender.publish(self.fence, version, tensors, canary)
+        self.begin_publish(version, tensors, canary)
+        self._end_publication()
+
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> Publication:
+        """Begin to send a weight set, when the one before is there. The tensors are read until the publication has ended: all
+        that waits for it (`trained`, `register`, another publication) comes before they may change."""
+        self._end_publication()
+        fence = self.fence
+        self._publication = self._start(lambda: self._weight_sender.publish(fence, version, tensors, canary))
+        return self._publication
+
+    def _check_publication(self) -> None:
+        if self._publication is not None:
+            self._publication.check()
+
+    def _end_publication(self) -> None:
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.wait()
 
     def close(self) -> None:
+        """Waits for a set that is on its way; what it fails with is of no interest any more."""
+        with suppress(AsyncRLHFError):
+            self._end_publication()
         self._connection.close()
+        self._weight_connection.close()

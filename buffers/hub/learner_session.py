@@ -108,7 +108,7 @@ class LearnerSession:
             self._outbox.hold(identity, batch, request, numbers)
         elif admission.at_end:
             self._parked = None
-            reason = "drained" if admission.num_left else "end of data"
+            reason = "drained" if admission.num_left else "finished"
             self._outbox.hold(identity, wire.Ended(reason=reason), request)
             return reason
         return ""

@@ -226,6 +226,8 @@ class Admission:
         """
         if step != self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")
+        if step >= self.bound.num_steps:
+            return None  # there was a batch of it when the run was to go further
         if step not in self._batches.of:
             wanted = min(self.bound.groups_per_batch, self.num_left)
             picked = self._order.pick(lambda number: number in self._queued, wanted)
@@ -287,16 +289,14 @@ class Admission:
     def num_left(self) -> int:
         """How many groups are still to be consumed, as far as there are live numbers for them."""
         live = self.bound.num_numbers - len(self._order.quarantined) - self.num_filtered
-        return min(self.bound.num_groups, live) - self._batches.num_consumed
+        return max(0, min(self.bound.num_groups, live) - self._batches.num_consumed)
 
     @property
     def at_end(self) -> bool:
         """Whether no batch will ever be given at the present step: the data ended, or the drain left too few groups."""
-        if self.step in self._batches.of:
-            return False
-        if self.num_left == 0:
+        if self.step >= self.bound.num_steps or (self.num_left == 0 and self.step not in self._batches.of):
             return True
-        if not self.draining:
+        if self.step in self._batches.of or not self.draining:
             return False
         wanted = min(self.bound.groups_per_batch, self.num_left)
         coming = self._order.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)

@@ -95,6 +95,11 @@ class Bound:
         return self.publish_every - 1 + -(-(self.window - 1) // self.groups_per_batch)
 
     @property
+    def num_steps(self) -> int:
+        """Most learner steps: so many groups make so many batches, the last perhaps a smaller one."""
+        return -(-self.num_groups // self.groups_per_batch)
+
+    @property
     def num_numbers(self) -> int:
         """How many group numbers there are, filtered ones included."""
         return self.num_groups if self.numbers is None else self.numbers

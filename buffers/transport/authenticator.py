@@ -1,8 +1,8 @@
 """Who is let in at a ROUTER socket: ZeroMQ's questions about keys, counters of connections, messages that never end.
 
 With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides), and every message comes with the holder of
-the key that sent it: what that one may say is for `roles`. With and without, failed handshakes and ended
-connections are counted and logged once a tick.
+the key that sent it: what that one may say is for `roles`. The list may change meanwhile. With and without keys, failed
+handshakes and ended connections are counted and logged once a tick.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -102,8 +103,8 @@ class Authenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], access: keys.HubKeys | None) -> None:
         self._socket = socket
         self._monitor = socket.get_monitor_socket(_HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._allowed = {} if access is None else access.allowed
-        self._holders = {holder.name: holder for holder in self._allowed.values()}
+        self._access = access
+        self._listing: list[tuple[str, int, int]] = []  # as it was read last; it may have changed since `access` was
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -113,6 +114,7 @@ class Authenticator:
         )
         self._unfinished = UnfinishedMessageGuard()
         self._identities: dict[int, bytes] = {}  # who sent the newest message over an open connection, by its descriptor
+        self._keys: dict[int, bytes] = {}  # with which key
         self._reported = dict(self.counters)
         self._refused: set[str] = set()
         if access is not None:
@@ -123,13 +125,16 @@ class Authenticator:
 
     def receive(self) -> tuple[Frames, Holder | None] | None:
         """The next message and, where there are keys, whose it is; None when there is no message. Never blocks."""
-        received = frames.receive_from(self._socket, has_keys=bool(self._holders))
-        if received is None:
-            return None
-        message, descriptor, name = received
-        self._unfinished.heard(descriptor)
-        self._identities[descriptor] = message[0]
-        return message, self._holders[name] if self._holders else None
+        while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
+            message, descriptor, key = received
+            self._unfinished.heard(descriptor)
+            self._identities[descriptor] = message[0]
+            if self._access is None:
+                return message, None
+            self._keys[descriptor] = bytes.fromhex(key)
+            if (holder := self._access.allowed.get(bytes.fromhex(key))) is not None:
+                return message, holder  # else its key was revoked
+        return None
 
     def cut_endless(self, max_bytes: int) -> None:
         """Cut peers that have sent more than this of one message; to be called when `receive` gave None."""
@@ -142,7 +147,8 @@ class Authenticator:
     def attend(self) -> None:
         """Answer handshakes, and read the monitor. Never blocks."""
         while self._zap.poll(0):
-            answer, refused = keys.admit(self._zap.recv_multipart(), self._allowed)
+            allowed = {} if self._access is None else self._access.allowed
+            answer, refused = keys.admit(self._zap.recv_multipart(), allowed)
             self._zap.send_multipart(answer)
             if refused:
                 self.counters["refused_handshakes"] += 1
@@ -153,7 +159,9 @@ class Authenticator:
             self._count(event["event"], event["value"])
 
     def report(self) -> None:
-        """One line for everything since the last: a peer that knocks all the time must not fill the disk."""
+        """One line for everything since the last: a peer that knocks all the time must not fill the disk. Looks first whether
+        the list of keys has changed."""
+        self._reread()
         new = {name: count - self._reported[name] for name, count in self.counters.items()}
         self._reported = dict(self.counters)
         if new["refused_handshakes"]:
@@ -173,6 +181,23 @@ class Authenticator:
         self._monitor.close(0)
         self._zap.close(0)
 
+    def _reread(self) -> None:
+        """Let in the keys that were added to the list, and cut off those that are no more on it."""
+        if self._access is None:
+            return
+        with suppress(OSError):  # the folder is gone for a moment: nothing changes
+            if (listing := self._access.listing()) == self._listing:
+                return
+            self._listing, before = listing, self._access.allowed
+            self._access, problem = self._access.reread()
+            if problem:
+                _log.warning("the list of keys cannot be read, and lets no one new in: %s", problem)
+            for descriptor in [each for each, key in self._keys.items() if key not in self._access.allowed]:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            if self._access.allowed != before:
+                _log.info("the list of keys has changed: %d are let in", len(self._access.allowed))
+
     def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._unfinished.opened(value)
@@ -183,5 +208,6 @@ class Authenticator:
         else:
             self._unfinished.ended(value)
             self._identities.pop(value, None)
+            self._keys.pop(value, None)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1

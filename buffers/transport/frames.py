@@ -33,7 +33,7 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
 
 
 def receive_from(socket: zmq.Socket[bytes], *, has_keys: bool) -> tuple[Frames, int, str] | None:
-    """As `receive`, with the descriptor of the connection it came over, and the name that the sender's key was let in under."""
+    """As `receive`, with the descriptor of the connection it came over, and the sender's key as `keys.admit` names it."""
     parts = _receive(socket)
     if parts is None:
         return None

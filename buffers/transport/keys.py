@@ -9,13 +9,14 @@ A key directory belongs to one machine. The machine of the hub has all of these,
     for-NAME/            the directory of the machine NAME, to be moved there
 
 Keys are CURVE keys (Curve25519, 32 bytes) written in Z85 (ZeroMQ RFC 32, 40 characters). Read by `link` and `hub` when a
-process starts, checked by the configuration before any process does.
+process starts, and the list again when it changes; checked by the configuration before any process starts.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
 
 LOCAL = "local"
@@ -45,8 +46,23 @@ class PeerKeys:
 class HubKeys:
     """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
 
+    directory: Path
     secret: bytes = field(repr=False)
     allowed: Mapping[bytes, Holder]
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """What tells that the list has changed: of each entry its name, inode and time of change. Raises OSError."""
+        with os.scandir(self.directory / "allowed") as entries:
+            return sorted((entry.name, (found := entry.stat()).st_ino, found.st_mtime_ns) for entry in entries)
+
+    def reread(self) -> tuple[HubKeys, str]:
+        """The keys with the list as it is now, and what is wrong with it. A list that cannot be read lets no one new in; whose
+        entry is gone is out in any case."""
+        try:
+            return load_hub(self.directory), ""
+        except ConfigError as error:
+            left = {key: holder for key, holder in self.allowed.items() if _entry(self.directory, holder.name).exists()}
+            return HubKeys(self.directory, self.secret, left), str(error)
 
 
 def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
@@ -66,15 +82,57 @@ def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[b
         hub_public, hub_secret = new_pair()
         _write(directory / "hub.secret", hub_secret)
         for holder in holders:
-            own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
-            own.mkdir(mode=0o700, exist_ok=True)
-            public, secret = new_pair()
-            _write(own / "hub.public", hub_public)
-            _write(own / "peer.secret", secret)
-            roles = " ".join(sorted(holder.roles)).encode()
-            _write(directory / "allowed" / f"{holder.name}.public", public + b"\n" + roles)
+            _add(directory, holder, hub_public, new_pair)
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {str(directory)!r}: {error}") from error
+
+
+def provide(directory: Path, names: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
+    """Keys for these machines, as in `create`, where the hub's directory has none.
+
+    The directory is made where there is none. Raises ConfigError.
+    """
+    if not directory.exists():
+        create(directory, names, new_pair)
+    else:
+        add(directory, [each for each in names if not (directory / f"for-{_peer(each).name}").is_dir()], new_pair)
+
+
+def add(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
+    """Keys for further machines, as in `create`; a hub that runs lets them in within a second. Raises ConfigError."""
+    known, new = load_hub(directory).allowed.values(), [_peer(each) for each in peers]
+    _check_names([*known, *new])
+    try:
+        for holder in new:
+            _add(directory, holder, _read(directory / "hub.public"), new_pair)
+    except OSError as error:
+        raise ConfigError(f"keys cannot be written to {str(directory)!r}: {error}") from error
+
+
+def revoke(directory: Path, names: Sequence[str]) -> None:
+    """Take the right of these machines away; a hub that runs cuts their connections within a second. Raises ConfigError."""
+    known = [holder.name for holder in load_hub(directory).allowed.values() if holder.name != LOCAL]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is no machine that {str(directory / 'allowed')!r} lets in; {did_you_mean(name, known)}"
+            )
+    try:
+        for name in names:
+            _entry(directory, name).unlink()
+            shutil.rmtree(directory / f"for-{name}", ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"keys cannot be removed from {str(directory)!r}: {error}") from error
+
+
+def _add(directory: Path, holder: Holder, hub_public: bytes, new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
+    own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    public, secret = new_pair()
+    _write(own / "hub.public", hub_public)
+    _write(own / "peer.secret", secret)
+    roles = " ".join(sorted(holder.roles)).encode()
+    _write(_entry(directory, holder.name), public + b"\n" + roles)
 
 
 def load_peer(directory: Path) -> PeerKeys:
@@ -94,20 +152,24 @@ def load_hub(directory: Path) -> HubKeys:
     if len(allowed) < len(files):
         raise ConfigError(f"{str(directory / 'allowed')!r}: one key stands in two files; who holds it must be one")
     _check_names(list(allowed.values()))
-    return HubKeys(secret=_read(directory / "hub.secret"), allowed=allowed)
+    return HubKeys(directory, secret=_read(directory / "hub.secret"), allowed=allowed)
 
 
 def admit(request: Sequence[bytes], allowed: Mapping[bytes, Holder]) -> tuple[list[bytes], str]:
     """The answer to a question of ZeroMQ's authentication protocol (ZAP, RFC 27), and whom it refuses ("" when let in).
 
-    Only CURVE with an allowed public key is let in, and its messages come with its holder's name; whatever else comes, and
-    what cannot be understood, is not.
+    Only CURVE with an allowed public key is let in, and its messages come with that key, in hexadecimal; whatever else comes,
+    and what cannot be understood, is not.
     """
     version, number, domain, address, _, mechanism, *credentials = [*request, *[b""] * (7 - len(request))]
     key = credentials[0] if len(credentials) == 1 else b""
     if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in allowed:
-        return [b"1.0", number, b"200", b"OK", allowed[key].name.encode(), b""], ""
+        return [b"1.0", number, b"200", b"OK", key.hex().encode(), b""], ""
     return [b"1.0", number, b"400", b"not allowed", b"", b""], address.decode("ascii", "replace")[:100] or "unknown"
+
+
+def _entry(directory: Path, name: str) -> Path:
+    return directory / "allowed" / f"{name}.public"
 
 
 def _peer(text: str) -> Holder:

@@ -176,7 +176,7 @@ class SocketLink:
 
     def _reason(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return "this key is not allowed; its public key must be in allowed/ of the hub's machine when the hub starts"
+            return "this key is not allowed; its public key must be in allowed/ of the hub's machine"
         if self._keyed:
             return "hub.public in security.keys is not the key of that hub, or that hub has no keys"
         return "that hub asks for keys (security.keys), or it is no hub"

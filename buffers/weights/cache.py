@@ -29,7 +29,7 @@ class WeightCache:
         self._link, self._last_request = fetch_link, 0
         self._weight_server = WeightServer(WeightStore(), config)
         make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
-        self._weight_receiver = WeightReceiver(self._send, hub_address, config, make)
+        self._weight_receiver = WeightReceiver(self._send, fetch_link.clock, hub_address, config, make)
         self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
         self._current: Target | None = None
         self._kept: list[Target] = []

@@ -2,7 +2,8 @@
 
 Waits for nothing: `client` hands it the messages about weights, sends what it wants sent, and calls `advance` when it has
 time. One set at a time; a newer target supersedes an unfinished one, and a set that comes damaged is fetched again. It is
-mapped where the hub is on the same machine, else made of what is held with deltas, else fetched chunk by chunk.
+mapped where the hub is on the same machine (which has verified it), else made of what is held with deltas, else fetched chunk
+by chunk.
 """
 
 from __future__ import annotations
@@ -13,25 +14,33 @@ from dataclasses import replace
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
+from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.store import Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
 
 _CHUNKS_AHEAD = 8  # chunks requested before the first has come
+TURN_S = 0.02
+"""Of verification between two decode steps: about as long as a step of a large model. 8 GB are verified in 50 to 100 turns."""
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 
 class WeightReceiver:
-    """Owns the unfinished set and, where deltas may come, the newest whole one. `send` returns its request number.
+    """Owns the unfinished set and, where deltas may come, the newest whole one. `send` returns its request number; by `clock`
+    is counted how long `advance` takes.
 
     serving: (fence, version) that the actor serves; it is not fetched again. applied: the deltas that made the newest set.
     """
 
     def __init__(
-        self, send: Callable[[wire.Message], int], address: str, config: WeightsConfig, make: MakeMemory | None = None
+        self,
+        send: Callable[[wire.Message], int],
+        clock: Callable[[], float],
+        address: str,
+        config: WeightsConfig,
+        make: MakeMemory | None = None,
     ) -> None:
-        self._send, self._config, self._make = send, config, make or HeapPool().make
+        self._send, self._clock, self._config, self._make = send, clock, config, make or HeapPool().make
         self._maps = config.transport == "shared" or (config.transport == "auto" and is_local(address))
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
@@ -86,11 +95,14 @@ class WeightReceiver:
         return self._assembly is not None and self._target is not None and self._assembly.is_complete
 
     def advance(self) -> None:
-        """Verify a piece of what is there; a few milliseconds. Raises WeightsError when a set keeps coming damaged."""
+        """Verify what is there, for `TURN_S` at most. Raises WeightsError when a set keeps coming damaged."""
         if self._assembly is None or self._target is None:
             return
+        until = self._clock() + TURN_S
         try:
             self._assembly.advance()
+            while self.has_work and not self._assembly.is_verified and self._clock() < until:
+                self._assembly.advance()
             if self._assembly.is_complete and self._assembly.is_verified:
                 self._finish(self._assembly.whole())
         except WeightsError:
@@ -140,7 +152,7 @@ class WeightReceiver:
     def _map(self, manifest: wire.Manifest, place: wire.Place) -> None:
         memory = attach(place, manifest.num_bytes)
         if memory is not None:
-            self._assembly = Assembly(manifest, given=memory)
+            self._finish(mapped(manifest, memory))
         elif self._config.transport == "shared":
             raise ConfigError(
                 "the hub's memory cannot be mapped here, and weights.transport is 'shared': the actor and the hub must be "

@@ -37,7 +37,7 @@ class WeightSender:
         self._wants_delta = False
 
     def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None) -> None:
-        """Raises RefusedError when the hub does not take it, DeadlineError when it does not answer."""
+        """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""
         weights = WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
         step = self._delta(weights)
         announcement = weights.announcement().model_copy(update={"delta": step and step.spec})

@@ -21,6 +21,9 @@ from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
+# Verified before other peers have a turn: some ten milliseconds. The learner asks for each such part, and waits for it.
+_TURN_BYTES = 64 << 20
+
 
 @dataclass
 class _Incoming:
@@ -122,7 +125,7 @@ class WeightServer:
         """Verify a piece of what is there; whether that was the last, and the set is stored and published."""
         try:
             if is_asked:
-                incoming.assembly.advance()
+                incoming.assembly.advance(_TURN_BYTES)
             if not (incoming.is_complete and incoming.assembly.is_verified):
                 return False
             weights = incoming.assembly.whole()

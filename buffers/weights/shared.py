@@ -33,6 +33,8 @@ class Memory(Protocol):
 
     place: Place | None
     """Where processes of this machine find it once it is sealed; None when they cannot."""
+    path: str | None
+    """The same as a file that processes of this user can open."""
 
     @property
     def view(self) -> memoryview:
@@ -51,6 +53,7 @@ class HeapMemory:
     """This process alone reads it. `freed` is called with the bytes when no view of them is left."""
 
     place: Place | None = None
+    path: str | None = None
 
     def __init__(self, num_bytes: int, data: Bytes | None = None, freed: Callable[[Bytes], None] | None = None) -> None:
         try:
@@ -92,6 +95,7 @@ class SealedMemory:
     def __init__(self, descriptor: int, num_bytes: int, token: str, *, is_sealed: bool) -> None:
         self._descriptor, self._num_bytes, self._is_sealed = descriptor, num_bytes, is_sealed
         self.place: Place | None = Place(pid=os.getpid(), descriptor=descriptor, token=token)
+        self.path: str | None = _path(self.place)
         # Of a descriptor that may only read: a writable one would keep the seals away.
         reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -133,7 +137,7 @@ class SealedMemory:
 def attach(place: Place, num_bytes: int) -> SealedMemory | None:
     """The sealed memory at a place another process named; None when it is not on this machine, not of this user, not
     sealed or of another size."""
-    path = f"/proc/{place.pid}/fd/{place.descriptor}"
+    path = _path(place)
     if not HAS_SEALS or num_bytes == 0:
         return None
     try:
@@ -151,6 +155,10 @@ def attach(place: Place, num_bytes: int) -> SealedMemory | None:
         pass
     os.close(descriptor)
     return None
+
+
+def _path(place: Place) -> str:
+    return f"/proc/{place.pid}/fd/{place.descriptor}"
 
 
 def is_local(address: str) -> bool:

@@ -20,7 +20,7 @@ import xxhash
 
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.weight_messages import Canary, Manifest, Publish, TensorSpec
-from async_rlhf.buffers.tensors import RawTensor, num_bytes
+from async_rlhf.buffers.tensors import Part, RawTensor, num_bytes
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
 
 # Large enough that headers cost nothing, small enough that a credit never waits long behind one.
@@ -108,9 +108,11 @@ class WeightSet:
     def tensors(self) -> dict[str, RawTensor]:
         """Views into the set's bytes, by name."""
         view, start, tensors = memoryview(self.blob), 0, {}
+        path = None if self.memory is None else self.memory.path
         for spec in self.specs:
             size = num_bytes(spec.dtype, spec.shape)
-            tensors[spec.name] = RawTensor(spec.dtype, tuple(spec.shape), view[start : start + size])
+            part = None if path is None else Part(path, start, self.memory)
+            tensors[spec.name] = RawTensor(spec.dtype, tuple(spec.shape), view[start : start + size], part)
             start += size
         return tensors
 

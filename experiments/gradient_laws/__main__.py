@@ -1,4 +1,4 @@
-"""`python -m async_rlhf.experiments.gradient_laws [learning]`: print the tables of `docs/learner.md`."""
+"""`python -m async_rlhf.experiments.gradient_laws`: print the table of `docs/learner.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from async_rlhf.experiments.gradient_laws import learning, table
+from async_rlhf.experiments.gradient_laws import table
 
 torch.set_num_threads(1)
-sys.stdout.write((learning if sys.argv[1:] == ["learning"] else table).markdown() + "\n")
+sys.stdout.write(table.markdown() + "\n")

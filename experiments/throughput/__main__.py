@@ -36,6 +36,7 @@ PARTS = {
     "dispatch": "decode steps under each order of waiting requests",
     "vllm_side": "generation beside vLLM",
     "vllm_updates": "the gap at a weight update with vLLM",
+    "launchers": "actors started by Ray beside children of this machine",
     "queue": "the replay queue beside raw ZeroMQ",
     "learner": "a learner step beside a bare loop and TRL's training part",
     "loss_memory": "peak memory of the loss, chunked beside plain",
@@ -45,6 +46,7 @@ PARTS = {
     "fusion": "the share of scoring time that is hidden",
     "reading_along": "from last token to score, reading along beside reading at the end",
     "weights": "weight transport beside memcpy and raw ZeroMQ",
+    "publication": "what a publication costs learner and generation; what relays spare the hub",
     "adapters": "bytes of a published weight set, merged beside adapters alone",
 }
 # Seconds after which a part is ended: several times what it takes on a quiet machine.

@@ -31,4 +31,4 @@ def invariance(bench: Bench, model: ModelOption = None, dtype: DTypeOption = "fl
                 )
                 for side, on in (("invariant", True), ("plain", False))
             }
-            yield Row.of(f"{name}, {batch} slots", alternate(sides, bench.num_turns(7)), "CPU s")
+            yield Row.of(f"{name}, {batch} slots", alternate(sides, bench.num_turns(5)), "CPU s")

@@ -63,7 +63,7 @@ class Sharing(StrEnum):
 
 # Prompts of `shared`; a step of the wide model takes 50 times as long.
 _PROMPTS = {Model.TINY: 8, Model.WIDE: 2}
-_TURNS = {Model.TINY: 9, Model.WIDE: 3}
+_TURNS = {Model.TINY: 6, Model.WIDE: 3}
 
 
 Loads = Annotated[list[Sharing] | None, typer.Option("--load", help="Only this load; may be repeated.")]

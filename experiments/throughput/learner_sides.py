@@ -107,7 +107,8 @@ def make_groups(lengths: np.ndarray, vocabulary: int) -> list[Group]:
 
 
 def advantages_of(groups: list[Group]) -> list[list[float | None]]:
-    return [group_relative([Composition().reward(r.scores) for r in group.rollouts], scale_by_std=True) for group in groups]
+    rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
+    return [group_relative(own, scale_by_std=True, std="sample") for own in rewards]
 
 
 def ours(model: Path, groups: list[Group], threads: int) -> Side:

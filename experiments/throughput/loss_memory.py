@@ -19,7 +19,8 @@ import torch
 import typer
 
 from async_rlhf.experiments.throughput.harness import Bench, Row
-from async_rlhf.learner.model.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
 
 _LIMIT_S = 1200.0
 # Measured: logits, their log-softmax and its exponential, and the gradients of each.
@@ -70,7 +71,7 @@ def peak_bytes(side: str, tokens: int, vocabulary: int, width: int, logits_mib: 
     watcher.start()
     began = time.perf_counter()
     if side == "chunked":
-        rows, remembered = chunk_tokens(vocabulary, min(CHUNK_MIB, logits_mib)), chunk_tokens(vocabulary, logits_mib)
+        rows, remembered = chunk_tokens(vocabulary, logits_mib, "cpu"), tokens_within(vocabulary, logits_mib)
         logp, _ = chunked_logprobs(hidden, weight, None, target, temperature, rows, remembered=remembered)
     else:
         logits = hidden @ weight.T

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.actors.config import DataConfig
-from async_rlhf.actors.prompts import load_rows
+from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.run.api import run
-from async_rlhf.run.config import Config, check, validated
+from async_rlhf.run.config import Config, validated
+from async_rlhf.run.config_checks import check
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
 

@@ -55,7 +55,7 @@ def vllm_side(
                     settings = {"kind": kind, "slots": each.batch, "threads": threads, "dtype": dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
                     sides[name] = _side(stack.enter_context(closing(started)), each)
-                yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(5))), "tok/s")
+                yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
 
 
 def _side(engine: Engine, load: Load) -> Callable[[], float]:

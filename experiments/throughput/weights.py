@@ -1,6 +1,6 @@
 """How fast do weights get from the learner to an actor? Beside memcpy and raw ZeroMQ, in turns, on one machine.
 
-- adopt:    an actor maps a set, verifies every digest and copies the tensors into its own; beside copying one array
+- adopt:    an actor maps a set and copies the tensors into its own; beside copying one array
 - shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
@@ -16,11 +16,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, thread_time
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import torch
 import typer
 import zmq
@@ -31,7 +33,7 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import delta
-from async_rlhf.buffers.weights.assembly import Assembly
+from async_rlhf.buffers.weights.assembly import Assembly, mapped
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
@@ -58,14 +60,14 @@ def weights(bench: Bench, megabytes: Megabytes = 1024) -> Iterator[Row]:
     yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
     del held, arrays
     with Fleet.of("ipc", "shared", num_bytes) as fleet:
-        yield beside("shared", 0.1, ours=lambda: fleet.publish()[0], memcpy=copy)
+        yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = iter(raw_seconds(num_bytes, turns + 1))
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish()[1], raw=lambda: next(raw))
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=lambda: next(raw))
         with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
-            yield beside("delta", None, ours=lambda: with_deltas.publish()[0], whole=lambda: fleet.publish()[0])
+            yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
     for learning_rate in (1e-4, 1e-5, 1e-6):
         yield measure_versions(learning_rate, turns)
 
@@ -89,9 +91,11 @@ def memcpy_seconds(num_bytes: int) -> float:
 
 def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
     began = perf_counter()
-    announced = weights.announcement()
-    given = None if announced.place is None else attach(announced.place, announced.num_bytes)
-    copy_into(arrays, Assembly(announced, given=given).whole().tensors())
+    announced = weights.manifest()
+    assert announced.place is not None
+    memory = attach(announced.place, announced.num_bytes)
+    assert memory is not None
+    copy_into(arrays, mapped(announced, memory).tensors())
     return perf_counter() - began
 
 
@@ -106,11 +110,30 @@ def process(*arguments: str | int) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
+@dataclass(frozen=True)
+class Published:
+    """Seconds: from the learner's call, and from the hub's word that the set is there, to adopted; for which the learner was
+    kept; for which the actor looked after messages; of the engine's own copy; of processor time that learner, hub and actor
+    took for all of it."""
+
+    total: float
+    from_hub: float
+    blocked: float
+    looked: float
+    reload: float
+    cpu: float
+
+
+def nothing() -> None:
+    """What an idle actor does between two looks."""
+
+
 class Fleet:
     """A hub, a learner and, in this process, an actor."""
 
-    def __init__(self, address: str, transport: str, learner: subprocess.Popen[str]) -> None:
+    def __init__(self, address: str, transport: str, hub: subprocess.Popen[str], learner: subprocess.Popen[str]) -> None:
         self._learner, self._arrays = learner, dict[str, Any]()
+        self._hub = psutil.Process(hub.pid)
         config = weights_config(transport)
         self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
         self._state = ActorState(0, 0, -1, ())
@@ -121,10 +144,10 @@ class Fleet:
         with tempfile.TemporaryDirectory() as folder:
             address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
             with (
-                process("hub", address, folder, transport),
+                process("hub", address, folder, transport) as hub,
                 process("learner", address, transport, num_bytes) as learner,
             ):
-                fleet = cls(address, transport, learner)
+                fleet = cls(address, transport, hub, learner)
                 try:
                     yield fleet
                     with control(address) as operator:
@@ -132,24 +155,31 @@ class Fleet:
                 finally:
                     fleet._client.close()
 
-    def publish(self) -> tuple[float, float]:
-        """Seconds from the learner's call to adopted, and from the hub's word that the set is there to adopted."""
+    def publish(self, meanwhile: Callable[[], object] = nothing) -> Published:
+        """One set, from the learner's call to adopted. meanwhile: what the actor does between two looks."""
         assert self._learner.stdin is not None and self._learner.stdout is not None
         self._learner.stdin.write("publish\n")
         self._learner.stdin.flush()
-        fence = self._state.fence
-        while (weights := self._look()) is None or weights.fence == fence:
-            pass
+        fence, looked_s, cpu_s, weights = self._state.fence, 0.0, -self._hub_cpu(), None
+        while weights is None or weights.fence == fence:
+            meanwhile()
+            began, working = monotonic(), thread_time()
+            self._client.poll(self._state, wire.Telemetry(), timeout_s=0.0 if meanwhile is not nothing else 0.01)
+            looked_s += monotonic() - began
+            cpu_s += thread_time() - working
+            weights = self._client.weights()
+        here, working = monotonic(), thread_time()
         copy_into(self._arrays, weights.tensors())
         adopted = monotonic()
-        _, began, ended = map(float, self._learner.stdout.readline().split())
+        cpu_s += thread_time() - working + self._hub_cpu()
+        _, began, copied, ended, learner_s = map(float, self._learner.stdout.readline().split())
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
-        return adopted - began, adopted - ended
+        return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, cpu_s + learner_s)
 
-    def _look(self) -> WeightSet | None:
-        self._client.poll(self._state, wire.Telemetry(), timeout_s=0.01)
-        return self._client.weights()
+    def _hub_cpu(self) -> float:
+        times = self._hub.cpu_times()
+        return float(times.user + times.system)
 
 
 def raw_seconds(num_bytes: int, repeats: int) -> list[float]:

@@ -23,6 +23,7 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row
+from async_rlhf.launch.network import LOOPBACK, free_port
 
 _LIMIT_S = 300.0
 # Bytes per parameter that every rank holds, and those that are shared out.
@@ -52,7 +53,8 @@ def zero_memory(
             model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), trust_remote_code=False)
             model.save_pretrained(Path(directory) / "model")
             with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
-                running = [pool.submit(measure, rank, ranks, stage, Path(directory)) for rank in range(ranks)]
+                meeting = f"{LOOPBACK}:{free_port(LOOPBACK)}"
+                running = [pool.submit(measure, rank, ranks, stage, Path(directory), meeting) for rank in range(ranks)]
                 held = max(each.result(_LIMIT_S) for each in running)
         sides = {"held": [held], "formula": [whole + shared / ranks]}
         yield Row.of(f"ZeRO-{stage}, {ranks} ranks, bfloat16", sides, "bytes per parameter", counted=True)
@@ -69,14 +71,14 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(rank: int, size: int, stage: Any, directory: Path) -> float:
+def measure(rank: int, size: int, stage: Any, directory: Path, meeting: str) -> float:
     """Bytes per parameter that one rank holds in a step, stopped before the update."""
     from async_rlhf.learner.batch.partition import padding_batch
     from async_rlhf.learner.config import LearnerConfig
     from async_rlhf.learner.parallel.ranks import Ranks
     from async_rlhf.learner.step.machine import MachineSettings, make_machine
 
-    ranks = Ranks.join(rank, size, directory, timeout_s=300.0, idle_timeout_s=300.0)
+    ranks = Ranks.join(rank, size, meeting, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
     buffers = directory / f"buffers-{rank}.json"  # of a fixed size, and so nothing beside a large model
     buffers.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 300_000}}))

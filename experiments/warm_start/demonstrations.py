@@ -55,7 +55,7 @@ HABITS: dict[str, tuple[float, Callable[[str, Random], str]]] = {
 def load_words(size: int) -> tuple[list[str], list[str]]:
     """(words for demonstrations, held-out words) of the task, as a run with default `[data]` gives them."""
     from async_rlhf.actors.config import DataConfig
-    from async_rlhf.actors.prompts import load_rows
+    from async_rlhf.actors.data.rows import load_rows
 
     training, held_out = load_rows(DataConfig(source=TASK, options=OPTIONS, size=size))
     kept = {str(row.prompt).removeprefix(INSTRUCTION) for row in held_out}

@@ -108,15 +108,17 @@ class Packing:
 
 
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
-    """Rows of similar length together."""
+    """Rows of similar length together, and apart those of one completion, which need no mask and may be far longer."""
     units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
-    width = {id(unit): max(row.length for row in unit) for unit in units}
+    # whether completions share a row, and the length of the longest
+    kind = {id(unit): (any(len(row.members) > 1 for row in unit), max(row.length for row in unit)) for unit in units}
     batches: list[list[Row]] = []
-    widest = 0
-    for unit in sorted(units, key=lambda unit: width[id(unit)], reverse=True):
-        if not batches or (len(batches[-1]) + len(unit)) * widest > packing.micro_batch_tokens:
+    packed, widest = False, 0
+    for unit in sorted(units, key=lambda unit: kind[id(unit)], reverse=True):
+        full = not batches or (len(batches[-1]) + len(unit)) * widest > packing.micro_batch_tokens
+        if full or packed != kind[id(unit)][0]:
             batches.append([])
-            widest = width[id(unit)]
+            packed, widest = kind[id(unit)]
         batches[-1] += unit
     return [_tensors(batch, packing) for batch in batches]
 
@@ -125,15 +127,24 @@ def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FUL
     """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far, as
     far back as a layer reaches. Distances are those of positions, for siblings stand between a completion and its prompt."""
     length = segments_RL.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
     keys = segments_RL[:, None, :]
-    seen = causal & ((segments_RL[:, :, None] == keys) | (keys == 0))
-    query, key = positions_RL[:, :, None], positions_RL[:, None, :]
+    seen = segments_RL[:, :, None] == keys
+    seen |= keys == 0
+    seen &= torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
     if reach.window is not None:
-        seen &= query - key < reach.window
+        seen &= positions_RL[:, :, None] < (positions_RL + reach.window)[:, None, :]
     if reach.chunk is not None:
-        seen &= query // reach.chunk == key // reach.chunk
+        chunk_RL = positions_RL // reach.chunk
+        seen &= chunk_RL[:, :, None] == chunk_RL[:, None, :]
     return seen
+
+
+def attention_bias(segments_RL: Tensor, positions_RL: Tensor, reach: Reach, dtype: torch.dtype) -> Tensor:
+    """[R, 1, L, L] in `dtype`, added to the products of queries and keys: 0 where `attention_mask` is True, else the lowest
+    number. In `dtype` they are computed in, and in lines of a multiple of 8 numbers, so that no layer makes a copy of it."""
+    rows, length = segments_RL.shape
+    lines = torch.full((rows, length, -(-length // 8) * 8), torch.finfo(dtype).min, dtype=dtype, device=segments_RL.device)
+    return lines[..., :length].masked_fill_(attention_mask(segments_RL, positions_RL, reach), 0)[:, None]
 
 
 def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:

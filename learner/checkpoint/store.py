@@ -1,9 +1,10 @@
 """Checkpoints that are whole or not there: temporary name, fsync, rename, then prune.
 
 `checkpoints/step_000050/` holds `model/`, the optimizer's state and `state.json`; `checkpoints/latest` is a link to the
-newest. A directory under its final name is complete, whatever was killed when: it gets that name last and loses it first.
-What a killed owner left under another name is put right by the next one. `state.json` names every file with its size and
-digest, so that damage done later is found before anything is loaded. Which one a run goes on from: `resuming`.
+newest, `checkpoints/best` one to the best that was evaluated (`evaluated`). A directory under its final name is complete,
+whatever was killed when: it gets that name last and loses it first. What a killed owner left under another name is put right
+by the next one. `state.json` names every file with its size and digest, so that damage done later is found before anything is
+loaded. Which one a run goes on from: `resuming`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.files import DISK
+from async_rlhf.buffers.files import DISK, content_digest
 
 # Of what a checkpoint holds; a newer one than this cannot be read here.
 SCHEMA = 2
@@ -32,13 +31,18 @@ class CheckpointError(ConfigError):
 
 
 class Checkpoints:
-    """Owns `directory`. The `keep_last` newest are kept, and those of steps that are a multiple of `keep_every` for good.
-
-    What was set aside is removed with the next `save`.
+    """Owns `directory`. The `keep_last` newest are kept, those of steps that are a multiple of `keep_every` for good, and those
+    whose steps are `needed` at the moment. What was set aside is removed with the next `save`.
     """
 
-    def __init__(self, directory: Path, keep_last: int, keep_every: int | None = None) -> None:
-        self._directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int,
+        keep_every: int | None = None,
+        needed: Callable[[], Callable[[int], bool]] = lambda: lambda step: False,
+    ) -> None:
+        self._directory, self._keep_last, self._keep_every, self._needed = directory, keep_last, keep_every, needed
         directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(f"{_UNFINISHED}*"):
             _remove(left_over)
@@ -70,8 +74,9 @@ class Checkpoints:
         DISK.sync_path(self._directory)
         for old in (replaced, *self._directory.glob(f"{_ASIDE}*")):
             _remove(old)
+        is_needed = self._needed()
         for old in self.all()[: -self._keep_last]:
-            if self._keep_every is not None and step_of(old) % self._keep_every == 0:
+            if is_needed(step_of(old)) or (self._keep_every is not None and step_of(old) % self._keep_every == 0):
                 continue
             _remove(old.rename(self._directory / f"{_UNFINISHED}{old.name}"))
         return final
@@ -103,12 +108,19 @@ class Checkpoints:
 
     def _link(self) -> None:
         """`latest` leads to the newest, and nowhere when there is none."""
-        latest, link = self._directory / "latest", self._directory / f"{_UNFINISHED}latest"
-        if not (found := self.all()):
-            _remove(latest)
-        elif not latest.is_symlink() or latest.readlink() != Path(found[-1].name):
-            link.symlink_to(found[-1].name)
-            link.replace(latest)
+        found = self.all()
+        lead(self._directory / "latest", found[-1].name if found else None)
+
+
+def lead(link: Path, target: str | None) -> None:
+    """Make a link to its neighbour of this name, in one go; None: to nothing, there is no link then."""
+    if target is None:
+        _remove(link)
+    elif not link.is_symlink() or link.readlink() != Path(target):
+        new = link.with_name(f".new-{link.name}")
+        _remove(new)
+        new.symlink_to(target)
+        new.replace(link)
 
 
 def complete(directory: Path) -> list[Path]:
@@ -158,12 +170,7 @@ def _write(directory: Path, write: Callable[[Path], None], state: dict[str, Any]
 
 
 def _digest(path: Path) -> dict[str, Any]:
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-            size += len(data)
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "xxh3_128": content_digest(path)}
 
 
 def _remove(path: Path) -> None:

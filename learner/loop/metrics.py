@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rlhf.buffers.record import Group, staleness
+from async_rlhf.buffers.record import Group, source_of, staleness
 from async_rlhf.buffers.stages import stage_metrics
 
 
@@ -61,6 +61,38 @@ def data_metrics(
             found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
             metrics[f"rewards/{name}/{metric}"] = _mean(found)
     return metrics
+
+
+class SourceMetrics:
+    """Rewards and lengths of each source of mixed data. Under names of their own stand the first sources seen, and only names
+    that a dashboard can show; all others are one source, so that a column of many values makes no endless record."""
+
+    MOST = 64
+    LONGEST = 64
+    OTHER = "other"
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def measure(self, groups: Sequence[Group], per_group: Sequence[Sequence[float | None]]) -> dict[str, float | None]:
+        """Means over the completions of each source in this batch; nothing of groups without one. per_group: as above."""
+        rewards: dict[str, list[float]] = {}
+        lengths: dict[str, list[int]] = {}
+        for group, own in zip(groups, per_group, strict=True):
+            if (source := source_of(group.columns)) is not None:
+                name = self._name(source)
+                rewards.setdefault(name, []).extend(reward for reward in own if reward is not None)
+                lengths.setdefault(name, []).extend(rollout.num_tokens for rollout in group.rollouts)
+        found = {f"reward/{name}": _mean(values) for name, values in rewards.items()}
+        return found | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
+
+    def _name(self, source: str) -> str:
+        if source not in self._known and (
+            len(self._known) == self.MOST or not 0 < len(source) <= self.LONGEST or not source.isprintable()
+        ):
+            return self.OTHER
+        self._known.add(source)
+        return source
 
 
 class StepClock:

@@ -30,13 +30,14 @@ _MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """max_failed_ratio: of scores. max_constant_batches, max_nonfinite_steps: in a row. mismatch_limit: mean |log-ratio| of
-    learner and engine over tokens sampled from the weights a step begins with; comparable: False where a step does not measure
-    that."""
+    """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches, max_nonfinite_steps: in a row. mismatch_limit:
+    mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with; comparable: False where a
+    step does not measure that."""
 
     max_staleness: int
     max_failed_ratio: float
     max_constant_batches: int
+    max_unscored_batches: int
     max_nonfinite_steps: int
     mismatch_limit: float = math.inf
     comparable: bool = True
@@ -47,7 +48,7 @@ class Safeguards:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._constant_in_a_row = self._refused_in_a_row = 0
+        self._constant_in_a_row = self._unscored_in_a_row = self._refused_in_a_row = 0
 
     def certify(self, groups: Sequence[Group], step: int) -> None:
         """The last net, right before the gradient: no token over the bound. Raises StalenessError."""
@@ -69,17 +70,37 @@ class Safeguards:
             raise RewardError(
                 f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
                 f"{self._limits.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
-                "The full traceback is in the actor's log."
+                "The full traceback is in the run directory: logs/actor-*.log, or logs/scorer.log for a stage that runs there."
             )
 
-    def count_constant(self, groups: Sequence[Group], *, constant: bool) -> None:
-        """Raises RewardError after too many batches in a row in which no completion is better than another."""
+    def count_unscored(self, groups: Sequence[Group]) -> None:
+        """Raises RewardError after too many batches in a row in which every reward returned None for every completion. Failed
+        scores have a limit of their own."""
+        scores = [(name, score) for group in groups for r in group.rollouts for name, score in r.scores.items()]
+        if not scores:
+            return
+        unscored = all(score.state == "not_applicable" for _, score in scores)
+        self._unscored_in_a_row = self._unscored_in_a_row + 1 if unscored else 0
+        if self._unscored_in_a_row >= self._limits.max_unscored_batches:
+            raise RewardError(
+                f"{self._unscored_in_a_row} batches in a row had no score: {', '.join(sorted({name for name, _ in scores}))} "
+                "returned None ('not applicable') for every completion, so there is nothing to learn from. Is a `return` "
+                "missing? `async-rlhf rewards try` shows what a reward gives."
+            )
+
+    def count_constant(self, groups: Sequence[Group], masked: int, *, constant: bool) -> None:
+        """Raises RewardError after too many batches in a row in which no completion is better than another, of those that were
+        not masked because they were cut."""
         self._constant_in_a_row = self._constant_in_a_row + 1 if constant else 0
         if self._constant_in_a_row >= self._limits.max_constant_batches:
+            rollouts = sum(len(group.rollouts) for group in groups)
+            cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
+            way_out = "raise generation.max_completion_length, or " if masked else ""
             raise RewardError(
                 f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
-                f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}. Look at the "
-                "rewards in rollouts.jsonl: the prompts are all too easy or all too hard, or the reward is constant."
+                f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}{cut}. "
+                f"{way_out}Look at the rewards in rollouts.jsonl: the prompts are all too easy or all too hard, or the reward "
+                "is constant."
             )
 
     def count_refused(self, groups: Sequence[Group], report: StepReport, step: int) -> None:

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from async_rlhf.buffers.clients.connection import HubRestartedError
 from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
-from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.clients.publication import Publication
+from async_rlhf.buffers.errors import NonFiniteError, RefusedError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
 from async_rlhf.buffers.record import Group
@@ -34,7 +35,7 @@ class BatchSource(Protocol):
 
     def commit(self, step: int) -> None: ...
 
-    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None: ...
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication: ...
 
 
 class ArchiveSource:
@@ -64,12 +65,16 @@ class ArchiveSource:
     def commit(self, step: int) -> None:
         """Nothing may be deleted."""
 
-    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication:
         """No engine adopts it."""
+        return Publication(lambda: None)
 
 
 class SourceSession:
     """Keeps a source informed of the learner's step, weights and checkpoints, also when the hub is restarted in between.
+
+    Weights travel while the next step is made: a copy of them, which is at the hub before that step is reported as done. Only
+    those that a registration begins with are waited for at once.
 
     After a restart every call is left out until the next `take`, whose registration carries the present step and commit.
     """
@@ -81,10 +86,12 @@ class SourceSession:
         self._registered = False
         self._committed = committed
         self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
+        self._publication: Publication | None = None
         self.published = step
-        """The newest published version."""
+        """The newest version that was published, or is being."""
         self.waited_s = self.broadcast_s = 0.0
-        """Of the last `take`, and of the publication in this step."""
+        """Of the last `take`; and for which a publication in this step kept the learner: the beginning of its own, and what was
+        left of the one before."""
 
     def take(self, step: int, target_staleness: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
@@ -103,7 +110,7 @@ class SourceSession:
                 _log.warning("the hub was restarted: registering again at step %d", step)
                 self._registered = False
             else:
-                self.waited_s, self.broadcast_s = time.monotonic() - began, 0.0
+                self.waited_s = time.monotonic() - began
                 return taken
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
@@ -112,8 +119,11 @@ class SourceSession:
             longest = max(group.rollouts, key=lambda rollout: rollout.num_tokens)
             self._text = [*group.prompt_ids.tolist(), *longest.completion_ids.tolist()]
         self._inform(lambda: self._source.trained(step))
+        self.broadcast_s = 0.0 if self._publication is None else self._publication.blocked_s
+        self._publication = None
 
     def publish(self, step: int) -> None:
+        """Begin to publish the weights after `step` steps."""
         self._inform(lambda: self._publish(step))
 
     def commit(self, step: int) -> None:
@@ -131,16 +141,27 @@ class SourceSession:
         self._source.register(step, self._committed)
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
         if step < self._max_steps:
-            self._publish(step)
+            self._publish(step).wait()
+            self._publication = None
         self._registered = True
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int) -> Publication:
         began = time.monotonic()
-        self._source.publish(step, self._backend.tensors(), self._backend.canary(self._text))
+        tensors, canary = self._backend.tensors(), self.canary(step)
+        self._publication = publication = self._source.begin_publish(step, tensors, canary)
         self.published = step
-        self.broadcast_s = time.monotonic() - began
+        self.broadcast_s += time.monotonic() - began
+        return publication
 
-    def _inform(self, call: Callable[[], None]) -> None:
+    def canary(self, step: int) -> Canary:
+        """Of the weights after `step` steps. Raises NonFiniteError where they are of no use any more."""
+        try:
+            return self._backend.canary(self._text)
+        except NonFiniteError as error:
+            cause = "The first suspect is learner.learning_rate: lower it." if step else "`model` is so from the start."
+            raise NonFiniteError(f"the weights after step {step} cannot be used: {error}. {cause}") from error
+
+    def _inform(self, call: Callable[[], object]) -> None:
         if not self._registered:
             return
         try:

@@ -1,7 +1,8 @@
 """The learner's loop, on one screen: take, estimate advantages, step, publish, commit.
 
     owns        the backend, the checkpoints, the step count (the only author of a version)
-    waits for   the hub: a batch, or an acknowledgement; every wait has a deadline and the hub names what it waits for
+    waits for   the hub: a batch, an acknowledgement, what is left of a publication when the next step is done; every wait has a
+                deadline and the hub names what it waits for
     woken by    the hub's answer
     on close    a checkpoint of the last step is durable, and committed unless the run was only drained
 
@@ -27,16 +28,24 @@ from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.checkpoint.evaluated import needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.loop.metrics import StepClock, data_metrics, sample_record
+from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
 from async_rlhf.learner.loop.recording import Recording, as_line
 from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessController
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
-from async_rlhf.learner.objective.estimation import AdvantageEstimates, estimate_advantages, select_members
+from async_rlhf.learner.objective.estimation import (
+    AdvantageEstimates,
+    baseline_rewards,
+    estimate_advantages,
+    num_masked,
+    select_members,
+)
 from async_rlhf.learner.step.backend import Backend
+from async_rlhf.learner.step.optimizer import learning_rate
 from async_rlhf.learner.step.report import StepReport
 
 _log = logging.getLogger(__name__)
@@ -61,6 +70,8 @@ class TrainerConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     lowest_staleness: int = 0
     """The smallest staleness the guard may set as target: below it the run would wait forever."""
+    evaluate_every: int = 0
+    """Steps between two evaluations, each of which has a checkpoint; 0: none."""
     mismatch_limit: float = math.inf
     """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
 
@@ -71,6 +82,7 @@ class TrainerConfig:
             self.max_staleness,
             self.max_failed_ratio,
             self.advantage.max_constant_batches,
+            min(self.advantage.max_constant_batches, self.max_steps),  # a short run does not end well without a reward
             self.learner.max_nonfinite_steps,
             self.mismatch_limit,
             comparable=not interpolated,
@@ -86,7 +98,10 @@ class Trainer:
     def __init__(self, source: BatchSource, backend: Backend, directory: Path, config: TrainerConfig) -> None:
         self._backend, self._config = backend, config
         keep = config.checkpoint
-        checkpoints = Checkpoints(directory / "checkpoints", keep.keep_last, keep.keep_every)
+        every, self._evaluations = config.evaluate_every, directory / "evaluations.jsonl"
+        checkpoints = Checkpoints(
+            directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(self._evaluations, every)
+        )
         self._writer = CheckpointWriter(checkpoints, background=keep.background)
         self.step, self._statistics = 0, Statistics()
         if (found := newest(directory)) is not None:
@@ -100,7 +115,7 @@ class Trainer:
         )
         self._safeguards = Safeguards(config.limits)
         self._staleness = StalenessController(config.guard, config.lowest_staleness, config.max_staleness)
-        self._clock = StepClock()
+        self._clock, self._sources = StepClock(), SourceMetrics()
         self._paused_s = 0.0
 
     def run(self) -> str:
@@ -120,8 +135,10 @@ class Trainer:
             rewards = self._rewards(groups, self._statistics)
             data = data_metrics(groups, rewards, step, config.max_staleness)
             self._safeguards.check_scores(groups, data["rewards/failed_ratio"])
+            self._safeguards.count_unscored(groups)
+            masked = num_masked(groups, rewards, config.loss)
             estimates, constant = self._estimate(groups, rewards)
-            self._safeguards.count_constant(groups, constant=constant)
+            self._safeguards.count_constant(groups, masked, constant=constant)
             report = self._update(groups, estimates)
             self._safeguards.check_mismatch(groups, report, step)
         self._staleness.adjust(report.metrics, step)
@@ -129,9 +146,12 @@ class Trainer:
         self.step = step + 1
         if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
             self._session.publish(self.step)
-        self._record(batch, {**data, "groups/zero_advantage": estimates.zero_advantage_groups}, report)
+        elif self.step == config.max_steps:
+            self._session.canary(self.step)  # no actor adopts the last weights, and they are what the run is for
+        counted = {"groups/zero_advantage": estimates.zero_advantage_groups, "completions/masked_truncated": masked}
+        self._record(batch, {**data, **self._sources.measure(groups, rewards), **counted}, report)
         self._sample(groups, estimates.advantages, report)
-        if self.step % config.checkpoint.save_every == 0 or self.step == config.max_steps:
+        if self._is_saved(self.step):
             self._save()
         else:
             self._session.commit(self._writer.floor)
@@ -156,15 +176,18 @@ class Trainer:
         """Of each member of each group, after `statistics` have seen them."""
         rule = self._config.composition
         statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
-        return [[rule.reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
+        return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
 
     def _estimate(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[AdvantageEstimates, bool]:
-        """Advantages and token targets, and whether no completion is better than another although there are scores."""
+        """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
         config = self._config
-        chosen = select_members(rewards, config.advantage, config.loss)
         scored = any(reward is not None for group in rewards for reward in group)
+        rewards = baseline_rewards(groups, rewards, config.loss)
+        chosen = select_members(groups, rewards, config.advantage, config.loss)
         constant = scored and all(reward is None for group in chosen for reward in group)
-        rows = make_rows(groups, chosen, self._backend.row_tokens) if config.loss.needs_evaluation(config.advantage) else []
+        # what the divergence takes from a reward it also takes from the baselines that the reward is in
+        asked = rewards if config.loss.kl_in_reward and not config.advantage.needs_critic else chosen
+        rows = make_rows(groups, asked, self._backend.row_tokens) if config.loss.needs_evaluation(config.advantage) else []
         evaluated = self._backend.evaluate(rows) if rows else {}
         return estimate_advantages(groups, rewards, chosen, evaluated, config.advantage, config.loss), constant
 
@@ -193,6 +216,7 @@ class Trainer:
                 **report.metrics,
                 "groups": [group.number for group in batch.groups],
                 "applied": report.applied,
+                "learning_rate": learning_rate(self._config.learner, self.step - 1),
                 "staleness/target": self._staleness.target.staleness,
                 **measured,
                 "broadcast/seconds": self._session.broadcast_s,
@@ -210,6 +234,11 @@ class Trainer:
             start += len(values)
             weights = [report.weight_of_member.get(member) for member in members]
             self._recording.sample(sample_record(group, self.step, values, weights))
+
+    def _is_saved(self, step: int) -> bool:
+        config = self._config
+        evaluated = config.evaluate_every > 0 and step % config.evaluate_every == 0
+        return evaluated or step % config.checkpoint.save_every == 0 or step == config.max_steps
 
     def _save(self) -> None:
         """Begin a checkpoint of the present step; training goes on while it is written."""

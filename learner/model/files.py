@@ -20,23 +20,17 @@ _OWN_FILES = ("config.json", "model")
 _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
 
 
-def load_model(directory: Path, device: torch.device) -> nn.Module:
-    """A causal language model in float32, in evaluation mode; raises ConfigError when the directory holds none."""
+def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A causal language model in evaluation mode; raises ConfigError when the directory holds none."""
     try:
-        model = from_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
+        model = from_pretrained(AutoModelForCausalLM, directory, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
     return cast(nn.Module, model.to(device).eval())
 
 
-def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Put the weights of a checkpoint into a model of the same make. Raises CheckpointError when it is of another."""
-    saved = saved_weights(checkpoint, model.state_dict())
-    model.load_state_dict(saved)
-
-
 def saved_weights(checkpoint: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a checkpoint's model, on the CPU, when its names and shapes are those of `own`."""
+    """The state dict of a checkpoint's model, on the CPU. Raises CheckpointError when its names and shapes are not `own`'s."""
     saved = load_model(checkpoint / "model", torch.device("cpu")).state_dict()
     ours, theirs = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (own, saved))
     if ours != theirs:

@@ -16,10 +16,6 @@ from torch import Tensor
 
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 
-# One chunk of logits. The C library fetches what is larger than 32 MiB from the system each time, and first touching
-# its pages takes longer than computing what stands on them.
-CHUNK_MIB = 16
-_FLOAT32_BYTES = 4
 # p log p of a token that p = 0 masks: far below where exp underflows, and finite times any gradient.
 _LOG_ZERO = -1e4
 
@@ -44,11 +40,6 @@ def _scaled(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMa
     return scaled if sampling_masks is None else sampling_masks.restrict_(scaled)
 
 
-def chunk_tokens(vocabulary: int, logits_mib: int) -> int:
-    """Tokens whose float32 logits fit into `logits_mib`; one at least."""
-    return max(1, logits_mib * 2**20 // (_FLOAT32_BYTES * vocabulary))
-
-
 def chunked_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -61,9 +52,10 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
 
-    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunk_tokens`); of
-    the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Products are computed in the
-    autocast type where that is on, else in the type of `hidden`; everything after them is float32.
+    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunks`); of
+    the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Beside these there are two chunks
+    of float32 at a time. Products are computed in the autocast type where that is on, else in the type of `hidden`;
+    everything after them is float32.
     """
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
@@ -108,6 +100,7 @@ class _Chunked(torch.autograd.Function):
                 entropy_N[part] = _entropy_(y_CV, p_CV, highest_C)
                 if part.stop <= remembered:
                     kept.append(p_CV)
+                del z_CV, y_CV, p_CV  # else they stand beside the next ones
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
         ctx.sampling_masks, ctx.rows, ctx.dtype = sampling_masks, rows, dtype
         ctx.set_materialize_grads(False)
@@ -125,10 +118,10 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.sampling_masks)):
                 hidden = hidden_ND[part].to(dtype)
-                z_CV = None if index < len(kept) else _scaled_logits(hidden, weight, bias_V, temperature_N[part], cut)
-                p_CV = kept[index] if z_CV is None else torch.softmax(z_CV, dim=-1)
                 dz = _gradient(
-                    p_CV,
+                    kept[index]
+                    if index < len(kept)
+                    else torch.softmax(_scaled_logits(hidden, weight, bias_V, temperature_N[part], cut), dim=-1),
                     target_N[part],
                     entropy_N[part],
                     None if grad_logp_N is None else grad_logp_N[part] / temperature_N[part],
@@ -143,6 +136,7 @@ class _Chunked(torch.autograd.Function):
                     grad_weight.addmm_(dz.T, hidden)
                 elif grad_weight is not None:
                     grad_weight += dz.T @ hidden
+                del dz
         as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         return grad_hidden, as_weight, as_bias, None, None, None, None, None, None

@@ -1,11 +1,12 @@
 """The policy as one module: from a micro-batch to log-probabilities, entropies and (with a critic) values of its tokens.
 
-Owns the Hugging Face model, its output layer's use in chunks, and how it is computed (type, gradient checkpointing).
+Owns the Hugging Face model, its output layer's use in chunks, and how it is computed (type, gradient checkpointing, compiled).
 Dropout is off: a policy gradient needs the policy that was sampled from. Waits for nothing.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,24 +14,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from async_rlhf.buffers.attention import FAMILIES, Reach, attention
+from async_rlhf.buffers.attention import FAMILIES, attention
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_mask
+from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias
 from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
 from async_rlhf.learner.model.critic import make_critic
-from async_rlhf.learner.model.logprobs import CHUNK_MIB, chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
 from async_rlhf.learner.parallel.sequence import Share, share_attention
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
 _SAME_LOGITS = 1e-5
 # Beyond every cap on logits that models have.
 _LARGE = 1e4
+# What `learner.compile` compiles with, and how many forms of a layer at most.
+_COMPILER = "inductor"
+_MAX_VARIANTS = 64
 
 
 class Policy(nn.Module):
     """`model` is the language model, `critic` estimates values where there is one.
 
-    Raises ConfigError when the model does not support gradient checkpointing.
+    Raises ConfigError when the model does not support gradient checkpointing, or to be compiled.
     """
 
     def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
@@ -39,12 +44,19 @@ class Policy(nn.Module):
         self.critic = make_critic(config.critic, self.trunk, self.output_layer.weight.shape[1]) if with_critic else None
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self._logits_mib = config.logits_mib
+        self.compiled = config.compile
+        for setting in ("gradient_checkpointing", "compile"):
+            if getattr(config, setting) and not _layers(model):
+                raise ConfigError(f"learner.{setting} = true: this model has no layers that support it; use false")
         if config.gradient_checkpointing:
             _checkpoint_gradients(model)
+        if config.compile:
+            _compile(self)
         self.config: dict[str, Any] = cast(Any, model).config.get_text_config().to_dict()
         self.attention = attention(self.config)
         self.packs = self.attention is not None
-        self._chunked = self._output_layer_is_last()
+        with self._plainly():
+            self._chunked = self._output_layer_is_last()
         self._sequence_ranks = config.sequence_parallel
         if self._sequence_ranks > 1:
             if self.attention is None:
@@ -77,33 +89,35 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
         if self._sequence_ranks == 1:
-            return self._forward(
-                batch, self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed), self._autocast
-            )
+            return self._forward(batch, self._own_inputs(batch, self._autocast), self._autocast)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
-        inputs = self._inputs(share.own, share.segments_RL, share.positions_RL, True)
+        inputs = self._inputs(share.own, share.segments_RL, share.positions_RL, self._autocast)
         logp_N, entropy_N, value_N = self._forward(share.own, inputs, self._autocast)
         return share.joined(logp_N), share.joined(entropy_N), value_N
 
     def exactly(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
-        inputs = self._inputs(batch, batch.segments_RL, batch.positions_RL, batch.is_packed)
-        return self._forward(batch, inputs, None)[0]
+        return self._forward(batch, self._own_inputs(batch, None), None)[0]
 
-    def _inputs(self, batch: PolicyInputs, segments_RL: Tensor, positions_RL: Tensor, masked: bool) -> dict[str, Any]:
-        """What the model is given. A row of one completion needs no mask: padding stands on the right, where nothing looks."""
-        inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
-        if masked:
-            assert self.attention is not None, "rows of several completions for a model that takes one"
+    def _own_inputs(self, batch: MicroBatch, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Rows of one completion need no mask of ours: padding stands on the right, where nothing looks. Without one attention
+        takes its fastest kernels."""
+        if batch.is_packed:
+            return self._inputs(batch, batch.segments_RL, batch.positions_RL, dtype)
+        return {"input_ids": batch.ids_RL, "use_cache": False}
 
-            def bias(reach: Reach) -> Tensor:
-                hidden = ~attention_mask(segments_RL, positions_RL, reach)
-                return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, torch.finfo(torch.float32).min)[
-                    :, None
-                ]
-
-            inputs |= {"position_ids": batch.positions_RL, "attention_mask": self.attention.masks(bias)}
-        return inputs
+    def _inputs(
+        self, batch: PolicyInputs, segments_RL: Tensor, positions_RL: Tensor, dtype: torch.dtype | None
+    ) -> dict[str, Any]:
+        """With one mask for each kind of layer, in the type that attention is computed in."""
+        assert self.attention is not None, "rows of several completions for a model that takes one"
+        masks = self.attention.masks(lambda reach: attention_bias(segments_RL, positions_RL, reach, dtype or torch.float32))
+        return {
+            "input_ids": batch.ids_RL,
+            "use_cache": False,
+            "position_ids": batch.positions_RL,
+            "attention_mask": masks,
+        }
 
     def _forward(
         self, batch: PolicyInputs, inputs: dict[str, Any], dtype: torch.dtype | None
@@ -112,8 +126,8 @@ class Policy(nn.Module):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
-                rows = chunk_tokens(head.weight.shape[0], min(CHUNK_MIB, self._logits_mib))
-                remembered = chunk_tokens(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
+                rows = chunk_tokens(head.weight.shape[0], self._logits_mib, batch.ids_RL.device.type)
+                remembered = tokens_within(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
                 logp_N, entropy_N = chunked_logprobs(
                     hidden_ND,
                     head.weight,
@@ -136,8 +150,13 @@ class Policy(nn.Module):
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
         model: Any = self.model
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        with self._plainly():
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
         return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
+
+    def _plainly(self) -> AbstractContextManager[Any]:
+        """Within, nothing is compiled: what the rest is held to, and what is computed once."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     @torch.no_grad()
     def _output_layer_is_last(self) -> bool:
@@ -155,11 +174,21 @@ class Policy(nn.Module):
         return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
 
 
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+
+
 def _checkpoint_gradients(model: nn.Module) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError("learner.gradient_checkpointing = true: this model has no layers that support it; use false")
     cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:
+    for layer in _layers(model):
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode
+
+
+def _compile(policy: nn.Module) -> None:
+    """Each layer by itself, in place: equal ones share what is compiled, and sizes may change. What is compiled anew is for a
+    mask or none, a gradient or none, one row or more; past the limit it is an error, and not computed without."""
+    torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for layer in _layers(policy):
+        layer.compile(backend=_COMPILER, dynamic=True)

@@ -35,6 +35,9 @@ def check_policy(policy: Policy) -> None:
         try:
             difference = _difference(policy, group, plain)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            if policy.compiled and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                reason = " ".join(str(error).strip().partition("\n\n")[0].split())
+                raise ConfigError(f"learner.compile = true: this model is not compiled here: {reason}. Use false") from error
             _log.warning("a pass over padded rows ended with %s: %s", type(error).__name__, error)
             continue
         if difference <= MAX_DIFFERENCE:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +23,26 @@ from async_rlhf.learner.registry import advantage
 
 
 @advantage()
-def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
-    """A_i = r_i - mean(r), divided by std(r) with `scale_by_std`; mean and (population) std over the members that count.
+def group_relative(
+    rewards: Sequence[float | None], *, scale_by_std: bool, std: Literal["sample", "population"]
+) -> list[float | None]:
+    """A_i = r_i - mean(r), divided by std(r) with `scale_by_std`; mean and std over the n members that count.
 
     Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
-    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). None stays None. A group that is constant,
-    or in which fewer than two members count, has advantage 0: no completion is known to be better.
+    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). The squares are divided by n - 1 (`sample`, as
+    `torch.std` in TRL and verl) or by n (`population`). Nothing is added to it, where TRL adds 1e-4 and verl 1e-6. None stays
+    None. A group that is constant, or in which fewer than two members count, has advantage 0: no completion is known to
+    be better.
     """
     counting = [reward for reward in rewards if reward is not None]
     if len(counting) < 2:
         return [None if reward is None else 0.0 for reward in rewards]
     mean = math.fsum(counting) / len(counting)
-    std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))  # squares could overflow
-    if std < EPSILON:
+    divisor = len(counting) - (std == "sample")
+    deviation = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(divisor)  # squares could overflow
+    if deviation < EPSILON:
         return [None if reward is None else 0.0 for reward in rewards]
-    scale = std if scale_by_std else 1.0
+    scale = deviation if scale_by_std else 1.0
     return [None if reward is None else (reward - mean) / scale for reward in rewards]
 
 
@@ -55,20 +61,31 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
 
-@advantage(level="batch")
-def reinforce_pp(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """A_i = (r_i - mean) / std over all completions of the batch that count.
+BoolArray = npt.NDArray[np.bool_]
 
-    REINFORCE++ (Hu 2025, arXiv 2501.03262, eq. 5). A prompt's difficulty stays in the advantage, and no group can
-    blow up by a tiny standard deviation of its own. A constant batch has advantage 0. None stays None.
+
+@advantage(level="token_rewards")
+def reinforce_pp(
+    reward_N: Float32Array, end_N: BoolArray, *, gamma: float, batch_statistics: Literal["tokens", "completions"]
+) -> Float32Array:
+    """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): without discount G_t is a completion's reward less the divergence that its
+    tokens from t on cost, and mean and std are over the returns of all tokens of the batch (`tokens`), as in OpenRLHF, which
+    divides by N, and in verl, which divides by N - 1 and adds 1e-8 to the variance. There a long completion weighs as much as
+    its tokens. `completions`: mean and std are over the returns of whole completions. A prompt's difficulty stays in the
+    advantage, and no group can blow up by a tiny standard deviation of its own. A constant batch has advantage 0.
     """
-    counting = [reward for group in groups for reward in group if reward is not None]
-    if not counting:
-        return [[None for _ in group] for group in groups]
-    mean = math.fsum(counting) / len(counting)
-    std = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting))
-    scale = math.inf if std < EPSILON else std
-    return [[None if reward is None else (reward - mean) / scale for reward in group] for group in groups]
+    return_N = np.zeros(len(reward_N))
+    ahead = 0.0
+    for t in reversed(range(len(reward_N))):
+        ahead = float(reward_N[t]) + (0.0 if end_N[t] else gamma * ahead)
+        return_N[t] = ahead
+    counted = return_N if batch_statistics == "tokens" else return_N[np.roll(end_N, 1)]
+    deviation = float(np.std(counted))
+    scale = math.inf if deviation < EPSILON else deviation
+    advantage_N: Float32Array = ((return_N - counted.mean()) / scale).astype(np.float32)
+    return advantage_N
 
 
 def normalised(advantage_N: Float32Array) -> Float32Array:
@@ -131,9 +148,6 @@ def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: flo
     return advantage_T.astype(np.float32), (advantage_T + value_T).astype(np.float32)
 
 
-BoolArray = npt.NDArray[np.bool_]
-
-
 @advantage(level="tokens")
 def v_trace(
     reward_N: Float32Array,
@@ -145,17 +159,21 @@ def v_trace(
     lam: float,
     rho_cap: float,
     c_cap: float,
+    bootstrap: Literal["mixed", "target"],
 ) -> tuple[Float32Array, Float32Array]:
     """Advantages and value targets [N].
 
     With ratio = p_proximal / p_behaviour, rho = min(rho_cap, ratio), c = lam min(c_cap, ratio):
-    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma v_{t+1} - V_t
-    (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, eq. 1 and section 4.2; remark 2 for lam). The weight rho_t of the policy
-    gradient is not in A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and
-    proximal, the latter as rho_cap grows; c_cap sets how fast it is reached.
+    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma q_{t+1} - V_t
+    (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, eq. 1 and section 4.2; remark 2 for lam). `target`: q = v, as the paper
+    has it. `mixed`: q = lam v + (1 - lam) V, as in rlax (`vtrace_td_error_and_advantage`), so that on fresh data A is
+    generalised advantage estimation at any lam; at lam = 1 the two are one. The weight rho_t of the policy gradient is not in
+    A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and proximal, the latter as
+    rho_cap grows; c_cap sets how fast it is reached.
     """
     ratio_N = _ratio(log_ratio_N)
     rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
+    share = lam if bootstrap == "mixed" else 1.0
     advantage_N, target_N = np.zeros(len(reward_N)), np.zeros(len(reward_N))
     next_value = next_target = 0.0
     for t in reversed(range(len(reward_N))):
@@ -164,7 +182,7 @@ def v_trace(
         value = float(value_N[t])
         delta = rho_N[t] * (reward_N[t] + gamma * next_value - value)
         target_N[t] = value + delta + gamma * c_N[t] * (next_target - next_value)
-        advantage_N[t] = reward_N[t] + gamma * next_target - value
+        advantage_N[t] = reward_N[t] + gamma * (share * next_target + (1 - share) * next_value) - value
         next_value, next_target = value, target_N[t]
     return advantage_N.astype(np.float32), target_N.astype(np.float32)
 

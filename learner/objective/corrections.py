@@ -115,7 +115,8 @@ def second_moment_mask(log_ratio_N: Float32Array, limit: float) -> npt.NDArray[n
     means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
     kept = np.zeros(len(order), np.bool_)
     kept[order[: int(np.sum(means <= limit))]] = True
-    return kept | np.isnan(log_ratio_N)
+    kept[np.isnan(log_ratio_N)] = True
+    return kept
 
 
 def interpolated(logp_current_N: Tensor, logp_behaviour_N: Tensor, staleness_N: Tensor) -> Tensor:

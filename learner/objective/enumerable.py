@@ -1,6 +1,7 @@
 """A policy small enough to enumerate: 5 tokens, 3 to a completion, so 125 completions and exact expectations.
 
 Axes: Y = 125 completions, T = 3 tokens of each, N = Y T tokens in order, C = 31 prefixes, V = 5 tokens, P = C V parameters.
+`...`: any axes of many such policies side by side, or none.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def initial(seed: int = 1, scale: float = 0.5) -> Tensor:
 
 
 def logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """float64 [Y, T]: of every token of every completion."""
-    return torch.log_softmax(logits / temperature, -1)[PREFIXES, COMPLETIONS]
+    """float64 [..., Y, T]: of every token of every completion, from logits [..., C, V]."""
+    return torch.log_softmax(logits / temperature, -1)[..., PREFIXES, COMPLETIONS]
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """float64 [Y], summing to 1."""
-    return logprobs(logits, temperature).sum(1).exp()
+    """float64 [..., Y], summing to 1."""
+    return logprobs(logits, temperature).sum(-1).exp()
 
 
 def jacobian(logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import Float32Array, Group
+from async_rlhf.buffers.record import Float32Array, Group, Rollout
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
-from async_rlhf.learner.objective.advantages import (
-    best,
-    drop_constant,
-    normalised,
-    pair,
-)
+from async_rlhf.learner.objective.advantages import BoolArray, best, drop_constant, normalised, pair
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.kl import kl_penalty
 from async_rlhf.learner.registry import advantage_settings, advantage_spec, load_advantage, loss_spec
@@ -41,9 +36,41 @@ class AdvantageEstimates:
         return sum(all(value is None for value in group) for group in self.advantages)
 
 
-def select_members(rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig) -> list[list[float | None]]:
+def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[float | None]]:
+    """The rewards of the completions that ended by themselves; None for those that were cut at their greatest length.
+
+    Leaving these out is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+    """
+    return [
+        [None if rollout.finish_reason == "length" else reward for rollout, reward in zip(group.rollouts, own, strict=True)]
+        for group, own in zip(groups, rewards, strict=True)
+    ]
+
+
+def num_masked(groups: Sequence[Group], rewards: Rewards, loss: LossConfig) -> int:
+    """Completions with a reward that leave the loss because they were cut."""
+    if loss.mask_truncated == "off":
+        return 0
+    return len(_counting(rewards)) - len(_counting(without_truncated(groups, rewards)))
+
+
+def _counting(rewards: Rewards) -> dict[int, float]:
+    """The rewards there are, by the completion's place in the batch."""
+    return {i: r for i, r in enumerate(reward for group in rewards for reward in group) if r is not None}
+
+
+def baseline_rewards(groups: Sequence[Group], rewards: Rewards, loss: LossConfig) -> Rewards:
+    """The rewards that advantages are made from."""
+    return without_truncated(groups, rewards) if loss.mask_truncated == "loss and baseline" else rewards
+
+
+def select_members(
+    groups: Sequence[Group], rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig
+) -> list[list[float | None]]:
     """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
     chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
+    if loss.mask_truncated != "off":
+        chosen = without_truncated(groups, chosen)
     learns_from = loss_spec(loss.kind).learns_from
     if learns_from == "all":
         return chosen
@@ -58,9 +85,12 @@ def estimate_advantages(
     advantage: AdvantageConfig,
     loss: LossConfig,
 ) -> AdvantageEstimates:
-    """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`."""
+    """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
+    the estimator gives every token an advantage of its own."""
     if advantage.needs_critic:
         estimates = _from_critic(groups, chosen, evaluated, advantage, loss)
+    elif advantage_spec(advantage.kind).level == "token_rewards":
+        estimates = _from_token_rewards(groups, rewards, chosen, evaluated, advantage, loss)
     else:
         values = _from_rewards(_penalised(rewards, evaluated, loss), advantage)
         kept = [
@@ -68,7 +98,7 @@ def estimate_advantages(
             for group, some in zip(values, chosen, strict=True)
         ]
         estimates = AdvantageEstimates(kept, {index: TokenTargets(seen) for index, seen in evaluated.items()})
-    return estimates if loss.second_moment is None else _masked(groups, estimates, loss.second_moment)
+    return estimates if loss.second_moment is None else _masked(groups, estimates, evaluated, loss.second_moment)
 
 
 def check_estimator(config: AdvantageConfig) -> None:
@@ -87,6 +117,11 @@ def check_estimator(config: AdvantageConfig) -> None:
             if shapes != [((len(each),), (len(each),)) for each in of_tokens]:
                 raise ValueError(f"gave advantages and returns of shapes {shapes} for completions of 3 and 1 tokens")
             numbers = np.concatenate([np.concatenate(each) for each in found])
+        elif advantage_spec(config.kind).level == "token_rewards":
+            of_each = _token_advantages(of_tokens, config)
+            if [np.shape(a) for a in of_each] != [np.shape(each) for each in of_tokens]:
+                raise ValueError(f"gave {sum(map(np.size, of_each))} advantages for 4 tokens")
+            numbers = np.concatenate(of_each)
         else:
             numbers = np.array([n for group in _from_rewards(rewards, config) for n in group if n is not None], np.float64)
         if not np.isfinite(numbers).all():
@@ -115,22 +150,49 @@ def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float 
 
 def _penalised(rewards: Rewards, evaluated: Mapping[int, PolicyEvaluation], loss: LossConfig) -> Rewards:
     """Rewards less the divergence from the reference, summed over each completion's tokens, where `kl_in` puts it there."""
-    if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
+    if not loss.kl_in_reward:
         return rewards
     flat = [reward for group in rewards for reward in group]
-    costs = {index: float(_costs(seen, loss).sum()) for index, seen in evaluated.items()}
-    less = iter([None if r is None else r - costs.get(index, 0.0) for index, r in enumerate(flat)])
+    less = iter([None if r is None else r - float(_costs(evaluated.get(index), loss).sum()) for index, r in enumerate(flat)])
     return [[next(less) for _ in group] for group in rewards]
 
 
-def _costs(seen: PolicyEvaluation, loss: LossConfig) -> Float32Array:
+def _costs(seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
     """float32 [T]: what each token loses of its reward to the divergence from the reference."""
-    if not (loss.kl_coef > 0 and loss.kl_in == "reward"):
-        return np.zeros_like(seen.logp_proximal)
-    if seen.logp_reference is None:
+    if seen is None or seen.logp_reference is None:
         raise ValueError("loss.kl_coef needs log-probabilities under the reference")
     penalty = kl_penalty(seen.logp_proximal, seen.logp_reference, loss.kl_estimator)
     return (loss.kl_coef * penalty).astype(np.float32)
+
+
+def _token_rewards(rollout: Rollout, reward: float, seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
+    """float32 [T]: a completion's reward stands at its last token, less what each token costs."""
+    of_tokens = -_costs(seen, loss) if loss.kl_in_reward else np.zeros(rollout.num_tokens, np.float32)
+    of_tokens[-1] += reward
+    return of_tokens
+
+
+def _from_token_rewards(
+    groups: Sequence[Group],
+    rewards: Rewards,
+    chosen: Rewards,
+    evaluated: Mapping[int, PolicyEvaluation],
+    config: AdvantageConfig,
+    loss: LossConfig,
+) -> AdvantageEstimates:
+    """Token advantages of the completions in `chosen`, from the tokens of all that count."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counting = _counting(rewards)
+    of_tokens = [_token_rewards(rollouts[i], reward, evaluated.get(i), loss) for i, reward in counting.items()]
+    found = dict(zip(counting, _token_advantages(of_tokens, config), strict=True))
+    return _of_tokens(chosen, {i: TokenTargets(evaluated.get(i), advantage=found[i]) for i in _counting(chosen)})
+
+
+def _of_tokens(chosen: Rewards, targets: Mapping[int, TokenTargets]) -> AdvantageEstimates:
+    """A completion's own advantage, for the record, is the mean of its tokens'."""
+    means = {index: float(target.advantage.mean()) for index, target in targets.items() if target.advantage is not None}
+    numbers = iter([means.get(index) for index in range(sum(map(len, chosen)))])
+    return AdvantageEstimates([[next(numbers) for _ in group] for group in chosen], targets)
 
 
 def _from_critic(
@@ -140,30 +202,55 @@ def _from_critic(
     config: AdvantageConfig,
     loss: LossConfig,
 ) -> AdvantageEstimates:
-    """Token advantages and returns; a completion's own advantage, for the record, is their mean."""
+    """Token advantages and returns."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    worth = [reward for group in chosen for reward in group]
-    indices = [index for index, reward in enumerate(worth) if reward is not None]
+    worth = _counting(chosen)
     rewards, values, log_ratios = [], [], []
-    for index in indices:
-        seen, reward = evaluated[index], worth[index]
+    for index, reward in worth.items():
+        seen = evaluated[index]
         if seen.value is None:
             raise ValueError(f"advantage.kind = {config.kind!r} needs a critic's values")
-        of_tokens = -_costs(seen, loss)
-        of_tokens[-1] += reward
-        rewards.append(of_tokens)
+        rewards.append(_token_rewards(rollouts[index], reward, seen, loss))
         values.append(seen.value)
         log_ratios.append(seen.logp_proximal - rollouts[index].logprobs)
+    found = critic_targets(rewards, values, log_ratios, config)
+    targets = {
+        index: TokenTargets(evaluated[index], advantage=advantage, returns=returns)
+        for index, (advantage, returns) in zip(worth, found, strict=True)
+    }
+    return _of_tokens(chosen, targets)
+
+
+def critic_targets(
+    rewards: Sequence[Float32Array],
+    values: Sequence[Float32Array],
+    log_ratios: Sequence[Float32Array],
+    config: AdvantageConfig,
+) -> list[tuple[Float32Array, Float32Array]]:
+    """Advantages, scaled over the batch as configured, and returns of each completion: float32 [T] twice. From the reward and
+    the value at each token and the log-ratio proximal / behaviour there."""
     found = _advantages_and_returns(rewards, values, log_ratios, config)
-    flat = normalised(np.concatenate([a for a, _ in found])) if config.normalise and found else None
-    targets, start = {}, 0
-    for index, (own, returns) in zip(indices, found, strict=True):
-        own_scaled = own if flat is None else flat[start : start + len(own)]
-        start += len(own)
-        targets[index] = TokenTargets(evaluated[index], advantage=own_scaled, returns=returns)
-    means = {index: float(target.advantage.mean()) for index, target in targets.items() if target.advantage is not None}
-    numbers = iter([means.get(index) for index in range(len(worth))])
-    return AdvantageEstimates([[next(numbers) for _ in group] for group in chosen], targets)
+    if not (config.normalise and found):
+        return found
+    scaled = normalised(np.concatenate([advantage for advantage, _ in found]))
+    cuts = np.cumsum([len(each) for each in rewards])[:-1]
+    return [(advantage, returns) for advantage, (_, returns) in zip(np.split(scaled, cuts), found, strict=True)]
+
+
+def _token_advantages(rewards: Sequence[Float32Array], config: AdvantageConfig) -> list[Float32Array]:
+    """Of each completion: float32 [T]."""
+    if not rewards:
+        return []
+    end_N, cuts = _ends(rewards)
+    return list(np.split(_estimator(config)(np.concatenate(rewards), end_N), cuts))
+
+
+def _ends(completions: Sequence[Float32Array]) -> tuple[BoolArray, list[int]]:
+    """bool [N], True at the last token of each; and where to cut between them."""
+    ends = np.cumsum([len(each) for each in completions])
+    end_N = np.zeros(ends[-1], np.bool_)
+    end_N[ends - 1] = True
+    return end_N, ends[:-1].tolist()
 
 
 def _advantages_and_returns(
@@ -176,21 +263,21 @@ def _advantages_and_returns(
     function = _estimator(config)
     if advantage_spec(config.kind).level == "completion" or not rewards:
         return [function(r, v) for r, v in zip(rewards, values, strict=True)]
-    ends = np.cumsum([len(r) for r in rewards])
-    end_N = np.zeros(ends[-1], np.bool_)
-    end_N[ends - 1] = True
+    end_N, cuts = _ends(rewards)
     advantage_N, return_N = function(np.concatenate(rewards), np.concatenate(values), np.concatenate(log_ratios), end_N)
-    return list(zip(np.split(advantage_N, ends[:-1]), np.split(return_N, ends[:-1]), strict=True))
+    return list(zip(np.split(advantage_N, cuts), np.split(return_N, cuts), strict=True))
 
 
-def _masked(groups: Sequence[Group], estimates: AdvantageEstimates, limit: float) -> AdvantageEstimates:
+def _masked(
+    groups: Sequence[Group], estimates: AdvantageEstimates, evaluated: Mapping[int, PolicyEvaluation], limit: float
+) -> AdvantageEstimates:
     """The second-moment mask, over all tokens of the batch."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counting = [value is not None for group in estimates.advantages for value in group]
-    counted = [index for index in sorted(estimates.targets) if counting[index]]
+    counted = [index for index in sorted(evaluated) if counting[index]]
     if not counted:
         return estimates
-    log_ratios = [estimates.targets[index].observed.logp_proximal - rollouts[index].logprobs for index in counted]
+    log_ratios = [evaluated[index].logp_proximal - rollouts[index].logprobs for index in counted]
     kept_N = second_moment_mask(np.concatenate(log_ratios), limit).astype(np.float32)
     parts = np.split(kept_N, np.cumsum([len(each) for each in log_ratios])[:-1])
     masked = {index: replace(estimates.targets[index], mask=part) for index, part in zip(counted, parts, strict=True)}
@@ -214,16 +301,16 @@ class PolicyEvaluation:
 class TokenTargets:
     """What one completion's tokens are worth, where a number per completion is not enough; float32 [T].
 
-    advantage replaces the completion's own. mask (0 or 1) leaves tokens out of numerators only: it comes from
-    corrections that look at the whole batch. returns are what the critic is fitted to.
+    observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask (0 or 1) leaves tokens
+    out of numerators only: it comes from corrections that look at the whole batch. returns are what the critic is fitted to.
     """
 
-    observed: PolicyEvaluation
+    observed: PolicyEvaluation | None = None
     advantage: Float32Array | None = None
     mask: Float32Array | None = None
     returns: Float32Array | None = None
 
     def named(self) -> dict[str, Float32Array]:
         """What there is beside the advantage, as a micro-batch names it."""
-        found = {"mask": self.mask, "return": self.returns, **vars(self.observed)}
+        found = {"mask": self.mask, "return": self.returns, **(vars(self.observed) if self.observed else {})}
         return {f"{name}_N": each for name, each in found.items() if each is not None}

@@ -1,38 +1,37 @@
 """The processes that share a gradient: who they are, what they send each other, and who is to blame when one is missing.
 
-    owns        the process group (gloo over loopback, and nccl beside it on cuda), the file of progress counters
+    owns        the process group (gloo, and nccl beside it on cuda), the store in which ranks find each other: rank 0 serves it
     waits for   every other rank, at each collective, for `timeout_s`; a worker rank for its next command, for `idle_timeout_s`
     woken by    the last rank to arrive, or the end of a connection
     on close    the group is left
 
 Rank 0 controls: it alone talks to the hub, and sends each rank a command and its tensors as JSON and raw bytes; nothing is
-pickled. Before each collective a rank counts one up in its slot of a file that all map, so that those
-who waited can name the rank that did not come.
+pickled. Each rank counts its collectives. One that fails leaves its count in the store, so that those who waited can name the
+rank that did not come; which process has ended is for the supervisor to say.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import TCPStore
 
 from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.learner.parallel.devices import communication, take_device
 
 _BUCKET = 1 << 24  # elements of one all-reduce: enough to fill the wire, little beside a model
 _BLAME_S = 3.0
-_MEETING_S = 300.0  # importing what a rank needs takes long on a busy machine
+_LEAVE = timedelta(seconds=15)
 
 Tensors = Mapping[str, Tensor]
 
@@ -42,39 +41,41 @@ class RankLostError(AsyncRLHFError):
 
 
 class Ranks:
-    """This process's place among `size` ranks; a single one (`Ranks()`) sends nothing and waits for nothing.
-
-    `ended` names a rank that has ended, and how, where that is known.
-    """
+    """This process's place among `size` ranks; a single one (`Ranks()`) sends nothing and waits for nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._counters: Any = np.zeros(size, np.int64)
-        self._processes: Any = np.zeros(size, np.int64)
+        self._count = 0
+        self._store: Any = None
         self._control: Any = None
-        self.ended: Callable[[], str | None] = lambda: None
 
     @classmethod
     def join(
-        cls, rank: int, size: int, directory: Path, *, timeout_s: float, idle_timeout_s: float, device: str = "cpu"
+        cls,
+        rank: int,
+        size: int,
+        meeting: str,
+        *,
+        timeout_s: float,
+        idle_timeout_s: float,
+        device: str = "cpu",
+        interface: str = "lo",
     ) -> Ranks:
-        """Meet the others through files in `directory` (empty before, the same for all). Raises RankLostError."""
+        """Meet the others. meeting: IP:PORT of rank 0, free before. interface: of this machine, by which it reaches rank 0.
+
+        They are waited for as for a command: a host may be sent the model first. Raises RankLostError.
+        """
         ranks = cls(rank, size)
         if size == 1:
             return ranks
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nothing of the group listens beyond this machine
-        if rank == 0:
-            np.zeros((2, size), np.int64).tofile(directory / "progress")
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        take_device(device, rank)  # before the group: nccl binds it to the device that is current
         with ranks.named("the meeting of the ranks", counted=False):
-            store = FileStore(str(directory / "meeting"), size)
-            store.set(f"here-{rank}", "")
-            store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=_MEETING_S))
-            ranks._counters, ranks._processes = np.memmap(directory / "progress", np.int64, "r+", shape=(2, size))
-            ranks._processes[rank] = os.getpid()
-            timeout = timedelta(seconds=timeout_s)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-            ranks._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_timeout_s))
+            timeout, idle = timedelta(seconds=timeout_s), timedelta(seconds=idle_timeout_s)
+            ranks._store = _store(rank, size, meeting, idle)
+            ranks._await_all("here", idle)
+            backend = communication(device, interface)
+            dist.init_process_group(backend, store=ranks._store, rank=rank, world_size=size, timeout=timeout)
+            ranks._control = dist.new_group(backend="gloo", timeout=idle)
         return ranks
 
     @contextmanager
@@ -86,7 +87,7 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        self._counters[self.rank] += counted
+        self._count += counted
         try:
             yield
         except RuntimeError as error:  # what torch.distributed raises
@@ -122,6 +123,22 @@ class Ranks:
                 return None
             return [dict(tensors), *(self._receive(rank)[1][0] for rank in range(1, self.size))]
 
+    def shared(self, read: Callable[[], Tensors]) -> dict[str, Tensor]:
+        """What rank 0 reads, on every rank: tensors on the CPU."""
+        if self.size == 1:
+            return dict(read())
+        tensors = {name: tensor.contiguous() for name, tensor in read().items()} if self.rank == 0 else {}
+        with self.named("the sharing out of what was read"):
+            for rank in range(1, self.size if self.rank == 0 else 0):
+                self._send(rank, {"shapes": _shapes(tensors)}, [])
+            if self.rank > 0:
+                shapes = self._receive(0)[0]["shapes"]
+                tensors = {name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (kind, shape) in shapes.items()}
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
+        return tensors
+
     def command(self, header: Mapping[str, Any], parts: Sequence[Sequence[Tensors]] = ()) -> None:
         """Rank 0: send every worker rank its next command, and give rank r its `parts[r]`."""
         for rank in range(1, self.size):
@@ -136,10 +153,11 @@ class Ranks:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+            with suppress(RuntimeError):  # nothing depends on the others any more
+                self._await_all("gone", _LEAVE)  # else rank 0 takes the store from those that still need it
 
     def _send(self, to: int, header: Mapping[str, Any], parts: Sequence[Tensors]) -> None:
-        shapes = [{n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in part.items()} for part in parts]
-        text = json.dumps({"header": header, "parts": shapes}).encode()
+        text = json.dumps({"header": header, "parts": [_shapes(part) for part in parts]}).encode()
         body = [t.contiguous().reshape(-1).view(torch.uint8) for part in parts for t in part.values() if t.numel()]
         payload = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), *body])
         dist.send(torch.tensor([len(text), len(payload)]), to, group=self._control)
@@ -163,27 +181,48 @@ class Ranks:
             parts.append(part)
         return message["header"], parts
 
+    def _await_all(self, word: str, timeout: timedelta) -> None:
+        """Leave a word in the store, and wait until all ranks have. Raises RuntimeError."""
+        self._store.set(f"{word}-{self.rank}", "")
+        self._store.wait([f"{word}-{rank}" for rank in range(self.size)], timeout)
+
     def _blame(self) -> str:
-        """Who was missing: a rank that has ended or is stopped, else those that came to fewer collectives than others."""
-        deadline = time.monotonic() + _BLAME_S
-        while time.monotonic() < deadline:
-            if ended := self.ended() or self._absent():
-                return ended
-            time.sleep(0.05)
-        behind = [f"rank {rank}" for rank, count in enumerate(self._counters) if count < self._counters.max()]
+        """Who came to fewer collectives than others, by the counts that those leave who fail now too."""
+        if self._store is None:
+            return "rank 0 did not come"
+        counts, deadline = {self.rank: self._count}, time.monotonic() + _BLAME_S
+        try:
+            self._store.set(f"count-{self.rank}", str(self._count))
+            while len(counts) < self.size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                left = [rank for rank in range(self.size) if rank not in counts and self._store.check([f"count-{rank}"])]
+                counts |= {rank: int(self._store.get(f"count-{rank}")) for rank in left}
+        except RuntimeError:
+            return "rank 0 has ended"
+        behind = [f"rank {rank}" for rank in range(self.size) if counts.get(rank, -1) < max(counts.values())]
         return f"{' and '.join(behind)} did not come" if behind else "a rank fell silent in the middle of it"
 
-    def _absent(self) -> str | None:
-        for rank, number in enumerate(self._processes.tolist()):
-            try:
-                status = psutil.Process(number).status() if number else psutil.STATUS_RUNNING
-            except psutil.NoSuchProcess:
-                status = psutil.STATUS_ZOMBIE
-            if status == psutil.STATUS_STOPPED:
-                return f"rank {rank} (process {number}) is stopped"
-            if status == psutil.STATUS_ZOMBIE:
-                return f"rank {rank} (process {number}) has ended"
-        return None
+
+def _store(rank: int, size: int, meeting: str, timeout: timedelta) -> TCPStore:
+    """Rank 0 listens on this address alone. Raises RankLostError when it cannot, RuntimeError when it does not."""
+    host, _, port = meeting.rpartition(":")
+    try:
+        listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
+    except OSError as error:
+        raise RankLostError(f"rank 0 cannot be met at {meeting}: {error}") from error
+    return TCPStore(
+        host,
+        int(port),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def _shapes(tensors: Tensors) -> dict[str, list[Any]]:
+    return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

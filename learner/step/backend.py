@@ -38,13 +38,15 @@ class Backend(Protocol):
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 
-        On a CPU these are views of live memory: they hold until the next `step` or `load`, so copy what must outlive it
-        (a weight set does).
+        Copies in host memory that is used again: they hold until the next call.
         """
         ...
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens."""
+        """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens.
+
+        Raises NonFiniteError when those are no numbers.
+        """
         ...
 
     def snapshot(self) -> Callable[[Path], None]:

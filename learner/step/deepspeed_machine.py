@@ -14,17 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
-
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.config import LearnerConfig
-
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-import deepspeed
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
@@ -32,15 +24,21 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.check import check_division
+from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
-from async_rlhf.learner.model.files import load_model, saved_weights, write_model
+from async_rlhf.learner.model.files import load_model, write_model
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
+from async_rlhf.learner.parallel.devices import communication
 from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
 from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
@@ -78,7 +76,7 @@ class DeepSpeedMachine(Machine):
         config = self.config
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         zero = deepspeed_settings(config)
-        _join(self._ranks)
+        _join(self._ranks, self.device)
         model = load_model(settings.model_dir, torch.device("cpu"))
         text = cast(Any, model).config.get_text_config()
         check_division(config, lambda name: getattr(text, name, None))
@@ -90,7 +88,8 @@ class DeepSpeedMachine(Machine):
             lora.add_adapters(model, self._lora)
         self.policy = Policy(model, config, with_critic=True)
         check_policy(self.policy)
-        self._load_reference()
+        if settings.with_reference:
+            self._reference = self._load_reference(self.device) if config.zero_stage < 3 else self._share_reference()
         learned = model.state_dict() if self._lora is None else lora.adapters(model)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
         whole = {name: p.shape for name, p in self.policy.named_parameters()}
@@ -108,7 +107,19 @@ class DeepSpeedMachine(Machine):
         own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
         self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
 
+    def _share_reference(self) -> nn.Module:
+        """Shared out over all ranks, also where they share the policy's layers too."""
+        reference = self._load_reference(torch.device("cpu"))
+        deepspeed.zero.register_external_parameter(reference, reference.output_layer.weight)
+        engine, *_ = deepspeed.initialize(model=reference, config=reference_settings(self.config), dist_init_required=False)
+        groups._release_process_group_references()
+        return cast(nn.Module, engine)
+
     # -- the machine of a step ---------------------------------------------------------------------------------------
+
+    def reference(self, batch: MicroBatch) -> Tensor | None:
+        with self._ranks.named("a forward pass of the reference"):
+            return super().reference(batch)
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         with self._ranks.named("a forward pass"):
@@ -147,13 +158,12 @@ class DeepSpeedMachine(Machine):
         with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
             if self._lora is not None and self._lora.publish == "adapter":
                 leaving = lora.factors(self.policy.model) if self._ranks.rank == 0 else []
-                return {name: raw(tensor.cpu().clone()) for name, tensor in leaving}
+                return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in leaving}
             for bucket in buckets(large, _BUCKET_BYTES // self.config.tensor_parallel):
                 with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
                     named = {name: self._joined(f"model.{name}", p.detach()) for name, p in (*bucket, *small.items())}
                     if self._ranks.rank == 0:
-                        whole = lora.merged(self.policy.model, named).items()
-                        found |= {name: raw(p.to(self._publish_dtype).cpu().clone()) for name, p in whole}
+                        found |= self._copies(lora.merged(self.policy.model, named))
         return found
 
     @torch.no_grad()
@@ -194,12 +204,9 @@ class DeepSpeedMachine(Machine):
         return write
 
     def load(self, directory: Path) -> None:
-        own = self._shapes
-        read = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
-        weights = {f"model.{name}": value for name, value in read.items()}
-        if self.policy.critic is not None:
-            weights |= {f"critic.{n}": v for n, v in load_file(directory / "critic.safetensors").items()}
-        saved = load_file(directory / "optimizer.safetensors")
+        parts = self._saved(directory, self._shapes)
+        weights = {f"{part}.{name}": value for part in ("model", "critic") for name, value in parts[part].items()}
+        saved = parts["optimizer"]
         count = torch.zeros(())
         self._begin_moments()
         with self._ranks.named("the sharing out of a checkpoint"):
@@ -271,14 +278,15 @@ def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[li
         yield bucket
 
 
-def _join(ranks: Ranks) -> None:
+def _join(ranks: Ranks, device: torch.device) -> None:
     """DeepSpeed finds itself in a process group, also when it is alone."""
-    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    local = ranks.rank if device.index is None else device.index  # the device that DeepSpeed makes its own
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks.size)}
     os.environ["LOCAL_SIZE"] = str(ranks.size)  # else ZeRO-3 starts `numactl` at every reduction to find it out
     # Collectives in shared memory would be compiled at the first start (minutes), and a rank that ended would hang the others.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(communication(device.type), store=HashStore(), rank=0, world_size=1)
     groups._release_process_group_references()  # what it keeps of an earlier engine may divide the ranks in another way
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
@@ -312,6 +320,17 @@ def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
     if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
     return settings if config.deepspeed_config is None else _laid_over(settings, config.deepspeed_config)
+
+
+def reference_settings(config: LearnerConfig) -> dict[str, Any]:
+    """Of a frozen model at ZeRO-3: what a file sets of parameters holds for it too. Raises ConfigError."""
+    zero = deepspeed_settings(config)["zero_optimization"]
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": None,
+        "bf16": {"enabled": config.reference_dtype == "bfloat16"},
+        "zero_optimization": {key: value for key, value in zero.items() if key != "offload_optimizer"},
+    }
 
 
 def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:

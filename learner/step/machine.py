@@ -6,22 +6,27 @@ rank 0 only. Batches come on the machine's device.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model.files import load_model
+from async_rlhf.learner.model import lora
+from async_rlhf.learner.model.files import load_model, saved_weights
 from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.parallel.devices import take_device
 from async_rlhf.learner.parallel.ranks import Ranks
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
@@ -48,14 +53,38 @@ class Machine(ABC):
         self.config, self.settings, self._ranks = settings.learner, settings, ranks
         torch.set_num_threads(self.config.threads)
         self._publish_dtype: torch.dtype = getattr(torch, settings.publish_dtype)
-        self.device = find_device(self.config.device, ranks.rank)
-        self._reference: Policy | None = None
+        self.device = take_device(self.config.device, ranks.rank)
+        self._reference: Callable[[MicroBatch], Any] | None = None
+        self._leaving: dict[str, Tensor] = {}
 
-    def _load_reference(self) -> None:
-        if self.settings.with_reference:
-            model = load_model(self.settings.model_dir, self.device).requires_grad_(False)
-            self._reference = Policy(model, self.config)
-            self._reference.packs = self.policy.packs
+    def _load_reference(self, device: torch.device) -> Policy:
+        """The model that training began with, frozen."""
+        kind = self.config.reference_dtype
+        model = load_model(self.settings.model_dir, device, getattr(torch, kind)).requires_grad_(False)
+        computed = self.config.dtype if kind == "float32" else kind
+        reference = Policy(model, self.config.model_copy(update={"dtype": computed}))
+        reference.packs = self.policy.packs
+        return reference
+
+    def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint has, by part: `model` (its adapters, where those learn), `optimizer`, `critic`. On the CPU of every
+        rank; rank 0 reads it, for the others may be on hosts that have no such file. own: the names and shapes of what learns.
+
+        Raises CheckpointError.
+        """
+
+        def read() -> dict[str, Tensor]:
+            learned = lora.read_adapter(directory / "adapter", own) if self.config.lora.rank else saved_weights(directory, own)
+            parts = {"model": learned, "optimizer": load_file(directory / "optimizer.safetensors")}
+            if self.policy.critic is not None:
+                parts["critic"] = load_file(directory / "critic.safetensors")
+            return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
+        for key, tensor in self._ranks.shared(read).items():
+            part, _, name = key.partition(" ")
+            found[part][name] = tensor
+        return found
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """[N]: log-probabilities under the frozen reference, or None without one."""
@@ -82,6 +111,18 @@ class Machine(ABC):
     def tensors(self) -> Mapping[str, RawTensor]:
         """See `Backend.tensors`."""
 
+    def _copies(self, named: Mapping[str, Tensor]) -> dict[str, RawTensor]:
+        """In the type that is published, in host memory that is used again: fresh memory costs more than the copy. It is pinned
+        for a copy that a CUDA device makes by itself."""
+        for name, tensor in named.items():
+            if name not in self._leaving:
+                self._leaving[name] = torch.empty(tensor.shape, dtype=self._publish_dtype, pin_memory=tensor.is_cuda)
+            converted = tensor.detach().to(self._publish_dtype) if tensor.is_cuda else tensor.detach()  # half the bytes
+            self._leaving[name].copy_(converted, non_blocking=tensor.is_cuda)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return {name: raw(self._leaving[name]) for name in named}
+
     @abstractmethod
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         """See `Backend.canary`."""
@@ -98,6 +139,8 @@ class Machine(ABC):
 def make_machine(settings: MachineSettings, ranks: Ranks) -> Machine:
     """The machine of `learner.backend`."""
     kind: type[Machine]
+    # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
+    os.environ["DS_ACCELERATOR"] = settings.learner.device.partition(":")[0]
     if settings.learner.backend == "deepspeed":
         from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
     else:
@@ -105,22 +148,18 @@ def make_machine(settings: MachineSettings, ranks: Ranks) -> Machine:
     return kind(settings, ranks)
 
 
-def find_device(name: str, rank: int = 0) -> torch.device:
-    """The device of this rank: `cuda` is one per rank. Raises ConfigError when it cannot be used."""
-    try:
-        device = torch.device(f"cuda:{rank}" if name == "cuda" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
-    return device
-
-
 def probe(policy: Policy, device: torch.device, ids: Sequence[int]) -> Canary:
-    """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights."""
+    """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights.
+
+    Raises NonFiniteError when those are no numbers.
+    """
     text = np.array(ids[:_PROBE_TOKENS], np.int64)
     if len(text) < 2:
         text = np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS // 4)
-    return Canary(ids=text.tolist(), logprobs=policy.probe(torch.from_numpy(text).to(device)).tolist())
+    logprobs = policy.probe(torch.from_numpy(text).to(device))
+    if not torch.isfinite(logprobs).all():
+        raise NonFiniteError("the model's log-probabilities are not finite")
+    return Canary(ids=text.tolist(), logprobs=logprobs.tolist())
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:

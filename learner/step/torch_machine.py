@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from async_rlhf.buffers.protocol.wire import Canary
@@ -14,7 +14,7 @@ from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.checkpoint.writer import Snapshot
 from async_rlhf.learner.model import lora
-from async_rlhf.learner.model.files import load_model, load_weights, write_model
+from async_rlhf.learner.model.files import load_model, write_model
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
 from async_rlhf.learner.parallel.ranks import Ranks
@@ -40,11 +40,12 @@ class TorchMachine(Machine):
             lora.add_adapters(self._model, self._lora)
         self.policy = Policy(self._model, config, with_critic=True)
         check_policy(self.policy)
-        self._load_reference()
+        if settings.with_reference:
+            self._reference = self._load_reference(self.device)
         critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
         groups = parameter_groups(dict(self._model.named_parameters()), critic)
         self._optimizer = make_adamw(groups, config, self.device)
-        self._copy: Snapshot | None = None
+        self._readers: list[Callable[[], object]] = []  # of the weights as they are
         self._memory: dict[int, Tensor] = {}
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
@@ -66,12 +67,15 @@ class TorchMachine(Machine):
         norm = torch.nn.utils.clip_grad_norm_(self._learning(), self.config.max_grad_norm)
         if not finite or not bool(torch.isfinite(norm)):
             return float(norm), False
-        if self._copy is not None:
-            self._copy.wait()
-            self._copy = None
+        self._await_readers()
         set_learning_rate(self._optimizer, self.config, step)
         self._optimizer.step()
         return float(norm), True
+
+    def _await_readers(self) -> None:
+        for read in self._readers:
+            read()
+        self._readers.clear()
 
     def _learning(self) -> Iterator[torch.nn.Parameter]:
         return (p for p in self.policy.parameters() if p.requires_grad)
@@ -80,9 +84,8 @@ class TorchMachine(Machine):
 
     def tensors(self) -> Mapping[str, RawTensor]:
         if self._lora is not None and self._lora.publish == "adapter":
-            return {name: raw(tensor) for name, tensor in lora.factors(self._model)}
-        named = dict(self._model.named_parameters()) if self._lora is None else lora.merged(self._model)
-        return {name: raw(p.detach().to(self._publish_dtype)) for name, p in named.items()}
+            return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(self._model)}
+        return self._copies(dict(self._model.named_parameters()) if self._lora is None else lora.merged(self._model))
 
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
@@ -98,7 +101,8 @@ class TorchMachine(Machine):
             "critic": {} if critic is None else critic.state_dict(),
         }
         tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-        self._copy = snapshot = Snapshot(tensors, self._memory)
+        snapshot = Snapshot(tensors, self._memory)
+        self._readers.append(snapshot.wait)
 
         def write(directory: Path) -> None:
             copied = snapshot.wait()
@@ -113,16 +117,17 @@ class TorchMachine(Machine):
         return write
 
     def load(self, directory: Path) -> None:
-        if self._lora is not None:
-            own = lora.adapters(self._model)
-            for name, value in lora.read_adapter(directory / "adapter", own).items():
-                own[name].data.copy_(value)
+        self._await_readers()
+        own = self._model.state_dict() if self._lora is None else lora.adapters(self._model)
+        saved = self._saved(directory, own)
+        if self._lora is None:
+            self._model.load_state_dict(saved["model"])
         else:
-            load_weights(directory, self._model)
-        state = load_file(directory / "optimizer.safetensors", device=str(self.device))
-        load_optimizer_state(self._optimizer, self._named(), state)
+            for name, value in saved["model"].items():
+                own[name].data.copy_(value)
+        load_optimizer_state(self._optimizer, self._named(), saved["optimizer"])
         if self.policy.critic is not None:
-            self.policy.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(self.device)))
+            self.policy.critic.load_state_dict(saved["critic"])
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Everything that learns, under the names that the optimizer's file has."""

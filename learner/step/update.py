@@ -88,6 +88,7 @@ class Step:
                     total = total + outputs.total / denominator(self.loss, update.counts)
                 sums.add(batch, inputs, outputs)
             else:  # takes part in what ranks do together, and adds nothing
+                self._reference(batch)
                 total = logp_N.sum() + entropy_N.sum() + (0.0 if value_N is None else value_N.sum())
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)

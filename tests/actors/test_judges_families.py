@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import RewardError
-from tests import families
+from async_rlhf.experiments.doctor import families
 
 PROMPTS = ([5, 9, 11], list(range(3, 21)), [7])
 COMPLETIONS = (list(range(20, 43)), [4, 8, 15, 16, 23], list(range(3, 14)))

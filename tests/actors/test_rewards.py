@@ -136,6 +136,19 @@ def test_exact_ignores_surrounding_white_space_only() -> None:
     assert exact(" 4\n", "4") == 1.0 and exact("44", "4") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"), [(4, "4", "4.0"), (0.5, "0.5", ".5"), (4.0, "4.0", "4"), (True, "true", "True")]
+)
+def test_exact_compares_what_is_no_text_as_json_writes_it(answer: float, right: str, wrong: str) -> None:
+    assert (exact(right, answer), exact(wrong, answer)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("answer", [None, ["4"], {"value": 4}])
+def test_exact_compares_nothing_else(answer: Any) -> None:
+    with pytest.raises(TypeError, match="text, a number, true or false can be compared"):
+        exact("4", answer)
+
+
 @pytest.mark.parametrize("task", ["spell_backward", "chain_sum", "countdown"])
 def test_reasoning_gym_scores_with_the_tasks_own_rule(task: str) -> None:
     data = gym.create_dataset(task, size=3, seed=7)
@@ -151,6 +164,8 @@ def test_reasoning_gym_scores_with_the_tasks_own_rule(task: str) -> None:
         ("so it is 1,000", "1000", 1.0),
         ("$\\sqrt{2}$", "\\sqrt{2}", 1.0),
         ("3", "$4$", 0.0),
+        ("so \\boxed{1042}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 1.0),
+        ("so \\boxed{1000}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 0.0),
         ("no idea", "4", 0.0),
     ],
 )

@@ -118,7 +118,9 @@ def test_a_reasoning_gym_scorer_gets_the_completion_as_its_answer(tmp_path: Path
 
 @pytest.mark.parametrize("target", ["foreign.py:compute_score", "foreign.py:reward_func", "gym:foreign.py:short"])
 def test_a_data_set_without_the_answer_is_refused_with_the_names_that_would_do(folder: Path, target: str) -> None:
-    with pytest.raises(ConfigError, match=r"needs one of the columns .*the data has: level\. Rename one with data\.columns"):
+    with pytest.raises(
+        ConfigError, match=r"needs one of the columns .*there is none in every row \(level\)\. Rename one with data\.columns"
+    ):
         resolve([target], folder, {"level"})
 
 

@@ -59,6 +59,11 @@ def test_the_decorator_names_a_reward_and_leaves_it_callable(file: Callable[[str
     assert [spec.name for spec in resolve(["judge.py:f"], tmp_path)] == ["strict"]
 
 
+def test_a_setting_that_the_decorator_does_not_have_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"@reward\(weigth=...\): there is no such setting; did you mean 'weight'\?"):
+        reward(weigth=0.5)  # type: ignore[call-overload]
+
+
 def test_a_file_is_loaded_once_not_as_main_and_may_import_its_neighbours(file: Callable[..., Path], tmp_path: Path) -> None:
     file("WEIGHT = 0.5", "neighbour_of_judge.py")
     file(
@@ -107,7 +112,7 @@ def test_an_unknown_required_parameter_is_refused_and_the_columns_are_named(
     file: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file("def f(completion, anser, other=None): return 1.0\ndef trl(completions, trainer_state): return [1.0]\n")
-    with pytest.raises(ConfigError, match=r"'f' asks for 'anser'.*column of the data \(answer, level\).*mean 'answer'"):
+    with pytest.raises(ConfigError, match=r"'f' asks for 'anser'.*column of every row \(answer, level\).*mean 'answer'"):
         resolve(["judge.py:f"], tmp_path, COLUMNS)
     with pytest.raises(ConfigError, match=r"requires TRL's 'trainer_state'.*default of None"):
         resolve(["judge.py:trl"], tmp_path, COLUMNS)
@@ -186,8 +191,17 @@ def test_a_function_of_a_script_is_named_by_its_file(file: Callable[[str], Path]
     assert f"name='mine', target='{path}:mine', kind='sync'" in run(str(path))
 
 
-def test_a_script_that_starts_a_run_when_imported_is_told_so(file: Callable[[str], Path]) -> None:
-    assert "put what starts the run under: if __name__ == '__main__':" in run(str(file(SCRIPT + "train()\n")))
+def test_a_function_of_a_script_that_would_run_again_when_imported_is_refused(file: Callable[[str], Path]) -> None:
+    path = file(SCRIPT + "train()\n")
+    expected = f"'mine' is in {path}, and importing that would run it once more; put what it runs under: if __name__"
+    assert expected in run(str(path))
+
+
+def test_a_reward_file_that_asks_for_its_own_rewards_when_imported_is_refused(file: Callable[[str], Path]) -> None:
+    path = file("")
+    path.write_text(f"from pathlib import Path\n{SCRIPT}\nresolve(['{path}:mine'], Path('/'))\n")
+    with pytest.raises(RewardError, match="put what starts the run under: if __name__ == '__main__':"):
+        resolve([f"{path}:mine"], Path("/"))
 
 
 def test_importing_rewards_brings_in_nothing_heavy() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,12 @@ async def asynchronous(completion): return 1.0
 class Bench:
     """A pool and the event that it sets; `score` plays the actor's loop."""
 
-    def __init__(self, folder: Path, rewards: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rewards: str, settings: Mapping[str, Any], by_source: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder, {"answer", "level", "path"})
         self.answered = threading.Event()
-        self.pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(**settings), wake=self.answered.set)
+        self.pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(**settings), self.answered.set, by_source=by_source)
 
     def score(self, *completions: str, pending: int = 0, **columns: Any) -> list[dict[str, Score]]:
         """The scores of each completion, in order, when all but `pending` others are done; fails after a minute."""
@@ -116,8 +118,8 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
     (tmp_path / "judges.py").write_text(JUDGES)
 
-    def make(rewards: str, **settings: Any) -> Bench:
-        made.append(Bench(tmp_path, rewards, settings))
+    def make(rewards: str, by_source: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> Bench:
+        made.append(Bench(tmp_path, rewards, settings, by_source))
         return made[-1]
 
     yield make
@@ -136,6 +138,16 @@ def test_every_reward_answers_for_every_completion(bench: Callable[..., Bench]) 
     first, second = bench("answered not_applicable trl trl_async").score("4", "5", answer="4", level=2, other="x")
     assert first == {"answered": Score(3.0), "not_applicable": Score(), "trl": Score(3.0), "trl_async": Score(4.0)}
     assert second["answered"] == Score(2.0) and second["not_applicable"].state == "not_applicable"
+
+
+def test_a_reward_that_is_not_of_the_source_does_not_apply_and_is_not_called(bench: Callable[..., Bench]) -> None:
+    pool = bench("answered number", by_source={"words": ["answered"], "sums": ["number"]})
+    (words,) = pool.score("cat", answer="cat", source="words")  # `number` would fail
+    (sums,) = pool.score("7", source="sums")  # `answered` has no answer to compare with
+    assert words == {"answered": Score(1.0), "number": Score()} and sums == {"answered": Score(), "number": Score(7.0)}
+    (both,) = pool.score("8", answer="8", source="elsewhere")
+    assert both == {"answered": Score(1.0), "number": Score(8.0)}
+    assert [(each.scored, each.not_applicable, each.failed) for each in pool.pool.counters.values()] == [(2, 1, 0)] * 2
 
 
 def test_two_thousand_completions_at_once_are_each_given_their_own_score(bench: Callable[..., Bench]) -> None:

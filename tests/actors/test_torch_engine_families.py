@@ -13,7 +13,7 @@ from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
-from tests import families
+from async_rlhf.experiments.doctor import families
 
 NOT_SERVED = ("bloom", "gpt_neo", "jamba", "mamba", "minimax", "mpt", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv")
 

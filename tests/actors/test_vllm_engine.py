@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat
 def test_weights_reach_vllm_in_memory_that_has_no_name(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adopt, files = engine._session.adopt, []
     monkeypatch.setattr(
-        engine._session, "adopt", lambda version, file, **how: (files.append(file.resolve()), adopt(version, file, **how))
+        engine._session,
+        "adopt",
+        lambda version, index, **how: (files.append(Path(index).resolve()), adopt(version, index, **how)),
     )
     engine.load_weights(1, raw_weights(SECOND))
     assert engine.version == 1

@@ -13,7 +13,7 @@ import pytest
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.buffers.sampling import Sampling
-from tests import families
+from async_rlhf.experiments.doctor import families
 from tests.actors.vllm_model import SHIPPED
 
 pytestmark = [

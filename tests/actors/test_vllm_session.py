@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,8 +90,8 @@ def taken(session: Session, count: int) -> list[Any]:
 
 def test_weights_enter_between_a_pause_that_keeps_and_a_resume(session: Session) -> None:
     llm = started(session)
-    session.adopt(4, Path("w"), recompute=False)
-    session.adopt(5, Path("v"), recompute=True)
+    session.adopt(4, "w", recompute=False)
+    session.adopt(5, "v", recompute=True)
     first, second = llm.order[:3], llm.order[3:]
     assert first == ["pause keep False", "receive_weights w", "resume"]
     assert second == ["pause keep True", "receive_weights v", "resume"]
@@ -101,7 +100,7 @@ def test_weights_enter_between_a_pause_that_keeps_and_a_resume(session: Session)
 def test_without_labels_a_token_counts_as_the_version_at_admission(session: Session) -> None:
     llm = started(session)
     session.submit(requests(3))  # the third waits for a slot
-    session.adopt(4, Path("w"), recompute=False)
+    session.adopt(4, "w", recompute=False)
     assert [completion.spans for completion in taken(session, 3)] == [(Span(3, 1),), (Span(3, 1),), (Span(4, 1),)]
     assert llm.salts == ["adoption-1", "adoption-1", "adoption-2"]
 
@@ -110,7 +109,7 @@ def test_a_call_that_a_dying_vllm_leaves_unanswered_ends_with_its_name(session: 
     llm = started(session)
     llm.hangs = llm.errored = True
     with pytest.raises(EngineError, match="vLLM's processes have ended"):
-        session.adopt(4, Path("w"), recompute=False)
+        session.adopt(4, "w", recompute=False)
 
 
 def test_what_ends_a_running_request_ends_the_engine(session: Session) -> None:
@@ -118,7 +117,7 @@ def test_what_ends_a_running_request_ends_the_engine(session: Session) -> None:
     llm.dies = True
     session.submit(requests(1))
     with pytest.raises(EngineError, match="vLLM failed: RuntimeError: the core is gone"):
-        session.adopt(4, Path("w"), recompute=False)
+        session.adopt(4, "w", recompute=False)
         session.take(5.0)
 
 
@@ -128,7 +127,7 @@ def test_nothing_more_is_admitted_while_it_holds(session: Session) -> None:
     assert session.hold() == 2
     session.submit(requests(4)[2:])
     assert len(llm.salts) == 2
-    session.adopt(4, Path("w"), recompute=False)
+    session.adopt(4, "w", recompute=False)
     assert [completion.spans[0].version for completion in taken(session, 4)] == [3, 3, 4, 4]
 
 

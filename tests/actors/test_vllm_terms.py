@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +12,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.vllm_engine.arguments import Capabilities, engine_arguments, environment, probe
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
-from async_rlhf.actors.vllm_engine.weights import write_weights
+from async_rlhf.actors.vllm_engine.weights import IndexedWeights, as_index
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 NEEDED = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "kv_cache_memory_bytes", "enable_prefix_caching")
 SAMPLING = (*Sampling.model_fields, "seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "output_kind")
@@ -137,7 +140,7 @@ def test_the_users_environment_is_kept_but_for_the_threads() -> None:
     assert set_["TORCH_COMPILE_DISABLE"] == "1" and "TORCH_COMPILE_DISABLE" not in environment(EngineConfig(), False, 77, {})
 
 
-def test_the_file_holds_the_tensors_bit_for_bit(tmp_path: Path) -> None:
+def test_the_workers_read_the_tensors_bit_for_bit_and_change_them_for_nobody_else() -> None:
     tensors = {"a.weight": torch.randn(3, 5), "b": torch.randn(7, dtype=torch.bfloat16), "empty": torch.zeros(0, 4)}
     raw = {
         name: RawTensor(
@@ -145,7 +148,14 @@ def test_the_file_holds_the_tensors_bit_for_bit(tmp_path: Path) -> None:
         )
         for name, tensor in tensors.items()
     }
-    write_weights(tmp_path / "w.safetensors", raw)
-    loaded = load_file(tmp_path / "w.safetensors")
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    weights = WeightSet.of(1, 1, raw, make=SealedMemory.make)
+    sealed = weights.tensors()
+    for given, is_mapped in ((raw, False), (sealed, True)):
+        with as_index(given) as path:
+            held = os.readlink(json.loads(Path(path).read_text())["b"][2])
+            assert ("async-rlhf-weights" in held) is is_mapped, "sealed memory is mapped as it is"
+            loaded = IndexedWeights(path)
+        assert list(loaded) == list(tensors)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+        loaded["b"].zero_()
+    assert bytes(sealed["b"].data) == bytes(raw["b"].data)

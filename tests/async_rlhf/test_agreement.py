@@ -12,6 +12,7 @@ import pytest
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.run.agreement import schema, shared
 from async_rlhf.run.config import Config, load, override
+from async_rlhf.run.run_data import RunData
 from tests.conftest import REPOSITORY
 
 CONFIG = """
@@ -44,6 +45,11 @@ def read(folder: Path) -> Config:
     return load(folder / "config.toml")
 
 
+def agreed(folder: Path) -> dict[str, str]:
+    config = read(folder)
+    return shared(config, RunData(folder, config.data))
+
+
 def rewrite(name: str, old: str, new: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new, 1))
 
@@ -59,7 +65,7 @@ def describe(**changes: object) -> Callable[[Path], object]:
 def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
     here, there = machine(tmp_path / "here"), machine(tmp_path / "far" / "there")
     describe(_name_or_path="/somewhere/else", transformers_version="0")(there)
-    assert shared(read(here)) == shared(read(there))
+    assert agreed(here) == agreed(there)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +85,17 @@ def test_another_content_is_another_digest_under_its_own_name(
     tmp_path: Path, change: Callable[[Path], object], name: str
 ) -> None:
     folder = machine(tmp_path / "here")
-    before = shared(read(folder))
+    before = agreed(folder)
     change(folder)
-    after = shared(read(folder))
+    after = agreed(folder)
     assert {each for each in before if before[each] != after[each]} == {name}
 
 
 def test_what_does_not_decide_about_a_group_is_not_shared(tmp_path: Path) -> None:
     folder = machine(tmp_path / "here")
-    before = shared(read(folder))
+    before = agreed(folder)
     rewrite("config.toml", "batch_size = 8", "batch_size = 16\nlearning_rate = 0.5")(folder)
-    assert shared(read(folder)) == before
+    assert agreed(folder) == before
 
 
 def test_the_schema_is_what_the_configuration_and_the_model_say(tmp_path: Path) -> None:

@@ -23,10 +23,15 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 CASES = {
-    "unknown key": ({"queue.max_stalenes": 1}, r"unknown key 'queue.max_stalenes': did you mean 'max_staleness'"),
+    "unknown key": ({"queue.max_stalenes": 1}, "unknown key 'queue.max_stalenes': did you mean 'queue.max_staleness'"),
     "unknown section": ({"que.max_staleness": 1}, "unknown key 'que': did you mean 'queue'"),
     "wrong type": ({"learner.batch_size": "many"}, "learner.batch_size = 'many': Input should be a valid integer"),
     "out of range": ({"generation.temperature": 0}, "generation.temperature = 0: Input should be greater than 0"),
+    "no number": ({"learner.learning_rate": float("nan")}, "learner.learning_rate = nan: Input should be a finite number"),
+    "without end": (
+        {"rewards.weights.reasoning_gym": float("inf")},
+        "weights.reasoning_gym = inf: Input should be a finite number",
+    ),
     "does not divide": (
         {"learner.batch_size": 100},
         "learner.batch_size = 100 is not a multiple of .* = 8; nearest: 96 or 104",
@@ -80,7 +85,9 @@ def test_a_missing_file_a_directory_that_is_no_model_and_an_empty_data_set(
     small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     code, output = invoke("train", str(tmp_path / "nowhere.toml"))
-    assert code == 3 and "nowhere.toml" in output and "does not exist" in output
+    assert code == 3 and re.search("nowhere.toml' does not exist; shipped ones go by their names, .*: chaos, chat", output)
+    code, output = invoke("train", "qick")
+    assert code == 3 and "'qick' is no file, and none of this name is shipped; did you mean 'quick'?" in output
     broken = tmp_path / "broken.toml"
     broken.write_text("name = [")
     code, output = invoke("check", str(broken))
@@ -153,17 +160,23 @@ def test_check_says_what_the_run_will_do() -> None:
     assert "16 groups a step: at most 80 groups are generated ahead" in output
 
 
-def test_every_preset_loads_and_is_complete() -> None:
+def test_every_preset_loads_and_is_complete_or_says_what_fetches_its_model(tmp_path: Path) -> None:
     import tomllib
 
+    from async_rlhf.buffers.errors import ConfigError
     from async_rlhf.run.config import load
 
     presets = sorted((QUICK.parent).glob("*.toml"))
     assert presets
     for preset in presets:
-        fetched = ".cache" in Path(tomllib.loads(preset.read_text())["model"]).parts
-        # A model that `make train-chat` fetches need not be there: all else of the preset is checked.
-        load(preset, {"model": str(QUICK.parent / "models" / "tiny-speller")} if fetched else {})
+        model = tomllib.loads(preset.read_text())["model"]
+        fetched = ".cache" in Path(model).parts
+        if fetched:
+            with pytest.raises(ConfigError, match=r"is not there: .*`make train-chat` fetches it.*--set model=PATH"):
+                load(preset, {"model": str(tmp_path / Path(model).name)})
+        # A model from elsewhere need not be there: all else of the preset is checked.
+        shipped = (preset.parent / model).is_dir()
+        load(preset, {} if shipped else {"model": str(QUICK.parent / "models" / "tiny-speller")})
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

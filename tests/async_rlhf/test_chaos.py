@@ -1,25 +1,14 @@
-"""A short chaos run, and the bookkeeper that judges it."""
+"""Long freezes, and the bookkeeper that judges a chaos run; a short one is in `test_readme.py`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.inspect.chaos import Monkey, problems
-from async_rlhf.run.api import start
+from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import REPOSITORY
-
-
-def test_a_run_that_is_struck_at_random_loses_nothing(command: Callable[..., Any], tmp_path: Path) -> None:
-    overrides = [f'output_dir="{tmp_path}"', "max_steps=40", "data.size=160"]
-    sets = [word for each in overrides for word in ("--set", each)]
-    chaos = ["chaos", str(REPOSITORY / "configs" / "chaos.toml"), "--kills", "5", "--seed", "3", *sets]
-    code, output = command(*chaos).finish()
-    assert code == 0, output
-    assert "5 of 5 blows" in output and "nothing was lost, nothing was trained twice" in output
 
 
 def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) -> None:
@@ -27,7 +16,7 @@ def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) ->
     config = small(
         **{"max_steps": 30, "watchdog_s": 20.0, "actors.count": 2, "actors.restart_backoff_s": 0.1, "queue.lease_s": 2.0}
     )
-    supervisor, run = start(config, max_deaths=20)
+    supervisor, run = prepare(config, max_deaths=20)
     # This seed strikes the learner, the hub, and only then an actor, without which the run goes on.
     with Monkey(supervisor.processes, lambda: supervisor.num_records, 3, 75, num_long=3, long_freeze_s=(15.0, 25.0)) as monkey:
         supervisor.run()

@@ -1,21 +1,38 @@
-"""A held-out evaluation: what it counts, and what it shows a person."""
+"""A held-out evaluation: what it counts, what it shows a person, which is due, and what becomes of it beside a run."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-from async_rlhf.run.roles import run_evaluation
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.run.config import dump
+from async_rlhf.run.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
+from async_rlhf.run.evaluator import Due, plan
+from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.tracking import rewind
+from async_rlhf.run.watching import EvaluationConfig
+
+EVERY_10 = EvaluationConfig(every=10)
 
 
 def test_a_model_is_judged_by_its_likeliest_answers_and_some_can_be_read(small: Callable[..., Any]) -> None:
-    config = small(**{"data.held_out": 10})
+    config = small(**{"data.held_out": 10, "evaluation.samples": 3})
     run = RunDir.create(config)
-    run_evaluation(run, config, config.model, "start")
+    scored: list[tuple[int, int]] = []
+    run_evaluation(run, config, config.model, "start", "0", progress=lambda *done: scored.append(done))
     [record] = run.read_evaluations()
     assert (record["label"], record["num_prompts"], record["failed"], len(record["samples"])) == ("start", 10, 0, 8)
     shown = sum(sample["reward"] for sample in record["samples"])
@@ -29,3 +46,120 @@ def test_a_model_is_judged_by_its_likeliest_answers_and_some_can_be_read(small: 
         told = tokenizer.decode(answer[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         assert sample["completion"] == told
     assert record["rewards"]["reasoning_gym"] == pytest.approx(record["mean_reward"])
+    at = record["sampled"]["pass_at"]
+    assert list(at) == ["1", "2", "3"] and 0 <= at["1"] <= at["2"] <= at["3"] <= 1
+    assert (record["sampled"]["num_samples"], record["sampled"]["failed"]) == (3, 0)
+    assert scored == sorted(scored) and scored[-1] == (40, 40)
+
+
+@pytest.mark.parametrize("num_samples", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_solved_completion(num_samples: int) -> None:
+    for num_solved, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+        subsets = [any(i < num_solved for i in each) for each in itertools.combinations(range(num_samples), k)]
+        assert pass_at(k, num_samples, num_solved) == pytest.approx(sum(subsets) / len(subsets))
+
+
+def test_a_sample_that_could_not_be_judged_counts_in_no_pass_at_k() -> None:
+    judging = Judging(max_completion_length=1, composition=Composition(), num_sampled=4)
+    found = summary_of_samples([[1.0, 0.0, None, None], [0.0, 0.0, 0.0, 1.0]], judging)
+    assert found["failed"] == 2 and found["mean_reward"] == pytest.approx(2 / 6)
+    assert found["pass_at"] == {"1": pytest.approx((1 / 2 + 1 / 4) / 2), "2": pytest.approx((1 + 1 / 2) / 2), "4": 1.0}
+
+
+def line(label: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"label": label, "step": step, "mean_reward": 0.5, **more}
+
+
+START = line("start", 0)
+
+
+def test_the_initial_model_comes_first_then_the_newest_checkpoint_that_is_due() -> None:
+    assert plan(EVERY_10, [], [5, 10], 100).due == Due("start", 0)
+    assert plan(EVERY_10, [START], [5, 10], 100).due == Due("step", 10)
+    assert plan(EVERY_10, [START, line("step", 10)], [5, 10, 15], 100).due is None
+    assert plan(EvaluationConfig(at_start=False), [], [5, 10], 100) == plan(EVERY_10, [START], [], 100)
+
+
+def test_what_cannot_be_evaluated_any_more_is_named_and_not_passed_over() -> None:
+    found = plan(EVERY_10, [START], [10, 30, 40], 100)
+    assert found.due == Due("step", 40)
+    assert [(due.step, reason) for due, reason in found.missing] == [
+        (10, "skipped: evaluations take longer than 10 steps"),
+        (20, "there is no checkpoint of this step"),
+        (30, "skipped: evaluations take longer than 10 steps"),
+    ]
+    told = [START, *(line("step", due.step, missing=reason) for due, reason in found.missing), line("step", 40)]
+    assert plan(EVERY_10, told, [10, 30, 40], 100).missing == []
+
+
+def test_the_last_step_is_evaluated_once_as_the_end() -> None:
+    assert plan(EVERY_10, [START], [90, 100], 100).due == Due("step", 90)
+    assert plan(EVERY_10, [START, line("step", 90)], [90, 100], 100).due is None
+    assert plan(EVERY_10, [START, line("step", 90)], [90, 100], 100, finished=True).due == Due("end", 100)
+    assert plan(EVERY_10, [START, line("step", 90), line("end", 100)], [90, 100], 100, finished=True).due is None
+    never_at_end = EvaluationConfig(every=10, at_end=False)
+    assert plan(never_at_end, [START, line("step", 90)], [90, 100], 100).due == Due("step", 100)
+
+
+def test_what_failed_is_not_tried_again_in_this_life_and_what_was_cut_is_due_in_the_next() -> None:
+    failed = [line("start", 0, missing="it failed")]
+    assert plan(EVERY_10, failed, [10], 100, given_up={Due("start", 0)}).due == Due("step", 10)
+    assert plan(EVERY_10, failed, [10], 100).due == Due("start", 0)
+    lost = [START]  # a full disk took the line that the evaluation of step 10 failed
+    assert plan(EVERY_10, lost, [10, 20], 100, given_up={Due("step", 10)}) == plan(
+        EVERY_10, [START, line("step", 10)], [10, 20], 100
+    )
+
+
+def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small())
+    for each in (START, line("step", 10), line("step", 20)):
+        record_evaluation(run, each)
+    run.tracked.write_text('{"step": 25, "evaluations": 3}')
+    forget_evaluations(run, after=10)
+    rewind(run, 10)
+    assert [record["step"] for record in run.read_evaluations()] == [0, 10]
+    assert json.loads(run.tracked.read_text()) == {"step": 10, "evaluations": 2}
+
+
+def test_a_file_of_its_own_is_evaluated_whole_with_its_own_columns(small: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "exam.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{i}", "entry": {}, "answer": "a"}) + "\n" for i in range(3)))
+    config = small(**{"evaluation.source": str(file), "evaluation.columns": {"prompt": "question"}})
+    rows, template = evaluated_rows(RunDir(config.run_dir), config)
+    assert [row.prompt for row in rows] == ["q0", "q1", "q2"] and template == config.data.row_template
+    assert rows != load_rows(config.data)[1]
+    assert preflight(config).num_prompts == 64
+
+
+def test_a_task_of_its_own_shares_no_seed_with_the_training_prompts(small: Callable[..., Any]) -> None:
+    own = {"evaluation.source": "reasoning_gym:spell_backward", "evaluation.size": 8}
+    config = small(**own, **{"evaluation.options": {"min_word_len": 3, "max_word_len": 6}})
+    assert [row.prompt for row in evaluated_rows(RunDir(config.run_dir), config)[0]] == [
+        row.prompt for row in load_rows(config.data)[1]
+    ]
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"options is about evaluation\.source, and there is none"):
+        small(**{"evaluation.options": {"min_word_len": 3}})
+    with pytest.raises(ConfigError, match=r"evaluation\.every = 5 with data\.held_out = 0"):
+        preflight(small(**{"evaluation.every": 5, "data.held_out": 0}))
+    file = tmp_path / "exam.jsonl"
+    file.write_text('{"prompt": "q"}\n')
+    asked = r"evaluation\.source, read as data\.source is: .*asks for 'entry'.*every row \(there is no such column\)"
+    with pytest.raises(ConfigError, match=asked):
+        preflight(small(**{"evaluation.source": str(file)}))
+
+
+def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(**{"data.held_out": 6})
+    (tmp_path / "alone.toml").write_text(dump(config))
+    monkeypatch.setattr("async_rlhf.run.display._LINE_EVERY_S", 0.0)
+    result = CliRunner().invoke(app, ["evaluate", config.model, str(tmp_path / "alone.toml"), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["label"], found["num_prompts"], found["model"]) == ("alone", 6, config.model) and "step" not in found
+    assert not (tmp_path / "runs").exists()
+    missing = CliRunner().invoke(app, ["evaluate", str(tmp_path / "none"), str(tmp_path / "alone.toml")])
+    assert missing.exit_code == 3 and "is no directory" in missing.output

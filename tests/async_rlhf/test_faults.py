@@ -114,6 +114,11 @@ def test_stop_drains_checkpoints_and_resume_goes_on(
     assert code == 0, output
     assert_whole(run, reached + 8)
 
+    logs = {log.name: log.stat().st_size for log in (run / "logs").iterdir()}
+    code, output = command(*arguments, "--resume", "--set", f"max_steps={reached + 8}").finish()
+    assert code == 0 and f"all steps done: {reached + 8} steps" in output, output
+    assert {log.name: log.stat().st_size for log in (run / "logs").iterdir()} == logs, "a finished run starts no process"
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_signal_drains(

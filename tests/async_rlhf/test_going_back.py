@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
 from tests.conftest import Command, train_arguments, wait_for
 
@@ -86,6 +87,14 @@ def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
     assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
 
 
+def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_is(stopped: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "quick"
+    done, before = steps(run), (run / "config.toml").read_bytes()
+    code, output = invoke(*stopped, "--set", "max_steps=2", "--resume")
+    assert code == 3 and f"has done {done} steps. Lowest: {done}, or go back with --from-step" in output, output
+    assert (run / "config.toml").read_bytes() == before
+
+
 def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_is_cut_off(
     command: Callable[..., Any], stopped: list[str], tmp_path: Path
 ) -> None:
@@ -98,7 +107,8 @@ def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_i
     assert RunDir(run).metrics.read_bytes() == before
 
     code, output = command(*stopped, "--resume", "--from-step", str(newest)).finish()
-    assert code == 8 and f"step_{newest:06d} is torn" in output and f"can go on from step {older}" in output, output
+    others = ", ".join(map(str, saved(run)[:-1]))  # more than one where it was killed before the oldest was removed
+    assert code == 8 and f"step_{newest:06d} is torn" in output and re.search(f"can go on from steps? {others}", output), output
     code, output = command(*stopped, "--resume", "--from-step", str(newest + 1)).finish()
     assert code == 3 and f"--from-step {newest + 1}: there is no checkpoint of that step" in output, output
     code, output = command(*stopped, "--from-step", str(older)).finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
     there.mkdir()
     written = (run / "config.toml").read_text()
     (there / "config.toml").write_text(written.replace(str(key_directory), str(key_directory / "for-far")))
+    shutil.copytree(run / "data", there / "data")
     far = subprocess.Popen(
         [sys.executable, "-m", "async_rlhf.run.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
         stdin=subprocess.DEVNULL,

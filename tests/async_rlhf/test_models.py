@@ -17,11 +17,11 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.experiments.doctor import families
 from async_rlhf.launch.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from tests import families
 from tests.async_rlhf.test_bad_input import invoke
 from tests.conftest import QUICK
 
@@ -79,7 +79,10 @@ def test_check_refuses_texts_beyond_where_positions_depend_on_the_batch(tmp_path
 
 
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:
-    code, output = invoke("check", str(QUICK), "--deep", "--set", "queue.max_staleness=0")
+    quick, lora = ("check", str(QUICK), "--deep", "--set", "queue.max_staleness=0"), ("--set", "learner.lora.rank=4")
+    code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.mlp.q_proj"]')
+    assert code == 3 and "Layers here: down_proj" in output, output
+    code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.self_attn.q_proj"]')
     assert code == 0, output
     assert "learner: log-probabilities are those of plain passes (completions of a prompt share its computation;" in output
     assert "engine: sampled log-probabilities are those of plain passes, the same bits alone and in a batch" in output

@@ -58,11 +58,20 @@ def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) 
     assert code == 6 and invoke("judges.py:quality", "--data", "data.jsonl", "--limit", "3")[0] == 0
 
 
+def test_a_trial_says_that_a_function_lacks_its_return(folder: Path) -> None:
+    (folder / "forgetful.py").write_text("def forgetful(completion):\n    len(completion)\n")
+    code, output = invoke("forgetful.py:forgetful", "--data", "data.jsonl")
+    assert code == 6 and "it returned None for every completion" in output and "Is a `return` missing?" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["judges.py:qualty"], "did you mean 'quality'"),
-        (["judges.py:quality", "--set", "scoring.timeout=1"], "unknown key 'scoring.timeout': did you mean 'timeout_s'"),
+        (
+            ["judges.py:quality", "--set", "scoring.timeout=1"],
+            "unknown key 'scoring.timeout': did you mean 'scoring.timeout_s'",
+        ),
         (["judges.py:quality", "--set", "scoring.timeout_s=-1"], "scoring.timeout_s = -1"),
         (["length", "--set", "options.length.target=1", "--set", "options.length.tolerance=1"], "asks for 'completion_ids'"),
         (["length", "--set", "options.length.tagret=1"], "asks for 'target'"),

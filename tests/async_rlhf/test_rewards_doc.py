@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
-from async_rlhf.run.api import preflight
 from async_rlhf.run.config import load
+from async_rlhf.run.preflight import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "rewards.md").read_text()
@@ -61,7 +61,7 @@ def test_a_configuration_of_the_document_passes_the_check_before_a_run(folder: P
     sections = tomllib.loads(text).items()
     quick = REPOSITORY / "configs" / "quick.toml"
     config = load(quick, {f"{section}.{key}": value for section, values in sections for key, value in values.items()})
-    assert preflight(config) > 0
+    assert preflight(config).num_prompts > 0
 
 
 def test_the_table_of_built_ins_is_complete() -> None:

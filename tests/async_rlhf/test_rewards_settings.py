@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.run.api import as_rewards_want, preflight
-from async_rlhf.run.config import load, override
+from async_rlhf.buffers.score import Score
+from async_rlhf.run.config import Config, dump, load, override
+from async_rlhf.run.preflight import preflight
+from async_rlhf.run.preparation import as_rewards_want
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
 JUDGES = """
@@ -65,7 +69,7 @@ def test_a_stop_string_that_can_end_nothing_is_refused(judges: str, changed: dic
 
 def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:
     config = load(QUICK, {"rewards.functions": [f"{judges}:tagged"], "rewards.options.tagged.level": 3})
-    assert preflight(config) > 0
+    assert preflight(config).num_prompts > 0
     with pytest.raises(ConfigError, match="level = 4; highest: 3"):
         preflight(override(config, {"rewards.options.tagged.level": 4}))
 
@@ -110,3 +114,35 @@ def test_a_decorator_that_cannot_be_meant_is_refused_where_it_stands(decorate: d
     mark: Callable[..., Any] = reward(**decorate)
     with pytest.raises(ConfigError, match=message):
         mark(lambda completion: 1.0)
+
+
+def test_a_source_names_its_rewards_or_weighs_them_and_both_outlive_the_runs_file(judges: str) -> None:
+    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged", f"{judges}:other"], "rewards.weights": {"tagged": 3.0}})
+    mixed = override(config, {"rewards.by_source": {"maths": ["tagged"], "chat": {"other": 0.25, "tagged": "none"}}})
+    kept = Config.model_validate(tomllib.loads(dump(mixed)))
+    assert kept == mixed
+    scores = {"tagged": Score(1.0), "other": Score(1.0)}
+    of = {source: kept.rewards.composition.of({"source": source}).reward(scores) for source in ("maths", "chat")}
+    assert of == {"maths": 3.0 + 1.0, "chat": 3.0 + 0.25}
+
+
+@pytest.mark.parametrize(
+    ("by_source", "message"),
+    [
+        ({"words": []}, r"rewards.by_source.words names no reward"),
+        ({"words": ["taged"]}, r"rewards.by_source.words names 'taged', .*did you mean 'tagged'"),
+        ({"words": {"taged": 1.0}}, r"rewards.by_source.words names 'taged', .*did you mean 'tagged'"),
+        ({"words": {"tagged": "much"}}, r"rewards.by_source.words.tagged = 'much': Input should be a valid number"),
+        ({"wrods": ["tagged"]}, r"rewards.by_source names 'wrods', .*the source of no row; did you mean 'words'"),
+    ],
+)
+def test_rewards_of_a_source_that_cannot_be_meant_are_refused_before_a_run(
+    judges: str, tmp_path: Path, by_source: dict[str, Any], message: str
+) -> None:
+    rows = [{"prompt": f"{n}", "source": source} for n in range(4) for source in ("words", "sums")]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = {"source": str(tmp_path / "mixed.jsonl"), "held_out": 0, "options": {}}
+    settings = {"data": mixed, "rewards.functions": [f"{judges}:tagged", f"{judges}:other"]}
+    assert preflight(load(QUICK, {**settings, "rewards.by_source": {"words": ["tagged"]}})).num_prompts == 8
+    with pytest.raises(ConfigError, match=message):
+        preflight(load(QUICK, {**settings, "rewards.by_source": by_source}))

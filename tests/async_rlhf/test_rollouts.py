@@ -35,13 +35,21 @@ def test_a_kept_journal_is_shown_exported_and_learned_from_again(small: Any, tmp
     code, output = invoke("rollouts", "show", str(result.run_dir), "--group", "5")
     assert code == 0 and "group 5" in output and "reasoning_gym" in output, output
 
+    quarantined = {"group": 5, "prompt": 5, "attempts": 1, "reasons": ["taken back by an operator"]}
+    (result.run_dir / "quarantine.jsonl").write_text(json.dumps(quarantined) + "\n")
+    code, output = invoke("rollouts", "show", str(result.run_dir))
+    assert output.count("prompt:") == 4 and "12 more groups: --limit 16 shows all" in output, output
+    code, output = invoke("rollouts", "show", str(result.run_dir), "--limit", "16")
+    assert output.count("QUARANTINED: taken back by an operator") == 1 and "more groups" not in output, output
+
     code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "again")
     assert code == 0 and "4 steps learned again" in output, output
     again = result.run_dir.parent / "again"
     first = (result.checkpoint / "model.safetensors").read_bytes()
     assert (again / "checkpoints" / "latest" / "model" / "model.safetensors").read_bytes() == first
 
-    code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "other", "--set", "advantage.scale_by_std=false")
+    sets = ["--set", "advantage.scale_by_std=false", "--set", "learner.ranks=2"]
+    code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "other", *sets)
     assert code == 0, output
     other = result.run_dir.parent / "other" / "checkpoints" / "latest" / "model" / "model.safetensors"
     assert other.read_bytes() != first

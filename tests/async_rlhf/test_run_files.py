@@ -51,6 +51,16 @@ def test_a_tail_goes_on_behind_the_last_line_that_still_stands(tmp_path: Path) -
     assert seen(tail) == []
 
 
+def test_a_tail_can_leave_out_what_is_there_already(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(steps(1, 2))
+    tail = Tail(path)
+    tail.skip()
+    assert seen(tail) == []
+    path.write_text(steps(1, 2, 3))
+    assert seen(tail) == [3]
+
+
 def test_lines_that_are_no_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)

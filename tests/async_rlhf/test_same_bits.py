@@ -55,23 +55,24 @@ def train(
             wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
         code, output = started.finish()
         assert code == 0, output
-        assert output.count("signal 9") >= len(kills), output
+        assert output.count("signal 9") == output.count("starting it again") == len(kills), output
         return trained(directory), measured(directory)
 
     return run
 
 
-def drawn_kills(seed: int) -> list[tuple[int, str]]:
+def drawn_kills(seed: int, *more: str) -> list[tuple[int, str]]:
     """Every role once, in a drawn order, after drawn steps."""
-    draw = random.Random(seed)
-    roles = draw.sample(["actor", "hub", "learner"], 3)
-    return list(zip(sorted(draw.sample(range(1, NUM_STEPS - 3), 3)), roles, strict=True))
+    draw, roles = random.Random(seed), ["actor", "hub", "learner", *more]
+    steps = sorted(draw.sample(range(1, NUM_STEPS - 3), len(roles)))
+    return list(zip(steps, draw.sample(roles, len(roles)), strict=True))
 
 
-def test_with_staleness_0_kills_change_no_bit(train: Callable[..., Any]) -> None:
-    settings = {"queue.max_staleness": 0}
+def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Callable[..., Any]) -> None:
+    """A rank that is killed takes the other with it; both go on from the checkpoint."""
+    settings = {"queue.max_staleness": 0, "learner.ranks": 2}
     weights, metrics = train("whole", [], **settings)
-    assert train("killed", drawn_kills(0), **settings) == (weights, metrics)
+    assert train("killed", drawn_kills(0, "learner_rank"), **settings) == (weights, metrics)
 
 
 def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(train: Callable[..., Any]) -> None:

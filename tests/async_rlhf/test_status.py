@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +11,10 @@ from typing import Any
 
 import pytest
 import zmq
+from rich.console import Console
 
-from async_rlhf.inspect.status import lines, read
+from async_rlhf.inspect.status import lines, read, watch
 from async_rlhf.launch.sockets import hub_address, socket_directory
-from async_rlhf.run.display import line
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -41,8 +43,25 @@ def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: C
     assert lines(run, found)[0].endswith("step 0 of 4")
 
 
-def test_the_line_of_a_step_says_when_scores_failed() -> None:
-    counts = ("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor")
-    record = dict.fromkeys(counts, 0)
-    assert "failed" not in line(record) and "failed" not in line({**record, "rewards/failed_ratio": 0.0})
-    assert line({**record, "rewards/failed_ratio": 0.25}).endswith("failed scores: 25.0%")
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_is_watched_until_it_ends(small: Callable[..., Any], terminal: bool) -> None:
+    run, shown = RunDir.create(small()), io.StringIO()
+    looks = iter([lambda: None, lambda: run.metrics.write_text('{"step": 1}\n'), run.retire])
+    watch(run, Console(file=shown, force_terminal=terminal, width=200), sleep=lambda seconds: next(looks)())
+    heads = [text for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
+    assert "stopped, step 1 of 4" in heads[-1] and not run.is_alive()
+    if not terminal:
+        assert [head.rsplit(": ")[-1] for head in heads] == [
+            "starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4",
+        ]  # fmt: skip
+
+
+def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small())
+    made = {"label": "step", "accuracy": 0.0, "num_prompts": 8, "failed": 0}
+    rewards = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6]
+    records = [{**made, "step": i, "mean_reward": reward} for i, reward in enumerate(rewards, 1)]
+    run.evaluations.write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = lines(run, read(run))[-6:]
+    assert [text.split(":")[0].rsplit(" ", 1)[-1] for text in told[:-1]] == ["1", "3", "5", "6", "7"]
+    assert told[1].endswith("(best)") and told[-1] == "2 more evaluations"

@@ -18,14 +18,16 @@ import pytest
 
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.launch.exit_codes import WorkerLostError
+from async_rlhf.inspect import status
+from async_rlhf.launch.exit_codes import WORKER_LOST, WorkerLostError, ending
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import hub_address, socket_directory
-from async_rlhf.run.api import start
-from async_rlhf.run.daemon import Progress, Supervisor
-from async_rlhf.run.roles import record_evaluation
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.daemon import Supervisor
+from async_rlhf.run.evaluation import record_evaluation
+from async_rlhf.run.preparation import prepare
+from async_rlhf.run.progress import Progress
+from async_rlhf.run.run_dir import End, RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import Command, file_size_limit, wait_for
 
@@ -45,15 +47,15 @@ class Heard(Progress):
 
 
 class Spoiling(LocalLauncher):
-    """Starts the role of this name with arguments that it cannot be run with, but for the first time."""
+    """Starts the role of this name with arguments that it cannot be run with, but for its first `good` lives."""
 
-    def __init__(self, run: RunDir, name: str, *arguments: str) -> None:
+    def __init__(self, run: RunDir, name: str, *arguments: str, good: int = 1) -> None:
         super().__init__(run.lock)
-        self._name, self._arguments, self._lives = name, arguments, 0
+        self._name, self._arguments, self._good, self._lives = name, arguments, good, 0
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
         self._lives += node.name == self._name
-        spoilt = node.name == self._name and self._lives > 1
+        spoilt = node.name == self._name and self._lives > self._good
         return super().start(run_dir, replace(node, arguments=self._arguments) if spoilt else node)
 
 
@@ -103,7 +105,7 @@ def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_step
 
     def kill_once() -> None:
         heard.on_step = lambda: None
-        os.kill(supervisor.processes()["actor-1"], signal.SIGKILL)
+        os.kill(supervisor.processes()["actor-1"].pid, signal.SIGKILL)
 
     heard.on_step = kill_once
     with pytest.raises(WorkerLostError, match=r"actor-1 ended 6 times.*code 1 \(TypeError: .*takes"):
@@ -112,6 +114,24 @@ def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_step
         "0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s",
     ]  # fmt: skip
     assert not run.is_alive()
+
+
+def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_name_free(small: Any) -> None:
+    config = small(**{"actors.restart_backoff_s": 0.1})
+    run = RunDir.create(config)
+    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many", good=0))
+    with pytest.raises(WorkerLostError, match=r"learner ended 2 times.*code 1 \(TypeError: .*takes") as raised:
+        supervisor.run()
+    assert run.end() == End(code=WORKER_LOST, reason=str(raised.value), finished=False)
+    found = status.read(run)
+    assert found["state"] == "failed" and f"ended with code 5: {raised.value}" in status.lines(run, found)
+
+    again = RunDir.create(config)
+    assert again.is_alive() and again.end() is None and not again.log("hub").exists()
+    again.retire()
+    with pytest.raises(ConfigError, match=r"exists. Continue it with --resume, remove it with --overwrite"):
+        RunDir.create(config)  # how it ended is not known: perhaps it was killed
+    RunDir.create(config, overwrite=True).retire()
 
 
 def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:
@@ -267,7 +287,7 @@ def test_a_model_that_is_not_whole_is_refused_before_any_process_starts(small: A
         file = path / name
         file.write_bytes(spoil(file.read_bytes() if file.exists() else b""))
         with pytest.raises(ConfigError, match=message):
-            start(small(model=str(path)))
+            prepare(small(model=str(path)))
     assert not (tmp_path / "runs").exists()
 
 
@@ -279,6 +299,11 @@ def test_a_reason_is_read_from_the_present_life_only(tmp_path: Path) -> None:
     assert process.poll() == 3 and process.last_words() == f"{str(run.path)!r} is no run directory (it has no config.toml)"
     log.write_text("cut\n")
     assert process.last_words() == "cut"
+    with log.open("a") as file:
+        file.write("of before the start\nterminate called\n  what():  [Rank 1] Watchdog caught a timeout\nframe #9: clone3\n")
+    words = process.last_words()
+    assert ending(-6, words) == "by signal 6 (SIGABRT) ([Rank 1] Watchdog caught a timeout)"
+    assert [ending(code, words) for code in (-9, 0)] == ["by signal 9 (SIGKILL)", "with code 0"]
 
 
 def test_a_full_disk_costs_an_evaluation_its_line_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

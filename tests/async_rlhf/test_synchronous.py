@@ -11,9 +11,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
+from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.worker import Work
-from async_rlhf.actors.prompts import load_rows
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.composition import Composition
@@ -41,7 +41,7 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
         numbers = range(step * config.groups_per_batch, (step + 1) * config.groups_per_batch)
         groups = generate(engine, work, numbers)
         rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
-        advantages = [group_relative(values, scale_by_std=config.advantage.scale_by_std) for values in rewards]
+        advantages = [group_relative(values, scale_by_std=True, std="sample") for values in rewards]
         backend.step([make_rows(groups, advantages, config.learner.row_tokens)], step)
     return {name: np.frombuffer(tensor.data, np.float32).reshape(tensor.shape) for name, tensor in backend.tensors().items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,13 @@ def test_the_trace_of_a_real_run_shows_every_stage_of_every_rollout_in_its_order
     trained = [event for event in events if event["name"].startswith("train step")]
     assert [event["name"] for event in trained] == ["train step 1", "train step 2"]
     assert any(event["name"] == "adopt 0" for event in events)
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    for found_on_track in tracks.values():
+        following = sorted(found_on_track)
+        assert all(began + took <= then for (began, took), (then, _) in itertools.pairwise(following))
 
 
 def test_a_score_is_exposed_only_while_nobody_decodes_and_nobody_trains(small: Callable[..., Any]) -> None:

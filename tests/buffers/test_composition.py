@@ -52,6 +52,15 @@ def test_gates_close_products_multiply_and_clips_hold(rule: Composition, total: 
     assert rule.reward(SCORES) == total
 
 
+def test_a_source_has_weights_of_its_own_over_the_others() -> None:
+    rule = Composition({"a": 0.5, "b": 2.0}, by_source={"maths": {"b": 10.0}})
+    assert [rule.of(row).reward(SCORES | {"a": Score(4.0)}) for row in ({"source": "maths"}, {"source": "chat"}, {})] == [
+        pytest.approx(4.0 * 0.5 + 3.0 * 10.0 + 1.0),
+        pytest.approx(4.0 * 0.5 + 3.0 * 2.0 + 1.0),
+        pytest.approx(4.0 * 0.5 + 3.0 * 2.0 + 1.0),
+    ]
+
+
 def test_a_failed_gate_is_a_failure_and_not_a_closed_gate() -> None:
     assert Composition(gates=("g",)).reward({"a": Score(1.0), "g": Score(failure="timed out")}) is None
 

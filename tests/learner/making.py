@@ -64,9 +64,12 @@ def make_group(
     version: int = 0,
     temperature: float = 1.0,
     rewards: Sequence[float | None] | None = None,
+    truncated: Sequence[int] = (),
+    source: str | None = None,
     vocabulary: int = VOCABULARY,
 ) -> Group:
-    """A group of completions of these lengths, all of one version; a reward of None is a failed score."""
+    """A group of completions of these lengths, all of one version; a reward of None is a failed score, and `truncated` members
+    were cut."""
     random = np.random.default_rng(1000 + number)
     prompt = random.integers(0, vocabulary, prompt_length).astype(np.int32)
     rollouts = []
@@ -74,7 +77,10 @@ def make_group(
         value = float(random.integers(0, 2)) if rewards is None else rewards[member]
         score = Score(value) if value is not None else Score(failure="the judge fell asleep")
         seed = 7919 * number + member
+        finish = "length" if member in truncated else "stop"
+        spans, scores = [(version, length)], {"judge": score}
         rollouts.append(
-            make_rollout(length, seed=seed, spans=[(version, length)], scores={"judge": score}, vocabulary=vocabulary)
+            make_rollout(length, seed=seed, spans=spans, scores=scores, finish_reason=finish, vocabulary=vocabulary)
         )
-    return Group(number, 0, prompt, tuple(rollouts), Sampling(temperature=temperature))
+    columns = {} if source is None else {"source": source}
+    return Group(number, 0, prompt, tuple(rollouts), Sampling(temperature=temperature), columns=columns)

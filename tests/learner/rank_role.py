@@ -1,4 +1,4 @@
-"""One rank of a learner in a process of its own: `python rank_role.py RANK SIZE DIRECTORY`, which holds `plan.json`.
+"""One rank of a learner in a process of its own: `python rank_role.py RANK SIZE MEETING DIRECTORY`, which holds `plan.json`.
 
 The plan is a list of jobs, each a backend with settings that makes steps on the same made-up batches; rank 0 leaves what
 came out in DIRECTORY/NAME.
@@ -52,11 +52,16 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
             sys.stdout.flush()
     backend.save(out)
     tensors = backend.tensors()
+    reference = backend.machine._reference
+    referred = backend.evaluate(make_rows(GROUPS, ADVANTAGES, 512)) if reference is not None else {}
+    held = [getattr(p, "ds_tensor", p) for p in reference.parameters()] if reference is not None else []
     report = {
         "metrics": [dict(report.metrics) for report in reports],
         "members": [{str(m): w for m, w in report.weight_of_member.items()} for report in reports],
         "applied": [report.applied for report in reports],
         "observed": {str(member): each.logp_proximal.tolist() for member, each in seen.items()},
+        "references": {str(member): each.logp_reference.tolist() for member, each in referred.items()},
+        "reference_bytes": sum(part.numel() * part.element_size() for part in held),
         "canary": list(backend.canary().logprobs),
         "weights": {name: bytes(tensor.data).hex() for name, tensor in tensors.items()},
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
@@ -64,10 +69,9 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     (out / "report.json").write_text(json.dumps(report))
 
 
-def main(rank: int, size: int, directory: Path) -> None:
+def main(rank: int, size: int, meeting: str, directory: Path) -> None:
     plan = json.loads((directory / "plan.json").read_text())
-    timeout_s = plan[0].get("timeout_s", 60.0)
-    ranks = Ranks.join(rank, size, directory, timeout_s=timeout_s, idle_timeout_s=timeout_s)
+    ranks = Ranks.join(rank, size, meeting, timeout_s=plan[0].get("timeout_s", 60.0), idle_timeout_s=60.0)
     for job in plan:
         parts = make(job, ranks)
         if rank > 0:
@@ -87,6 +91,6 @@ def _follow_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_follow_parent, daemon=True).start()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
     sys.stdout.flush()
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import oracles
@@ -172,12 +173,14 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
     seen: list[int] = []
     for batch in batches:
         num_rows, width = batch.ids_RL.shape
+        of_row: Counter[int] = Counter()
         assert batch.positions_RL.shape == batch.segments_RL.shape == (num_rows, width)
         assert len({len(tensor) for name, tensor in batch.tensors().items() if name.endswith("_N")}) == 1
         for member in sorted(set(batch.member_N.tolist())):
             seen.append(member)
             group, rollout = everyone[member]
             own = batch.member_N == member
+            of_row[int(batch.source_N[own][0]) // width] += 1
             assert batch.target_N[own].tolist() == rollout.completion_ids.tolist()
             assert batch.logp_behaviour_N[own].tolist() == rollout.logprobs.tolist()
             assert batch.version_N[own].tolist() == rollout.versions.tolist()
@@ -191,6 +194,9 @@ def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_p
                 assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))
                 assert query == keys[-1]
                 past = [*past, token]
+        # completions share all rows of it or none, so a mask has no more numbers than the settings say
+        assert {count > 1 for count in of_row.values()} == {batch.is_packed}
+        assert not batch.is_packed or num_rows * width**2 <= max(micro_batch_tokens, row_tokens) * row_tokens
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
     assert all(
         bool(attention_mask(batch.segments_RL, batch.positions_RL).any(-1).all()) for batch in batches

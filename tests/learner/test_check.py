@@ -46,6 +46,21 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "one advantage for a completion.*loss.kind = 'decoupled_ppo'",
         {"loss.kind": "decoupled_ppo"},
     ),
+    "returns to go in a loss of completions": (
+        {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9, "loss.kind": "gspo"},
+        "'reinforce_pp' one for each token.*loss.kind = 'decoupled_ppo'",
+        {"loss.kind": "decoupled_ppo"},
+    ),
+    "cut completions out of a baseline that is a critic": (
+        {"advantage.kind": "v_trace", "learner.critic": {"kind": "head"}, "loss.mask_truncated": "loss and baseline"},
+        "with advantage.kind = 'v_trace' no baseline is made from rewards.*'loss'",
+        {"loss.mask_truncated": "loss"},
+    ),
+    "cut completions out of a baseline that only ranks": (
+        {"loss.kind": "best_of_n", "loss.mask_truncated": "loss and baseline"},
+        "with loss.kind = 'best_of_n' no baseline.*'loss'",
+        {"loss.mask_truncated": "loss"},
+    ),
     "a trace longer than its step": (
         {"advantage.c_cap": 2.0},
         "c_cap = 2 is above .*rho_cap = 1.*Highest: 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import oracles
@@ -46,12 +47,16 @@ def test_v_trace_is_equation_one_of_the_paper(
 ) -> None:
     rewards, values, logs = columns(steps)
     settings = {"gamma": gamma, "lam": lam, "rho_cap": rho, "c_cap": c}
-    advantages, targets = v_trace(rewards, values, logs, last_only(len(rewards)), **settings)
+    advantages, targets = v_trace(rewards, values, logs, last_only(len(rewards)), **settings, bootstrap="target")
+    mixed = v_trace(rewards, values, logs, last_only(len(rewards)), **settings, bootstrap="mixed")
     ratios = [math.exp(x) for x in logs.tolist()]
     expected = oracles.v_trace(rewards.tolist(), values.tolist(), ratios, gamma, lam, rho, c)
     assert targets.tolist() == near(expected)
     after = [*expected[1:], 0.0]
     assert advantages.tolist() == near([r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)])
+    assert mixed[1].tolist() == targets.tolist()
+    behind = [lam * v2 + (1 - lam) * own for v2, own in zip(after, [*values[1:], 0.0], strict=True)]
+    assert mixed[0].tolist() == near([r + gamma * q - v for r, v, q in zip(rewards, values, behind, strict=True)])
 
 
 @given(episodes, share, share, cap)
@@ -68,14 +73,15 @@ def test_v_trace_by_hand() -> None:
     # two tokens, reward 1 at the end, gamma 1, lam 1, caps 1; ratios 2 and 1/2; values 0.5 and 0.2
     rewards, values = np.array([0, 1], np.float32), np.array([0.5, 0.2], np.float32)
     logs = np.log(np.array([2, 0.5], np.float32))
-    advantages, targets = v_trace(rewards, values, logs, last_only(2), gamma=1.0, lam=1.0, rho_cap=1.0, c_cap=1.0)
+    settings = {"gamma": 1.0, "lam": 1.0, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": "target"}
+    advantages, targets = v_trace(rewards, values, logs, last_only(2), **settings)  # type: ignore[arg-type]
     # v_2 = 0.2 + 0.5 (1 + 0 - 0.2) = 0.6;  v_1 = 0.5 + 1 (0 + 0.2 - 0.5) + 1 (0.6 - 0.2) = 0.6
     assert targets.tolist() == pytest.approx([0.6, 0.6])
     # A_1 = 0 + 0.6 - 0.5, A_2 = 1 + 0 - 0.2
     assert advantages.tolist() == pytest.approx([0.1, 0.8])
 
 
-@pytest.mark.parametrize("estimate", [v_trace, traced])
+@pytest.mark.parametrize("estimate", [partial(v_trace, bootstrap="mixed"), partial(v_trace, bootstrap="target"), traced])
 @given(one=episodes, two=episodes)
 def test_two_episodes_in_one_trace_are_the_two_apart(
     estimate: object, one: list[tuple[float, float, float]], two: list[tuple[float, float, float]]
@@ -97,12 +103,16 @@ def test_on_policy_the_traced_advantage_is_gae(steps: list[tuple[float, float, f
         assert one.tolist() == near(other.tolist())
 
 
-@given(episodes, share)
-def test_on_policy_with_full_traces_v_trace_is_gae(steps: list[tuple[float, float, float]], gamma: float) -> None:
+@given(episodes, share, share)
+def test_on_policy_v_trace_is_gae_at_any_lambda_and_impalas_own_formula_with_full_traces(
+    steps: list[tuple[float, float, float]], gamma: float, lam: float
+) -> None:
     rewards, values, logs = columns(steps)
-    found = v_trace(rewards, values, 0 * logs, last_only(len(rewards)), gamma=gamma, lam=1.0, rho_cap=1.0, c_cap=1.0)
-    for one, other in zip(found, gae(rewards, values, gamma=gamma, lam=1.0), strict=True):
-        assert one.tolist() == near(other.tolist())
+    for bootstrap, of in (("mixed", lam), ("target", 1.0)):
+        settings = {"gamma": gamma, "lam": of, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": bootstrap}
+        found = v_trace(rewards, values, 0 * logs, last_only(len(rewards)), **settings)  # type: ignore[arg-type]
+        for one, other in zip(found, gae(rewards, values, gamma=gamma, lam=of), strict=True):
+            assert one.tolist() == near(other.tolist())
 
 
 @given(episodes, share, cap)
@@ -111,13 +121,15 @@ def test_with_full_traces_and_equal_caps_the_traced_targets_are_those_of_v_trace
 ) -> None:
     settings = {"gamma": gamma, "lam": 1.0, "rho_cap": both, "c_cap": both}
     ends = last_only(len(steps))
-    assert traced(*columns(steps), ends, **settings)[1].tolist() == near(v_trace(*columns(steps), ends, **settings)[1].tolist())
+    _, targets = v_trace(*columns(steps), ends, **settings, bootstrap="target")
+    assert traced(*columns(steps), ends, **settings)[1].tolist() == near(targets.tolist())
 
 
 def test_what_the_policy_would_no_longer_do_does_not_move_the_value_before_it() -> None:
     rewards, values = np.array([0, 10], np.float32), np.array([1, 1], np.float32)
     gone = np.array([0, -20], np.float32)
-    _, targets = v_trace(rewards, values, gone, last_only(2), gamma=1.0, lam=1.0, rho_cap=1.0, c_cap=1.0)
+    settings = {"gamma": 1.0, "lam": 1.0, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": "mixed"}
+    _, targets = v_trace(rewards, values, gone, last_only(2), **settings)  # type: ignore[arg-type]
     assert targets.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
 
 

@@ -13,7 +13,14 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.advantages import gae, group_relative, leave_one_out
 from async_rlhf.learner.objective.corrections import second_moment_mask
-from async_rlhf.learner.objective.estimation import AdvantageEstimates, PolicyEvaluation, estimate_advantages, select_members
+from async_rlhf.learner.objective.estimation import (
+    AdvantageEstimates,
+    PolicyEvaluation,
+    baseline_rewards,
+    estimate_advantages,
+    num_masked,
+    select_members,
+)
 from async_rlhf.learner.objective.kl import kl_penalty
 
 GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
@@ -37,12 +44,14 @@ def observations(groups: Sequence[Group], **fields: Any) -> dict[int, PolicyEval
 def estimates_of(
     advantage: AdvantageConfig, loss: LossConfig, observed: dict[int, PolicyEvaluation] | None = None
 ) -> AdvantageEstimates:
-    return estimate_advantages(GROUPS, REWARDS, select_members(REWARDS, advantage, loss), observed or {}, advantage, loss)
+    return estimate_advantages(
+        GROUPS, REWARDS, select_members(GROUPS, REWARDS, advantage, loss), observed or {}, advantage, loss
+    )
 
 
 def test_without_an_observation_there_are_advantages_and_nothing_else() -> None:
     found = estimates_of(PLAIN, LossConfig())
-    assert found.advantages == [group_relative(group, scale_by_std=True) for group in REWARDS]
+    assert found.advantages == [group_relative(group, scale_by_std=True, std="sample") for group in REWARDS]
     assert found.targets == {} and found.zero_advantage_groups == 0
 
 
@@ -58,7 +67,7 @@ def test_a_divergence_taken_from_the_reward_costs_each_completion_its_own() -> N
     found = estimates_of(AdvantageConfig(scale_by_std=False), loss, observed)
     costs = [0.2 * float((seen.logp_proximal - seen.logp_reference).sum()) for seen in observed.values()]
     penalised = [[1.0 - costs[0], 0.0 - costs[1], 0.5 - costs[2]], [None, 2.0 - costs[4], -1.0 - costs[5]]]
-    expected = [group_relative(group, scale_by_std=False) for group in penalised]
+    expected = [group_relative(group, scale_by_std=False, std="sample") for group in penalised]
     for values, wanted in zip(found.advantages, expected, strict=True):
         assert values == [None if each is None else pytest.approx(each, abs=1e-5) for each in wanted]
 
@@ -120,3 +129,59 @@ def test_the_second_moment_mask_sees_the_whole_batch() -> None:
     assert mask.tolist() == second_moment_mask(logs, 0.05).astype(float).tolist()
     assert 0 < mask.sum() < len(mask)  # of the farther completions tokens are masked, of the nearer none
     assert found.targets[3].mask is None
+
+
+CUT = [make_group(0, [3, 1, 4], truncated=[1]), make_group(1, [2, 2, 5], truncated=[0, 1, 2])]
+CUT_REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.4], [1.0, 0.0, 0.0]]
+
+
+def masked(mask_truncated: str, kind: str = "leave_one_out", loss_kind: str = "decoupled_ppo") -> AdvantageEstimates:
+    loss = LossConfig.model_validate({"mask_truncated": mask_truncated, "kind": loss_kind})
+    advantage = AdvantageConfig.model_validate({"kind": kind})
+    rewards = baseline_rewards(CUT, CUT_REWARDS, loss)
+    return estimate_advantages(CUT, rewards, select_members(CUT, rewards, advantage, loss), {}, advantage, loss)
+
+
+def test_a_cut_completion_leaves_the_loss_and_its_reward_the_baseline_only_where_asked() -> None:
+    plain, gone = leave_one_out(CUT_REWARDS[0]), leave_one_out([1.0, 0.4])
+    assert masked("off").advantages == [plain, leave_one_out(CUT_REWARDS[1])]
+    assert masked("loss").advantages == [[plain[0], None, plain[2]], [None, None, None]]
+    assert masked("loss and baseline").advantages == [[gone[0], None, gone[1]], [None, None, None]]
+    assert masked("loss").zero_advantage_groups == 1
+    assert [num_masked(CUT, CUT_REWARDS, LossConfig(mask_truncated=mask)) for mask in ("off", "loss")] == [0, 4]
+
+
+def test_best_and_worst_are_chosen_among_those_that_were_not_cut() -> None:
+    found = masked("loss", loss_kind="online_dpo").advantages
+    assert [[value is not None for value in group] for group in found] == [[True, False, True], [False, False, False]]
+
+
+@pytest.mark.parametrize(("mask", "counted"), [("off", 17), ("loss", 17), ("loss and baseline", 7)])
+def test_the_statistics_of_a_batch_have_the_tokens_of_all_in_the_baseline(mask: str, counted: int) -> None:
+    found = masked(mask, "reinforce_pp")
+    cut = mask == "loss and baseline"
+    tokens = [
+        value
+        for group, own in zip(CUT, CUT_REWARDS, strict=True)
+        for rollout, value in zip(group.rollouts, own, strict=True)
+        for _ in range(rollout.num_tokens)
+        if value is not None and not (cut and rollout.finish_reason == "length")
+    ]
+    assert len(tokens) == counted
+    wanted = (1.0 - np.mean(tokens)) / np.std(tokens)
+    np.testing.assert_allclose(found.targets[0].advantage, [wanted] * 3, rtol=1e-5)  # type: ignore[arg-type]
+    assert found.advantages[0][0] == pytest.approx(float(wanted), rel=1e-5)
+    assert sorted(found.targets) == ([0, 1, 2, 3, 4, 5] if mask == "off" else [0, 2])
+
+
+def test_a_divergence_in_the_reward_costs_a_token_what_is_still_to_come_in_reinforce_pp() -> None:
+    loss, observed = LossConfig(kl_coef=0.2, kl_in="reward", kl_estimator="k1"), observations(GROUPS)
+    found = estimates_of(AdvantageConfig(kind="reinforce_pp"), loss, observed)
+    rewards = {0: 1.0, 1: 0.0, 2: 0.5, 4: 2.0, 5: -1.0}
+    costs = {i: 0.2 * (observed[i].logp_proximal - observed[i].logp_reference) for i in rewards}  # type: ignore[operator]
+    returns = {i: r - np.cumsum(costs[i][::-1])[::-1] for i, r in rewards.items()}
+    every = np.concatenate(list(returns.values()))
+    for i, own in returns.items():
+        np.testing.assert_allclose(found.targets[i].advantage, (own - every.mean()) / every.std(), rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="log-probabilities under the reference"):
+        estimates_of(AdvantageConfig(kind="reinforce_pp"), loss, {0: observed[0]})

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import make_rollout
+from making import make_group, make_rollout
 
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import UNKNOWN_VERSION, Group, Score
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.learner.loop.metrics import data_metrics, sample_record, staleness_histogram
+from async_rlhf.learner.loop.metrics import SourceMetrics, data_metrics, sample_record, staleness_histogram
 
 PROMPT = np.array([1, 2], np.int32)
 
@@ -72,6 +72,24 @@ def test_the_metrics_of_a_batch_are_those_worked_out_by_hand() -> None:
         "staleness/histogram": {"1": 15, "2": 3},
         "staleness/violations": 3,
     }
+
+
+def test_mixed_data_are_measured_by_source_under_a_bounded_number_of_names() -> None:
+    groups = [
+        make_group(0, [2, 4], rewards=[1.0, None], source="maths"),
+        make_group(1, [6, 6], rewards=[0.0, 1.0], source="code"),
+        make_group(2, [3], rewards=[0.5], source="maths"),
+        make_group(3, [9], rewards=[9.0]),
+    ]
+    measured = SourceMetrics()
+    assert measured.measure(groups, rewards(groups)) == {
+        "reward/maths": 0.75, "reward/code": 0.5, "completions/maths/mean_length": 3.0, "completions/code/mean_length": 6.0,
+    }  # fmt: skip
+    many = [make_group(n, [1], rewards=[1.0], source=f"site {n}") for n in range(4, 104)]
+    many.append(make_group(104, [1], rewards=[0.0], source="a whole document " * 10))
+    found = measured.measure([*many, groups[0]], rewards([*many, groups[0]]))
+    assert len(found) == 2 * (SourceMetrics.MOST - 2 + 2)  # two names were known, and all that are left share one
+    assert found["reward/other"] == pytest.approx((100 - 62) / (101 - 62)) and found["reward/maths"] == 1.0
 
 
 def test_a_mean_of_nothing_is_none_and_not_zero() -> None:

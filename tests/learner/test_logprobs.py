@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from async_rlhf.learner.model.logprobs import chunk_tokens, chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
 
 
 @pytest.fixture
@@ -109,5 +110,10 @@ def test_no_tokens_have_no_log_probabilities_and_give_no_gradient(layer: tuple[t
 
 
 def test_a_chunk_holds_as_many_tokens_as_fit_and_one_at_least() -> None:
-    assert chunk_tokens(128 * 1024, 64) == 128
-    assert chunk_tokens(10**9, 1) == 1
+    assert tokens_within(128 * 1024, 64) == chunk_tokens(128 * 1024, 64, "cuda") == 128
+    assert tokens_within(10**9, 1) == chunk_tokens(10**9, 1, "cpu") == 1
+
+
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(1024, 4096), (32 * 1024, 128), (151_936, 128), (2**20, 64)])
+def test_a_chunk_on_a_cpu_is_small_but_makes_up_for_reading_the_output_layer(vocabulary: int, tokens: int) -> None:
+    assert chunk_tokens(vocabulary, 256, "cpu") == tokens

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.check import check_division, check_machine
+from async_rlhf.learner.check import check_division, check_machine, remarks
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
 
@@ -27,6 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a fall before the rise": ({"schedule": "linear", "schedule_steps": 5, "warmup_steps": 5}, "within the warm-up.*lowest: 6"),
     "a fall upwards": ({"learning_rate": 1e-4, "final_learning_rate": 1e-3}, "highest: 0.0001"),
     "DeepSpeed's file without it": ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
+    "compiled with DeepSpeed": ({"backend": "deepspeed", "compile": True}, "set learner.compile = false, or learner.backend ="),
     "no such file": ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
     "half of the ranks share a row": (
         {"sequence_parallel": 2, "ranks": 4, "backend": "deepspeed"},
@@ -113,3 +114,9 @@ def test_a_deepspeed_file_is_laid_over_ours(tmp_path: Path) -> None:
     settings = deepspeed_settings(config)
     assert settings["zero_optimization"] | {"stage": 3, "reduce_bucket_size": 7} == settings["zero_optimization"]
     assert settings["wall_clock_breakdown"] and settings["bf16"]["enabled"] and settings["gradient_clipping"] == 1.0
+
+
+def test_products_in_float32_on_a_gpu_are_remarked_upon() -> None:
+    (remark,) = remarks(LearnerConfig(device="cuda:1"))
+    assert re.search("'float32' on learner.device = 'cuda:1'.*Set learner.dtype = 'bfloat16'", remark)
+    assert remarks(LearnerConfig()) == remarks(LearnerConfig(device="cuda", dtype="bfloat16")) == ()

@@ -255,7 +255,7 @@ def test_an_own_loss_and_estimator_train_a_model(mine: str, tmp_path: Path) -> N
     advantage, own = AdvantageConfig(kind=f"{mine}:centred", scale_by_std=False), LossConfig(kind=f"{mine}:plain")
     weights = {}
     for name, config in (("own", own), ("shipped", LossConfig(kind="truncated_is", is_cap=None))):
-        found = estimate_advantages(groups, rewards, select_members(rewards, advantage, config), {}, advantage, config)
+        found = estimate_advantages(groups, rewards, select_members(groups, rewards, advantage, config), {}, advantage, config)
         assert found.advantages == [[0.5, None, -0.5]]
         backend = make_backend(model, LearnerConfig(learning_rate=1e-2), config)
         assert backend.step([make_rows(groups, found.advantages, 512)], 0).applied

@@ -11,6 +11,7 @@ import pytest
 import torch
 from making import make_group, make_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
@@ -61,8 +62,11 @@ def test_a_model_without_such_layers_is_refused() -> None:
     class Plain(torch.nn.Module):
         pass
 
-    with pytest.raises(ConfigError, match="this model has no layers that support it; use false"):
-        Policy(Plain(), LearnerConfig(gradient_checkpointing=True))
+    for setting in ("gradient_checkpointing", "compile"):
+        with pytest.raises(
+            ConfigError, match=rf"learner\.{setting} = true: this model has no layers that support it; use false"
+        ):
+            Policy(Plain(), LearnerConfig(**{setting: True}))
 
 
 def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_float32(model_dir: Path) -> None:
@@ -76,9 +80,75 @@ def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_floa
     assert state and all(value.dtype == torch.float32 for value in [*state, *half.machine.policy.model.parameters()])
 
 
+def test_one_mask_in_the_type_of_the_products_serves_all_layers_and_rows_of_one_completion_have_none(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend(model_dir, dtype="bfloat16")
+    made: list[dict[str, Any]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(*args: Any, **named: Any) -> Tensor:
+        made.append(named)
+        return attend(*args, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    with torch.no_grad():
+        backend.evaluate(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 4, 8))  # of each group two share a row and one is alone
+    first, second, *alone = made
+    mask, same = first["attn_mask"], second["attn_mask"]
+    assert mask.data_ptr() == same.data_ptr() and mask.dtype == same.dtype == torch.bfloat16
+    assert mask.shape == (4, 1, 7, 7) and all(size % 8 == 0 for size in mask.stride()[:3])
+    assert [(each["attn_mask"], each["is_causal"], each["enable_gqa"]) for each in alone] == [(None, True, True)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other_lengths(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the compiler's front end and its gradients; what it then makes of them (inductor) takes half a minute."""
+    torch._dynamo.reset()
+    compiler = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr("async_rlhf.learner.model.policy._COMPILER", compiler)
+    compiled, plain = (make_backend(model_dir, compile=on) for on in (True, False))
+    counts = []
+    for step in range(4):
+        lengths = np.random.default_rng(step).integers(2, 16, (4, 3)).tolist()
+        groups = [make_group(n, each, prompt_length=3 + step) for n, each in enumerate(lengths)]
+        rows = make_rows(groups, [[1.0, -1.5, 0.5]] * 4, 512)
+        ours, theirs = compiled.step([rows], step), plain.step([rows], step)
+        assert ours.metrics["grad_norm"] == pytest.approx(theirs.metrics["grad_norm"], rel=1e-5)
+        counts.append(compiler.frame_count)
+    assert 0 < counts[0] == counts[-1]
+    same = zip(compiled.machine.policy.parameters(), plain.machine.policy.parameters(), strict=True)
+    assert all(float((one - other).detach().abs().max()) < 1e-5 for one, other in same)
+
+
+def test_a_model_that_the_compiler_refuses_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise NotImplementedError("no such processor")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("async_rlhf.learner.model.policy._COMPILER", refuses)
+    with pytest.raises(ConfigError, match=r"learner.compile = true: this model is not compiled here: .*no such processor"):
+        make_backend(model_dir, compile=True)
+
+
+def test_a_reference_in_half_precision_gives_nearly_the_divergence_of_a_whole_one(model_dir: Path) -> None:
+    settings = {"learning_rate": 1e-2, "max_grad_norm": 1e6}
+    found = []
+    for kind in ("float32", "bfloat16"):
+        config = LearnerConfig(**settings, reference_dtype=kind)
+        backend = controller.make_backend(model_dir, config, LossConfig(kl_coef=0.1))
+        reference: Any = backend.machine._reference
+        assert {p.dtype for p in reference.parameters()} == {getattr(torch, kind)}
+        found.append(backend.evaluate(ROWS)[0].logp_reference)
+    assert found[0] is not None and found[1] is not None
+    assert 0 < np.abs(found[0] - found[1]).max() < 0.2
+
+
 def test_logits_in_small_chunks_give_the_gradient_of_large_ones(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = gradient(make_backend(model_dir))
-    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, mib: 3)
+    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, mib, device: 3)
     small = gradient(make_backend(model_dir))
     for name, grad in large.items():
         torch.testing.assert_close(small[name], grad, rtol=1e-4, atol=1e-6)

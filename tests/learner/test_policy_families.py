@@ -14,12 +14,12 @@ from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.experiments.doctor import families
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
-from tests import families
 
 # Their layers carry a state, or look at places and not at positions.
 ONE_A_ROW = ("bloom", "gpt_neo", "mamba", "mamba2", "minimax", "mpt", "olmo_hybrid", "recurrent_gemma", "rwkv")

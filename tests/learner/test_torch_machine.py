@@ -232,14 +232,21 @@ def test_tied_parameters_are_published_once(tmp_path: Path) -> None:
     assert untied - tied == {"lm_head.weight"} and tied < untied
 
 
-def test_tensors_are_views_of_live_memory_and_a_weight_set_is_a_copy(model_dir: Path) -> None:
-    backend = make_backend(model_dir)
-    tensors = backend.tensors()
-    published = WeightSet.of(1, 0, tensors).tensors()
-    before = weights(backend)
-    backend.step(make_updates(), 0)
-    assert {name: bytes(tensor.data) for name, tensor in tensors.items()} == weights(backend)
-    assert {name: bytes(tensor.data) for name, tensor in published.items()} == before != weights(backend)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_leave_as_a_copy_in_memory_that_is_used_again(model_dir: Path, dtype: str) -> None:
+    backend = controller.make_backend(model_dir, LearnerConfig(learning_rate=1e-3), LossConfig(), dtype)
+    left: list[dict[str, bytes]] = []
+    for step in range(2):
+        tensors = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in backend.tensors().items()}
+        left.append({name: data.tobytes() for name, data in tensors.items()})
+        for name, parameter in backend.machine.policy.model.named_parameters():
+            own = parameter.detach().to(getattr(torch, dtype))
+            assert left[step][name] == own.view(torch.uint8).numpy().tobytes()
+        backend.step(make_updates(), step)
+        assert {name: data.tobytes() for name, data in tensors.items()} == left[step], "a step does not change what has left"
+        again = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in backend.tensors().items()}
+        assert all(np.shares_memory(tensors[name], again[name]) for name in tensors)
+    assert left[0] != left[1]
 
 
 def test_scalars_and_empty_parameters_can_be_published(model_dir: Path) -> None:

@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from making import VOCABULARY, make_group, make_model
+from making import VOCABULARY, make_group, make_model, make_rollout
 from safetensors.torch import load_file
 
 from async_rlhf.buffers.clients.connection import HubRestartedError
 from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
+from async_rlhf.buffers.clients.publication import Publication
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
 from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.record import Group, Score
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.buffers.stages import StageTime, pack, pack_ahead, stage_metrics
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.checkpoint import resuming
 from async_rlhf.learner.checkpoint.store import CheckpointError, complete, step_of
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.loop.metrics import data_metrics
 from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
 from async_rlhf.learner.step.controller import make_backend
+from tests.conftest import wait_for
 
 REQUIRED = {
     "step", "version", "reward", "reward_std", "rewards/judge/mean", "rewards/failed_ratio", "frac_reward_zero_std",
     "completions/mean_length", "staleness/mean", "staleness/max", "staleness/histogram", "staleness/violations",
     "queue/depth", "is/ratio_max", "is/ess", "clip_ratio/region_mean", "entropy", "grad_norm", "loss", "step_time",
     "tokens_per_second", "idle/learner", "idle/actor", "broadcast/seconds", "num_tokens", "groups", "applied",
+    "completions/masked_truncated", "reward/spelling", "completions/spelling/mean_length",
 }  # fmt: skip
 STEPS = 4
 
@@ -54,7 +63,7 @@ class ScriptedHub:
         self,
         batches: Sequence[Sequence[Group]],
         faults: Mapping[tuple[str, int], str] | None = None,
-        ends: str = "end of data",
+        ends: str = "finished",
     ) -> None:
         self.batches, self.faults, self.ends = batches, dict(faults or {}), ends
         self.calls: list[tuple[str, int]] = []
@@ -63,16 +72,21 @@ class ScriptedHub:
         self.known = False
         self.published: int | None = None
         self.weights: dict[int, WeightSet] = {}
+        self._taking, self._publication = threading.Event(), Publication(lambda: None)
         self.suspects: Sequence[Group] = ()
         self.passed: list[int] = []
 
     def register(self, step: int, committed: int) -> None:
+        self._taking.set()
+        self._publication = Publication(lambda: None)
         self.calls.append(("register", step))
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         self._called("take", step)
+        self._publication.check()
+        self._taking.set()
         self.targets.append(target_staleness)
         assert step == self.step
         if suspects := [group for group in self.suspects if group.number not in self.passed]:
@@ -89,15 +103,33 @@ class ScriptedHub:
         self.passed.append(suspect.number)
 
     def trained(self, step: int) -> None:
+        self._publication.wait()
         self._called("trained", step)
         assert step == self.step
         self.step = step + 1
 
-    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
-        self._called("publish", version)
-        assert version == self.step
-        self.published = version
-        self.weights[version] = WeightSet.of(1, version, tensors)
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication:
+        """As late as may be: the weights are read when the next batch has been taken."""
+        late, failure = self.published is not None, None
+        self._taking.clear()
+        try:
+            self._called("publish", version)
+            assert version == self.step
+            self.published = version
+        except BaseException as error:  # noqa: BLE001 (the thread's)
+            failure = error
+
+        def read() -> None:
+            if failure is not None:
+                raise failure
+            assert not late or self._taking.wait(30)
+            self.weights[version] = WeightSet.of(1, version, tensors)
+
+        self._publication = Publication(read)
+        if failure is not None:
+            with suppress(BaseException):
+                self._publication.wait()
+        return self._publication
 
     def commit(self, step: int) -> None:
         self._called("commit", step)
@@ -115,7 +147,10 @@ class ScriptedHub:
 
 def make_batches(num_steps: int = STEPS, lag: int = 1) -> list[list[Group]]:
     return [
-        [make_group(2 * step + n, [3, 1, 4], version=max(0, step - lag), rewards=[1.0, 0.0, 0.5 * n]) for n in (0, 1)]
+        [
+            make_group(2 * step + n, [3, 1, 4], version=max(0, step - lag), rewards=[1.0, 0.0, 0.5 * n], source="spelling")
+            for n in (0, 1)
+        ]
         for step in range(num_steps)
     ]
 
@@ -200,7 +235,7 @@ def assert_each_batch_was_trained_once(life: Life, undisturbed: dict[str, bytes]
 def test_it_takes_trains_publishes_and_commits_in_this_order(tmp_path: Path, model_dir: Path) -> None:
     hub = ScriptedHub(make_batches())
     life = Life(tmp_path, model_dir, hub)
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     assert hub.calls == [
         ("register", 0), ("publish", 0),
         ("take", 0), ("trained", 0), ("publish", 1),
@@ -213,7 +248,7 @@ def test_it_takes_trains_publishes_and_commits_in_this_order(tmp_path: Path, mod
 
 
 def test_every_step_is_recorded_with_everything_that_is_promised(tmp_path: Path, model_dir: Path) -> None:
-    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()))
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches()), loss=LossConfig(kl_coef=0.01))
     life.trainer.run()
     metrics = life.metrics()
     for record in metrics:
@@ -230,10 +265,48 @@ def test_every_step_is_recorded_with_everything_that_is_promised(tmp_path: Path,
         {"judge": 1.0}, {"judge": 0.0}, {"judge": 0.0},
     ]  # fmt: skip
     assert sample["rollouts"][0]["advantage"] > 0 and all(rollout["weight"] > 0 for rollout in sample["rollouts"])
+    assert named_in_the_guide() - metrics[0].keys() == set()
+
+
+def named_in_the_guide() -> set[str]:
+    """The metrics that docs/coming-from.md calls ours."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
+    tables = re.findall(r"(?ms)^\|[^|\n]* metric \|.*?(?=^[^|]|\Z)", text)
+    ours = {name for table in tables for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[2])}
+    assert len(ours) > 15
+    return {name.replace("<name>", "judge").replace("<source>", "spelling") for name in ours}
+
+
+def test_the_documentation_names_every_metric_of_a_step_and_no_other(tmp_path: Path, model_dir: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text().split("## The ledger")[0]
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    documented = [name for cell in cells for name in re.findall(r"`(.+?)`", cell)]
+    gae = {"advantage": AdvantageConfig(kind="gae")}
+    lives = [
+        Life(tmp_path / "plain", model_dir, ScriptedHub(make_batches(1))),
+        Life(tmp_path / "pairs", model_dir, ScriptedHub(make_batches(1)), loss=LossConfig(kind="online_dpo")),
+        Life(tmp_path / "critic", model_dir, ScriptedHub(make_batches(1)), believing=gae, critic={"kind": "head"}),
+    ]
+    recorded = set[str]()
+    for life in lives:
+        life.trainer.run()
+        recorded |= life.metrics()[0].keys()
+    judge = [make_rollout(scores={"judge": Score(1.0, metrics={"words": 2.0})})]
+    recorded |= data_metrics([Group(0, 0, judge[0].completion_ids, tuple(judge), Sampling())], [[1.0]], 0, 1).keys()
+    recorded |= stage_metrics([pack({"judge": StageTime(1.0, 2.0)}) | pack_ahead({"judge": 0.5})]).keys()
+    patterns = {name: re.sub(r"<\w+>", "[^/]+", name) for name in documented}
+    assert len(patterns) == len(documented)
+    missing = [name for name in recorded if not any(re.fullmatch(pattern, name) for pattern in patterns.values())]
+    assert not missing, f"docs/metrics.md says nothing of {missing}"
+    unknown = [name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, real) for real in recorded)]
+    assert not unknown, f"docs/metrics.md names {unknown}, which no step records"
 
 
 def test_a_step_with_nothing_to_learn_from_is_recorded_with_the_same_names(tmp_path: Path, model_dir: Path) -> None:
-    batches = [[make_group(0, [2, 2], rewards=[None, None])], [make_group(1, [2, 2], version=0, rewards=[0.0, 1.0])]]
+    batches = [
+        [make_group(0, [2, 2], rewards=[None, None], source="spelling")],
+        [make_group(1, [2, 2], version=0, rewards=[0.0, 1.0], source="spelling")],
+    ]
     life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=2)
     life.trainer.run()
     nothing, something = life.metrics()
@@ -248,7 +321,7 @@ def test_a_batch_from_which_every_group_was_taken_out_is_a_step_of_nothing(tmp_p
     batches[1] = []
     advantage = AdvantageConfig.model_validate({"kind": kind})
     life = Life(tmp_path, model_dir, ScriptedHub(batches), believing={"advantage": advantage})
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     metrics = life.metrics()
     assert [record["groups"] for record in metrics] == [[0, 1], [], [4, 5], [6, 7]]
     assert [record["applied"] for record in metrics] == [True, False, True, True]
@@ -262,7 +335,8 @@ def test_a_token_over_the_bound_is_refused_before_any_gradient(tmp_path: Path, m
     with pytest.raises(StalenessError, match=r"step 2 was given tokens of staleness 2, the bound is 1 \(groups \[5\]\)"):
         life.trainer.run()
     assert hub.calls[-1] == ("take", 2) and len(life.metrics()) == 2
-    assert {name: bytes(tensor.data) for name, tensor in hub.weights[2].tensors().items()} == life.weights
+    published = wait_for(lambda: hub.weights.get(2), "the weights under way")
+    assert {name: bytes(tensor.data) for name, tensor in published.tensors().items()} == life.weights
 
 
 def test_too_many_failed_scores_end_the_run_with_the_first_reason(tmp_path: Path, model_dir: Path) -> None:
@@ -272,7 +346,7 @@ def test_too_many_failed_scores_end_the_run_with_the_first_reason(tmp_path: Path
     with pytest.raises(
         RewardError,
         match=r"3 of 8 scores failed \(38%\); rewards.max_failed_ratio is 25%. "
-        r"First: reward 'judge' of group 0: the judge fell asleep. The full traceback is in the actor's log.",
+        r"First: reward 'judge' of group 0: the judge fell asleep. The full traceback is in the run directory: logs/actor-",
     ):
         life.trainer.run()
     assert life.weights == before
@@ -288,7 +362,7 @@ def test_failed_scores_up_to_the_limit_are_left_out(
 ) -> None:
     group = make_group(0, [2] * size, rewards=[None] * failed + [float(n % 2) for n in range(size - failed)])
     life = Life(tmp_path, model_dir, ScriptedHub([[group]]), max_steps=1, max_failed_ratio=ratio)
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     assert life.metrics()[0]["rewards/failed_ratio"] == pytest.approx(failed / size)
 
 
@@ -297,7 +371,7 @@ def test_an_engine_that_samples_from_another_policy_than_the_learner_s_ends_the_
         batch = [make_group(n, [12] * 6, version=version, rewards=[0.0, 1.0] * 3) for n in (0, 1)]
         return Life(tmp_path / name, model_dir, ScriptedHub([[], batch]), max_steps=2, believing={"mismatch_limit": limit})
 
-    ended = "end of data"
+    ended = "finished"
     assert life("raised", 1, 100.0).trainer.run() == ended
     assert life("of older weights", 0, 0.01).trainer.run() == ended  # a difference that staleness makes
     with pytest.raises(
@@ -324,6 +398,17 @@ def test_so_many_refused_steps_in_a_row_end_the_run(tmp_path: Path, model_dir: P
     assert metrics[0]["loss"] is None and metrics[1]["loss"] is not None
 
 
+@pytest.mark.parametrize("max_steps", [1, 4])
+def test_weights_that_are_no_numbers_any_more_are_neither_published_nor_saved(
+    tmp_path: Path, model_dir: Path, max_steps: int
+) -> None:
+    hub = ScriptedHub(make_batches())
+    life = Life(tmp_path, model_dir, hub, max_steps=max_steps, save_every=1, learning_rate=1e38, warmup_steps=0)
+    with pytest.raises(NonFiniteError, match=r"the weights after step 1 cannot be used.*not finite.*learner\.learning_rate"):
+        life.trainer.run()
+    assert hub.published == 0 and life.saved() == []
+
+
 FORGETS = [
     *[("take", n) for n in range(STEPS + 1)],
     *[("trained", n) for n in range(STEPS)],
@@ -338,14 +423,16 @@ def test_a_hub_that_was_restarted_is_told_where_we_are_and_no_batch_is_trained_t
 ) -> None:
     hub = ScriptedHub(make_batches(), {fault: "forget"})
     life = Life(tmp_path / "life", model_dir, hub)
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     assert not hub.faults
     assert_each_batch_was_trained_once(life, undisturbed)
     assert hub.committed == hub.step == STEPS
     registrations = [n for n, (name, _) in enumerate(hub.calls) if name == "register"]
     assert len(registrations) == 2
     again = registrations[1]
-    assert hub.calls[again - 1][0] == fault[0]  # a hub that does not know us is told nothing else
+    # A hub that does not know us is told nothing else, but for what was said before a publication under way has found it out.
+    first = max(0, again - 3) if fault[0] == "publish" else again - 1
+    assert fault[0] in {name for name, _ in hub.calls[first:again]}
     if again == len(hub.calls) - 1:
         assert fault == ("commit", 1)  # there is nothing more to say
         return
@@ -404,7 +491,7 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
     assert_each_batch_was_trained_once(second, undisturbed)
 
 
-def test_the_recorded_version_is_the_newest_published_also_after_a_resume_between_two(tmp_path: Path, model_dir: Path) -> None:
+def test_the_recorded_version_is_the_newest_begun_also_after_a_resume_between_two(tmp_path: Path, model_dir: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 12, "save_every": 3, "publish_every": 5}
     batches = [[make_group(step, [2, 3], version=step)] for step in range(12)]
     first = ScriptedHub(batches[:3])
@@ -414,7 +501,7 @@ def test_the_recorded_version_is_the_newest_published_also_after_a_resume_betwee
     life.trainer.run()
     versions = {record["step"]: record["version"] for record in life.metrics()}
     assert sorted(first.weights) == [0] and sorted(second.weights) == [3, 5, 10]
-    assert versions == {1: 0, 2: 0, 3: 0, 4: 3, 5: 5, 6: 5, 7: 5, 8: 5, 9: 5, 10: 5, 11: 10, 12: 10}
+    assert versions == {1: 0, 2: 0, 3: 0, 4: 3, 5: 5, 6: 5, 7: 5, 8: 5, 9: 5, 10: 10, 11: 10, 12: 10}
 
 
 def test_a_drained_run_ends_with_a_checkpoint_of_its_last_step(tmp_path: Path, model_dir: Path) -> None:
@@ -524,6 +611,51 @@ def test_groups_that_say_nothing_are_left_out_and_counted(tmp_path: Path, model_
     assert sum(point["tokens"] for point in record["drift/by_staleness"].values()) == 4
 
 
+def cut(group: Group, *members: int) -> Group:
+    """The group with these members cut at their greatest length."""
+    rollouts = [replace(r, finish_reason="length") if m in members else r for m, r in enumerate(group.rollouts)]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def without(group: Group, *members: int) -> Group:
+    """The group with the scores of these members failed."""
+    failed = {"judge": Score(failure="left out")}
+    rollouts = [replace(r, scores=failed) if m in members else r for m, r in enumerate(group.rollouts)]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("kind", ["leave_one_out", "reinforce_pp"])
+def test_masked_out_of_loss_and_baseline_a_cut_completion_trains_as_one_that_was_never_scored(
+    tmp_path: Path, model_dir: Path, kind: str
+) -> None:
+    cuts = {0: (1,), 3: (0, 1, 2), 5: (2,)}  # group 3 is cut whole
+    loss, believing = (
+        LossConfig(mask_truncated="loss and baseline"),
+        {"advantage": AdvantageConfig.model_validate({"kind": kind})},
+    )
+    as_cut = [[cut(group, *cuts.get(group.number, ())) for group in batch] for batch in make_batches()]
+    as_failed = [[without(group, *cuts.get(group.number, ())) for group in batch] for batch in make_batches()]
+    life = Life(tmp_path / "cut", model_dir, ScriptedHub(as_cut), loss=loss, believing=believing)
+    other = Life(tmp_path / "failed", model_dir, ScriptedHub(as_failed), believing=believing, max_failed_ratio=1.0)
+    for each in (life, other):
+        each.trainer.run()
+    assert life.weights == other.weights
+    records = life.metrics()
+    assert [record["completions/masked_truncated"] for record in records] == [1, 3, 1, 0]
+    assert [record["groups/zero_advantage"] for record in records] == [0, 1, 0, 0]
+    assert records[1]["reward"] == pytest.approx(2.5 / 6)  # what was cut has its reward all the same
+
+
+def test_batches_in_which_all_was_cut_are_steps_of_nothing_until_they_end_the_run(tmp_path: Path, model_dir: Path) -> None:
+    batches = [[cut(group, 0, 1, 2) for group in batch] for batch in make_batches()]
+    for mask in ("loss", "loss and baseline"):
+        loss, believing = LossConfig(mask_truncated=mask), {"advantage": AdvantageConfig(max_constant_batches=3)}  # type: ignore[arg-type]
+        life = Life(tmp_path / mask, model_dir, ScriptedHub(batches), loss=loss, believing=believing)
+        with pytest.raises(RewardError, match=r"3 batches in a row.*6 of its 6 completions were cut.*max_completion_length"):
+            life.trainer.run()
+        assert [record["applied"] for record in life.metrics()] == [False, False]
+
+
 def test_so_many_batches_in_a_row_that_say_nothing_end_the_run(tmp_path: Path, model_dir: Path) -> None:
     batches = [[make_group(n, [2, 2], version=max(0, n - 1), rewards=[1.0, 1.0])] for n in range(4)]
     dropping = {"advantage": AdvantageConfig(constant_groups="drop", max_constant_batches=3)}
@@ -531,6 +663,18 @@ def test_so_many_batches_in_a_row_that_say_nothing_end_the_run(tmp_path: Path, m
     with pytest.raises(RewardError, match=r"3 batches in a row had no group.*the groups \[2\].*too easy or all too hard"):
         life.trainer.run()
     assert life.trainer.step == 2
+
+
+@pytest.mark.parametrize(("max_steps", "limit"), [(4, 3), (2, 2)])
+def test_a_reward_that_always_returns_none_ends_the_run(tmp_path: Path, model_dir: Path, max_steps: int, limit: int) -> None:
+    groups = [make_group(n, [2, 2], version=max(0, n - 1)) for n in range(4)]
+    silent = {"judge": Score()}
+    batches = [[replace(g, rollouts=tuple(replace(r, scores=silent) for r in g.rollouts))] for g in groups]
+    thrice = {"advantage": AdvantageConfig(max_constant_batches=3)}
+    life = Life(tmp_path, model_dir, ScriptedHub(batches), max_steps=max_steps, believing=thrice)
+    with pytest.raises(RewardError, match=rf"{limit} batches in a row had no score: judge returned None .*`return`"):
+        life.trainer.run()
+    assert life.trainer.step == limit - 1
 
 
 @pytest.mark.parametrize(
@@ -570,7 +714,7 @@ def test_in_the_background_a_checkpoint_holds_the_step_it_was_begun_at_however_l
         return once_another_step_was_made
 
     monkeypatch.setattr(life.backend, "snapshot", slow)
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     assert len(saved) == 2
     for weights, written in saved:
         assert {name: written[name].numpy().tobytes() for name in weights} == weights
@@ -604,6 +748,13 @@ def test_the_record_of_its_steps_is_durable_before_a_checkpoint_is(
             assert (record, step) in synced[:named], synced
 
 
+def test_the_rewards_of_a_source_are_weighted_as_it_says(tmp_path: Path, model_dir: Path) -> None:
+    rule = Composition({"judge": 7.0}, by_source={"spelling": {"judge": 2.0}, "chat": {"judge": 3.0}})
+    life = Life(tmp_path, model_dir, ScriptedHub(make_batches(1)), max_steps=1, composition=rule)
+    life.trainer.run()
+    assert life.metrics()[0]["reward"] == pytest.approx(2.0 * (2 * 1.0 + 0.5) / 6)
+
+
 def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,7 +769,7 @@ def test_a_full_disk_is_counted_and_the_next_checkpoint_is_tried(
         return write if life.trainer.step == 2 else freeze()
 
     monkeypatch.setattr(life.backend, "snapshot", full_at_first)
-    assert life.trainer.run() == "end of data"
+    assert life.trainer.run() == "finished"
     assert [record["checkpoint/failed"] for record in life.metrics()] == [0, 0, 1, 1]
     assert life.saved() == [4]
 

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 
 from async_rlhf.buffers.clients.connection import HubRestartedError
 from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup
+from async_rlhf.buffers.clients.publication import Publication, Work
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
+from tests.simulation.errand import Errand, ErrandLink, SimPublication
 from tests.simulation.hub_role import TIMEOUT_S, HubRole
 from tests.simulation.world import SimLink, ViolationError
+
+AnyLink = TypeVar("AnyLink", bound=SimLink)
 
 
 class LearnerKilledError(Exception):
@@ -48,6 +53,8 @@ class LearnerRole:
         self._given_up = 0  # the highest step it ever began to commit
         self._killed = False
         self.link: LearnerLink | None = None
+        self.weight_link: ErrandLink | None = None
+        self.errand: Errand | None = None
 
     def run(self) -> None:
         """Until a life ends by itself."""
@@ -59,9 +66,12 @@ class LearnerRole:
                 self._world.note("learner ended")
                 self._hub.observer.learner_ended()
                 self._hub.machine.end("learner")
-                if self.link is not None:
-                    self.link.close()
-                self.link, self._killed = None, False
+                if self.errand is not None:
+                    self.errand.abandon()
+                for each in (self.link, self.weight_link):
+                    if each is not None:
+                        each.close()
+                self.link, self.weight_link, self._killed = None, None, False
                 self.turn_until(self._world.now + self._world.rng.uniform(0.1, 1.0))
 
     def kill(self) -> None:
@@ -102,21 +112,21 @@ class LearnerRole:
         world, rng = self._world, self._world.rng
         self._step, seen = self._go_back()
         self._give_up(*self._floor)
-        network = self._hub.network
-        link = self.link = LearnerLink(network, "learner", f"learner-{len(network.links)}".encode(), lambda: None)
-        link.role = self
-        network.links[link.identity] = link
-        if network.listening:
-            link.reconnect()
+        self.link, self.weight_link, self.errand = self._connect(LearnerLink), self._connect(ErrandLink), None
+        self.link.role = self
+        links = {"learner": self.link, "learner-weights": self.weight_link}
         self._hub.machine.begin("learner")
-        self._client = LearnerClient(self._hub.address, timeout_s=TIMEOUT_S, connect=lambda *_: link, weights=self._hub.weights)
+        self._client = LearnerClient(
+            self._hub.address, timeout_s=TIMEOUT_S, connect=lambda _, name: links[name], weights=self._hub.weights,
+            start=self._begin_publication,
+        )  # fmt: skip
         self._registered = False
         while True:
             try:
                 if not self._registered:
                     self._client.register(self._step, self._committed)
                     if self._step < self._max_steps:
-                        self._publish()
+                        self._publish().wait()
                     self._registered = True
                 batch = self._client.take(self._step)
                 if isinstance(batch, SuspectGroup):
@@ -187,13 +197,28 @@ class LearnerRole:
         self._committed, self._given_up = step, max(self._given_up, step)
         self._hub.observer.durable |= frozenset(seen)
 
-    def _publish(self) -> None:
+    def _connect(self, kind: type[AnyLink]) -> AnyLink:
+        network = self._hub.network
+        link = kind(network, "learner", f"learner-{len(network.links)}".encode(), lambda: None)
+        network.links[link.identity] = link
+        if network.listening:
+            link.reconnect()
+        return link
+
+    def _begin_publication(self, work: Work) -> Publication:
+        """Goes on while batches are taken and trained on."""
+        assert self.weight_link is not None
+        publication = SimPublication(work, self._world, self.turn_until, lambda: self._hub.machine.run("learner"))
+        self.errand = self.weight_link.errand = publication.errand
+        return publication
+
+    def _publish(self) -> Publication:
         content = np.full(3, self._step, "<i4").tobytes()
         moving = {name: RawTensor("int32", (3,), content) for name in ("w", "b")}
-        with self._hub.machine.run("learner"):
-            self._client.publish(self._step, {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())})
+        tensors = {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())}
+        return self._client.begin_publish(self._step, tensors)
 
-    def _tell(self, operation: Callable[[], None]) -> None:
+    def _tell(self, operation: Callable[[], object]) -> None:
         if not self._registered:
             return
         try:

@@ -28,6 +28,7 @@ class SimMemory:
 
     def __init__(self, place: Place, data: bytearray, *, is_sealed: bool) -> None:
         self.place: Place | None = place
+        self.path: str | None = None
         self.data, self.is_sealed = data, is_sealed
         self.view = memoryview(data).toreadonly()
 

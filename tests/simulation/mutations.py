@@ -1,4 +1,4 @@
-"""Fifteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
+"""Sixteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.errors import DamagedError, RefusedError
 from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.sessions import ActorSessions
@@ -233,6 +234,15 @@ def blame_the_first_of_the_batch() -> AbstractContextManager[Any]:
     return planted()
 
 
+def finish_a_step_before_the_weights_are_there() -> AbstractContextManager[Any]:
+    """A learner says that its next step is done while the hub still takes in the version of the one before."""
+
+    def trained(self: LearnerClient, step: int) -> None:
+        self._connection.send(wire.Trained(fence=self.fence, step=step))
+
+    return patch.object(LearnerClient, "trained", trained)
+
+
 MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     skip_an_fsync,
     forget_a_dedup,
@@ -249,4 +259,5 @@ MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     wait_for_a_stuck_actor,
     call_a_missing_page_damage,
     blame_the_first_of_the_batch,
+    finish_a_step_before_the_weights_are_there,
 )

@@ -199,7 +199,7 @@ def quiet_logs() -> Iterator[None]:
 
 def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: list[ActorRole], learner: LearnerRole) -> None:
     actor = actors[fault.victim % len(actors)]
-    ends = (*(each.link for each in actors), learner.link, *relay.links)
+    ends = (*(each.link for each in actors), learner.link, learner.weight_link, *relay.links)
     links = [link for link in ends if link is not None and not link.closed]
     match fault.kind:
         case "hub" if fault.amount < 0.4:

@@ -32,6 +32,7 @@ FOUND_BY = {
     "call_a_missing_page_damage": {"restart"},
     "blame_the_first_of_the_batch": {"guilt"},
     "serve_another_set_under_the_name": {"truth"},
+    "finish_a_step_before_the_weights_are_there": {"refused"},
     "write_what_others_map": {"truth", "crash", "refused"},
 }
 

@@ -10,16 +10,21 @@ from async_rlhf.actors.rewards.settings import reward
 
 # math-verify reads a text as LaTeX only with one of these; else it sees plain numbers.
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
+# What stands before the result in the solutions of GSM8K.
+_RESULT = "####"
 
 
 @reward
 def math_verify(completion: str, answer: str) -> float:
     """1.0 when the completion's final expression equals the answer, else 0.0. Raises ValueError for an unreadable answer.
 
+    Of a solution as in GSM8K the answer is what stands after `####`.
+
     math-verify's own time-outs are off: they need SIGALRM in the main thread, and the scoring pool has its own.
     """
     # It warns that the caller must then limit the time, as the scoring pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    answer = answer.rpartition(_RESULT)[2].strip()
     marked = answer if any(mark in answer for mark in _MARKS) else f"${answer}$"
     gold = parse(marked, parsing_timeout=None)
     if not gold:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from async_rlhf.actors.rewards.settings import reward
@@ -9,9 +10,14 @@ from async_rlhf.buffers.score import Score
 
 
 @reward
-def exact(completion: str, answer: str) -> float:
-    """1.0 when the completion is the answer, surrounding white space aside; else 0.0."""
-    return float(completion.strip() == answer.strip())
+def exact(completion: str, answer: str | int | float | bool) -> float:
+    """1.0 when the completion is the answer, surrounding white space aside; else 0.0.
+
+    A number or a truth value is compared as JSON writes it: 4, 0.5, true. Raises TypeError for an answer of another kind.
+    """
+    if not isinstance(answer, str | int | float):
+        raise TypeError(f"answer is {answer!r:.60}; text, a number, true or false can be compared")
+    return float(completion.strip() == (answer if isinstance(answer, str) else json.dumps(answer)).strip())
 
 
 @reward

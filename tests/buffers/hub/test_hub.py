@@ -128,9 +128,9 @@ def test_the_data_ends_with_a_batch_of_what_is_left_and_everybody_is_told(place:
         until(delivered(anna), anna)
         assert train(learner, 0) == [0, 1]
         assert train(learner, 1) == [2]
-        assert learner.take(2) == "end of data"
+        assert learner.take(2) == "finished"
         until(lambda: anna.client.stop_reason, anna)
-        assert anna.client.stop_reason == "end of data"
+        assert anna.client.stop_reason == "finished"
         late = Actor(hub, "late")
         with peers(late):
             until(lambda: late.client.stop_reason, late)

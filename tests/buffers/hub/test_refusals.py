@@ -200,6 +200,7 @@ def test_after_all_that_an_honest_actor_and_the_learner_go_on(scene: tuple[Place
         assert set(anna.client.refused) == {(0, "duplicate")}
         learner.trained(0)
         learner.trained(0)  # said twice, done once
+        learner.commit(0)  # answered after both
         status = hub.status()
         assert status["step"] == 1 and status["ledger"]["trained"] == 1
 

@@ -759,6 +759,18 @@ def test_a_hub_that_was_restarted_takes_the_work_of_its_actors_before_the_learne
     assert again.ledger.stale == 0
 
 
+def test_a_run_that_is_to_go_no_further_than_it_went_is_at_its_end() -> None:
+    """Its journal holds batches of steps that it is no longer to make, the last of them taken and not trained."""
+    hub = Admission(Bound(groups_per_batch=2, max_staleness=1, num_groups=2))
+    hub.restore(QueueSnapshot(fence=1), {number: Entry(0, 0, 0, 1) for number in range(4)})
+    hub.assign(0, [0, 1])
+    hub.assign(1, [2, 3])
+    hub.register(2, 1, 0)
+    hub.publish(1)
+    assert hub.at_end and hub.take(1) is None and hub.num_left == 0
+    assert not hub.credits() and hub.ledger.closes
+
+
 def test_what_is_committed_is_remembered_by_number_only_where_it_must_be() -> None:
     hub = ready(Bound(2, 2, 100, window=4))
     for credit in hub.credits()["anna"]:

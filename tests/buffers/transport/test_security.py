@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.config import QueueConfig
-from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.errors import ConfigError, DeadlineError, RefusedError
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
@@ -57,6 +57,17 @@ class Served:
             if enough(counters := self.counters()):
                 return counters
         pytest.fail(f"the counters stay at {counters}")
+
+    @contextmanager
+    def peer(self, key_directory: Path, name: str) -> Iterator[ActorClient]:
+        """An actor that the hub has let in."""
+        actor = ActorClient(self.address, name, beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory))
+        try:
+            while not actor._welcome:
+                actor.poll(ActorState(capacity=2, fence=0, version=0, holding=()), {}, timeout_s=0.5)
+            yield actor
+        finally:
+            actor.close()
 
     def saw_an_end(self, before: dict[str, int]) -> None:
         """A connection ended since `before`."""
@@ -106,16 +117,49 @@ def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(
     serve: Callable[..., Served], key_directory: Path
 ) -> None:
     served = serve(key_directory)
-    actor = ActorClient(served.address, "far-0", beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory / "for-far"))
-    state = ActorState(capacity=2, fence=0, version=0, holding=())
-    try:
-        while not actor._welcome:
-            actor.poll(state, {}, timeout_s=0.5)
+    with served.peer(key_directory / "for-far", "far-0"):
         status = served.asked.status()
-    finally:
-        actor.close()
     assert list(status["actors"]) == ["far-0"]
     assert status["connections"] == 2 and status["handshakes_failed"] == status["refused_handshakes"] == 0
+
+
+def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
+    serve: Callable[..., Served], key_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others stay connected, with the keys that they have; a list that cannot be read still cuts whose entry is gone."""
+
+    def reread(text: str) -> None:
+        served.counted(lambda now: text in caplog.text)
+        caplog.clear()
+
+    with ExitStack() as stack, caplog.at_level(logging.INFO, "async_rlhf.buffers.transport.authenticator"):
+        served = serve(key_directory)
+        far = stack.enter_context(served.peer(key_directory / "for-far", "far-0"))
+        keys.add(key_directory, ["near", "third"], link.new_pair)
+        reread("4 are let in")
+        near = stack.enter_context(served.peer(key_directory / "for-near", "near-0"))
+        third = link.connector(key_directory / "for-third")
+        assert far.stop_reason is None and near.stop_reason is None
+
+        before = served.counters()
+        revoked = link.connector(key_directory / "for-far")
+        keys.revoke(key_directory, ["far"])
+        reread("3 are let in")
+        served.saw_an_end(before)
+        assert "not allowed" in refused(served.address, revoked)
+        with pytest.raises(ConfigError, match=r"'far' is no machine that .* lets in"):
+            keys.revoke(key_directory, ["far"])
+        with pytest.raises(ConfigError, match="'local' is no machine"):
+            keys.revoke(key_directory, ["local"])
+
+        before = served.counters()
+        (key_directory / "allowed" / "broken.public").write_text("no key\n")
+        (key_directory / "allowed" / "near.public").unlink()
+        reread("2 are let in")
+        served.saw_an_end(before)
+        (key_directory / "allowed" / "broken.public").unlink()
+        with pytest.raises(RefusedError, match="allowed as actor"), control(served.address, 20.0, third) as asked:
+            asked.status()
 
 
 def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
@@ -193,7 +237,7 @@ def test_whatever_asks_to_be_let_in_gets_a_refusal_of_the_right_form(request: li
 def test_only_curve_with_an_allowed_key_in_our_domain_is_let_in() -> None:
     key, allowed = bytes(range(32)), {bytes(range(32)): SOMEBODY}
     good = [b"1.0", b"7", keys.ZAP_DOMAIN, b"10.0.0.9", b"", b"CURVE", key]
-    assert keys.admit(good, allowed) == ([b"1.0", b"7", b"200", b"OK", b"somebody", b""], "")
+    assert keys.admit(good, allowed) == ([b"1.0", b"7", b"200", b"OK", key.hex().encode(), b""], "")
     for place, wrong in [(0, b"2.0"), (2, b"other"), (5, b"NULL"), (5, b"PLAIN"), (6, bytes(32)), (6, b"")]:
         asked = [*good[:place], wrong, *good[place + 1 :]]
         assert keys.admit(asked, allowed)[0][2] == b"400"

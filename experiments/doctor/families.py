@@ -1,4 +1,4 @@
-"""Tiny models of every family that is served, and of some that are not; windows and chunks shorter than what tests sample."""
+"""Tiny random models of any family, made without a network; windows and chunks are shorter than what is sampled from them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config(kind: str, **own: Any) -> PretrainedConfig:
 def model(kind: str, **own: Any) -> PreTrainedModel:
     """In float32, with weights large enough that every token depends on what it attends to. Not to be changed."""
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config(kind, **own)).float().eval()
+    made = AutoModelForCausalLM.from_config(config(kind, **own), trust_remote_code=False).float().eval()
     for weights in made.parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.15)

@@ -1,0 +1,148 @@
+"""Files that hold rows: JSONL, JSON, CSV, Parquet, and the directories that Hugging Face `datasets` saves.
+
+A reader gives each row as an object, and where it stands, for messages. What a row must be is for `rows` to say. pyarrow and
+datasets are imported where a file needs them.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.config import check_installed
+from async_rlhf.buffers.errors import ConfigError
+
+Located = tuple[str, Any]
+"""Where a row stands, and what stands there."""
+
+# The csv module's own limit of 128 KiB is below what a prompt with documents has.
+_LONGEST_CELL = 1 << 30
+# What JSON has no form for and everyone writes the same way.
+_WRITTEN_AS_TEXT = (datetime.date, datetime.time, decimal.Decimal)
+
+
+def read_file(source: str, split: str | None) -> Iterator[Located]:
+    """The rows of a file, by its suffix, or of a directory.
+
+    split: of a directory that holds several. Raises ConfigError for what cannot be read, or a package that is missing.
+    """
+    path = Path(source)
+    is_dataset = path.is_dir()
+    if split is not None and not is_dataset:
+        raise ConfigError(f"data.split = {split!r} is for directories that datasets has saved; {source} is none: leave it out")
+    if not is_dataset and path.suffix.lower() not in _READERS:
+        raise ConfigError(
+            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, or "
+            "reasoning_gym:<task>"
+        )
+    try:
+        yield from _dataset(path, split) if is_dataset else _READERS[path.suffix.lower()](path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"data.source {source!r} cannot be read: {error}; give a file ({', '.join(_READERS)}), a directory saved by "
+            "datasets, or reasoning_gym:<task>"
+        ) from error
+
+
+def plain(located: Iterable[Located]) -> Iterator[Located]:
+    """The same rows as JSON would bring them back: dates and decimals as text, numbers and lists of numpy as Python's.
+
+    Raises ConfigError for a column whose values have no such form.
+    """
+    for where, given in located:
+        try:
+            yield where, json.loads(json.dumps(given, default=_written))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, _WRITTEN_AS_TEXT):
+        return str(value)
+    if hasattr(value, "tolist"):  # of numpy, torch and pandas
+        return value.tolist()
+    raise TypeError(type(value).__name__)
+
+
+def _unwritable(given: Any) -> str:
+    for name, value in given.items() if isinstance(given, dict) else ():
+        try:
+            json.dumps(value, default=_written)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"column {name!r} has no form in JSON ({error})"
+    return f"a {type(given).__name__} is no row; give an object with a column 'prompt'"
+
+
+def _json_lines(path: Path) -> Iterator[Located]:
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON: {error}; write one object a line") from error
+
+
+def _json(path: Path) -> Iterator[Located]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}; a file with one object a line is called .jsonl") from error
+    if not isinstance(found, list):
+        raise ConfigError(f"{path} holds no list of objects but a {type(found).__name__}; write [{{...}}, {{...}}]")
+    return ((f"{path}, row {number}", row) for number, row in enumerate(found, 1))
+
+
+def _csv(path: Path) -> Iterator[Located]:
+    csv.field_size_limit(_LONGEST_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        for row in rows:
+            where = f"{path}:{rows.line_num}"
+            names = len(rows.fieldnames or ())
+            cells = len([value for name, value in row.items() if name is not None and value is not None])
+            cells += len(row.get(None, ()))
+            if cells != names:
+                raise ConfigError(f"{where} has {cells} cells, the first line names {names} columns; quote commas in a cell")
+            yield where, row
+
+
+def _parquet(path: Path) -> Iterator[Located]:
+    check_installed("pyarrow", "data.source", str(path), "data", "a .jsonl or .csv file")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"data.source {str(path)!r} is no Parquet file that can be read: {error}") from error
+    return plain((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _dataset(path: Path, split: str | None) -> Iterator[Located]:
+    if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
+        raise ConfigError(f"data.source {str(path)!r} is a directory that save_to_disk did not make; name a file in it instead")
+    check_installed("datasets", "data.source", str(path), "data", "a .jsonl or .csv file")
+    import datasets
+
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        choices = ", ".join(found)
+        if split is None and len(found) > 1:
+            raise ConfigError(f"data.source {str(path)!r} holds {choices}; choose one with data.split")
+        chosen = next(iter(found), "") if split is None else split
+        if chosen not in found:
+            raise ConfigError(f"data.split = {split!r} is not in {path}, which holds {choices or 'nothing'}")
+        found = found[chosen]
+    elif split is not None:
+        raise ConfigError(f"data.split = {split!r}: {path} holds one data set without splits; leave data.split out")
+    return plain((f"{path}, row {number}", row) for number, row in enumerate(found.to_list(), 1))
+
+
+_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}

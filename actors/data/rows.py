@@ -1,0 +1,167 @@
+"""From `[data]` to rows: read, renamed, held out, and how often each is in an epoch where sources have weights.
+
+Pure functions of the configuration and of what lies on disk: every process that calls them gets the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+from async_rlhf.actors.config import CALLER_ROWS, TASK_PREFIX, DataConfig, MixedSource, Source
+from async_rlhf.actors.data.files import Located, plain, read_file
+from async_rlhf.actors.data.tasks import task_rows
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.record import SOURCE
+
+# Held out by default: of a task so many, of a file at most so many and at most this share.
+_HELD_OUT, _HELD_OUT_SHARE = 200, 10
+# A list of more rows takes gigabytes; weights that ask for it are a slip.
+_LARGEST_EPOCH = 50_000_000
+
+logger = logging.getLogger(__name__)
+
+
+def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt.
+
+    given: the rows themselves, instead of what `source` names. Raises ConfigError for a source, option or column that does not
+    exist, a row that is not one, or too few rows.
+    """
+    training: list[Row] = []
+    held_out: list[Row] = []
+    for source in _sources(config):
+        rows, kept_out = _rows(source, config, given)
+        if isinstance(source, MixedSource):
+            for row in (*rows, *kept_out):
+                _name_source(row, source.label)
+        training += rows
+        held_out += kept_out
+    kept_out_prompts = {_key(row) for row in held_out}
+    kept = [row for row in training if _key(row) not in kept_out_prompts]
+    if len(kept) < len(training):
+        logger.warning("left %d of %d training rows out: their prompts are held out", len(training) - len(kept), len(training))
+    if not kept:
+        raise ConfigError("every training prompt of the data is also held out; lower data.held_out or add rows")
+    return kept, held_out
+
+
+def epoch_of(config: DataConfig, training: Sequence[Row]) -> list[Row]:
+    """The rows of one epoch, `training` being each once: all of them once, or by weight as often as its source's share needs.
+
+    The smallest epoch in which every row is there and the sources have their shares: rows of a source that is too small for
+    its share come again from its beginning. Raises ConfigError for weights that would make it too long.
+    """
+    weights = {source.label: source.weight for source in config.sources if source.weight is not None}
+    if not weights:
+        return list(training)
+    parts: dict[str, list[Row]] = {name: [] for name in weights}
+    for row in training:
+        parts[row.columns[SOURCE]].append(row)
+    if empty := next((name for name, part in parts.items() if not part), None):
+        raise ConfigError(f"data.sources: {empty!r} has a weight and no row to train on; leave it out")
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    total, longest = max((len(part) / shares[name], name) for name, part in parts.items())
+    if total > _LARGEST_EPOCH:
+        raise ConfigError(
+            f"data.sources: with {len(parts[longest])} rows of {longest!r} at a share of {shares[longest]:.2g} an epoch has "
+            f"{total:.3g} prompts, most are {_LARGEST_EPOCH}; raise its weight"
+        )
+    return [row for name, part in parts.items() for row in islice(cycle(part), round(total * shares[name]))]
+
+
+def _sources(config: DataConfig) -> Sequence[Source]:
+    if bool(config.source) == bool(config.sources):
+        have = f"data.source = {config.source!r} and data.sources" if config.source else "neither data.source nor data.sources"
+        raise ConfigError(f"{have}: give one of them (a file, reasoning_gym:<task>, or [[data.sources]])")
+    if not config.sources:
+        return (config,)
+    names = [source.label for source in config.sources]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two of data.sources are called {twice!r}; give one of them another name")
+    unweighted = [source.label for source in config.sources if source.weight is None]
+    if 0 < len(unweighted) < len(names):
+        raise ConfigError(f"data.sources: {unweighted[0]!r} has no weight and others have; give all of them one, or none")
+    for name in ("options", "columns", "split"):
+        if getattr(config, name):
+            raise ConfigError(f"data.{name} is of one source; with data.sources write it into each of them")
+    return config.sources
+
+
+def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of one source."""
+    if source.source.startswith(TASK_PREFIX):
+        held_out = _HELD_OUT if config.held_out is None else config.held_out
+        return task_rows(source, held_out, config.held_out_seed)
+    if source.options:
+        raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
+    rows = [_row(where, found, source.columns) for where, found in _located(source, given)]
+    if not rows:
+        raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")
+    held_out = min(_HELD_OUT, len(rows) // _HELD_OUT_SHARE) if config.held_out is None else config.held_out
+    if held_out >= len(rows):
+        raise ConfigError(
+            f"data.held_out = {held_out} keeps all {len(rows)} rows of {source.source} out of training; "
+            f"highest: {len(rows) - 1}"
+        )
+    split = len(rows) - held_out
+    return rows[:split], rows[split:]
+
+
+def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
+    if source.source != CALLER_ROWS:
+        return read_file(source.source, source.split)
+    if given is None:
+        raise ConfigError(
+            f"data.source = {CALLER_ROWS!r} stands for rows that are given in Python, train(..., data=rows), and none are; "
+            "give them, or name a file"
+        )
+    return plain((f"data, row {number}", dict(row) if hasattr(row, "keys") else row) for number, row in enumerate(given, 1))
+
+
+def _row(where: str, given: Any, renames: dict[str, str]) -> Row:
+    """`where` names it in errors. A renamed column replaces one that had our name already."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is a {type(given).__name__}, not an object; write one object a row")
+    for theirs in renames.values():
+        if theirs not in given:
+            raise ConfigError(f"data.columns names {theirs!r}, which {where} does not have; {did_you_mean(theirs, given)}")
+    if renames:
+        columns = {name: value for name, value in given.items() if name not in renames.values()}
+        columns |= {ours: given[theirs] for ours, theirs in renames.items()}
+    else:
+        columns = dict(given)
+    if "prompt" not in columns:
+        raise ConfigError(
+            f"{where} has no column 'prompt', it has {', '.join(given) or 'none'}; "
+            f'name the one to use: data.columns.prompt = "{next(iter(given), "question")}"'
+        )
+    prompt = columns.pop("prompt")
+    if not (isinstance(prompt, str) or _is_chat(prompt)):
+        raise ConfigError(f"{where}: a prompt is text or a list of messages with role and content, got {prompt!r:.80}")
+    return Row(prompt, columns)
+
+
+def _name_source(row: Row, name: str) -> None:
+    if row.columns.get(SOURCE, name) != name:
+        raise ConfigError(
+            f"data.sources: a row of {name!r} has a column {SOURCE!r} of its own ({row.columns[SOURCE]!r:.60}), which would be "
+            f'lost; rename it: columns = {{ origin = "{SOURCE}" }}'
+        )
+    row.columns[SOURCE] = name
+
+
+def _is_chat(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
+    )
+
+
+def _key(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)

@@ -1,0 +1,184 @@
+"""Whether a model can take prompts: how many tokens they have, and which of their characters it has no token for. No torch.
+
+The tokenizer's own file (`tokenizer.json`) is read by the library that transformers calls too. To tokenize 100,000 prompts
+takes it half a minute, so only those are tokenized that may be too long: a token stands for a byte at least.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template, text_of
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
+
+Encode = Callable[[Sequence[str], bool], list[list[int]]]
+"""Token ids of texts, with special tokens or without."""
+Messages = list[dict[str, Any]]
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """What was found, by the numbers of prompts.
+
+    too_long: tokens of those over the limit. empty: those without a token. unknown: characters that the vocabulary lacks;
+    num_unknown: prompts with one of them.
+    """
+
+    too_long: dict[int, int]
+    empty: list[int]
+    unknown: list[str]
+    num_unknown: int
+
+
+class PromptTokenizer:
+    """The tokenizer of a model directory. Raises ConfigError where there is none, or one that cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        if not any((directory / name).is_file() for name in _VOCABULARIES):
+            raise ConfigError(
+                f"model = {str(directory)!r} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there; copy the "
+                "tokenizer's files beside the model"
+            )
+        self._directory = directory
+        self._encode, self._unknown_id = (_fast if (directory / "tokenizer.json").is_file() else _slow)(directory)
+        self._render: Callable[[Messages], str] | None = None
+
+    def text(self, row: Row, template: Template) -> str:
+        """What the model reads. Raises ConfigError as `text_of` does, and for messages that the chat template refuses."""
+        return text_of(row, template, self._rendered)
+
+    def lengths(self, texts: Sequence[str], are_chats: Sequence[bool], limit: int) -> PromptLengths:
+        """limit: in tokens. are_chats: where the chat template has written the special tokens already.
+
+        Raises ConfigError for what is no text.
+        """
+        unknown, vanishing, growing = self._characters(texts)
+        special = {chat: len(self._encode([""], not chat)[0]) for chat in (False, True)}
+        too_long: dict[int, int] = {}
+        empty: list[int] = []
+        for chat in (False, True):
+            suspects = [
+                number
+                for number, (text, is_chat) in enumerate(zip(texts, are_chats, strict=True))
+                if is_chat is chat
+                and (_most_tokens(text) + special[chat] > limit or vanishing.issuperset(text) or not growing.isdisjoint(text))
+            ]
+            for number, num_tokens in zip(suspects, self._count([texts[n] for n in suspects], not chat), strict=True):
+                if num_tokens > limit:
+                    too_long[number] = num_tokens
+                elif num_tokens == 0:
+                    empty.append(number)
+        num_unknown = sum(not unknown.isdisjoint(text) for text in texts) if unknown else 0
+        return PromptLengths(too_long, sorted(empty), sorted(unknown), num_unknown)
+
+    def _count(self, texts: Sequence[str], special: bool) -> Iterator[int]:
+        for start in range(0, len(texts), _BATCH):
+            yield from map(len, self._encode(texts[start : start + _BATCH], special))
+
+    def _characters(self, texts: Sequence[str]) -> tuple[set[str], set[str], set[str]]:
+        """Characters of these texts that the vocabulary lacks, that leave no token, and that make more tokens than bytes."""
+        found: set[str] = set()
+        found.update(*texts)
+        try:
+            "".join(found).encode()
+        except UnicodeEncodeError as error:
+            number = next(number for number, text in enumerate(texts) if error.object[error.start] in text)
+            raise ConfigError(
+                f"prompt {number} is no text: it has the half of a surrogate pair {error.object[error.start]!r}; remove it"
+            ) from error
+        characters = sorted(found)
+        ids = dict(zip(characters, self._encode(characters, False), strict=True))
+        vanishing = {each for each in characters if not ids[each]}
+        unknown = {each for each in characters if self._unknown_id in ids[each]} | vanishing
+        growing = {each for each in characters if len(ids[each]) > _most_tokens(each)}
+        return {each for each in unknown if not each.isspace()}, vanishing, growing
+
+    def _rendered(self, messages: Messages) -> str:
+        if self._render is None:
+            self._render = _renderer(self._directory)
+        return self._render(messages)
+
+
+def _most_tokens(text: str) -> int:
+    """A token for each byte, and one for a space that some tokenizers put before a text."""
+    return 1 + (len(text) if text.isascii() else len(text.encode()))
+
+
+def _fast(directory: Path) -> tuple[Encode, int | None]:
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from where it came") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+
+    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+        return [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    return encode, None if unknown is None else tokenizer.token_to_id(unknown)
+
+
+def _slow(directory: Path) -> tuple[Encode, int | None]:
+    from transformers import AutoTokenizer  # which imports torch: only it can read older files
+
+    try:
+        tokenizer = from_pretrained(AutoTokenizer, directory)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"model = {str(directory)!r} has a tokenizer that cannot be loaded: {error}") from error
+
+    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+        return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"]) if texts else []
+
+    return encode, tokenizer.unk_token_id
+
+
+def _renderer(directory: Path) -> Callable[[Messages], str]:
+    """As `apply_chat_template` renders: by the same function, which needs no torch. Raises ConfigError without a template."""
+    described = _json(directory / "tokenizer_config.json")
+    template = _chat_template(directory, described)
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template  # a second, which only messages pay
+
+    special = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in described.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+
+    def render(messages: Messages) -> str:
+        try:
+            texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the model's chat template refuses {str(messages)[:80]}: {error}") from error
+        return str(texts[0])
+
+    return render
+
+
+def _chat_template(directory: Path, described: dict[str, Any]) -> str:
+    """The file beside the tokenizer comes first, then its configuration, of several the default, as in transformers."""
+    file = directory / "chat_template.jinja"
+    found = file.read_text(encoding="utf-8") if file.is_file() else described.get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict):
+        found = found.get("default")
+    if not isinstance(found, str) or not found:
+        raise ConfigError(NO_CHAT_TEMPLATE)
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}

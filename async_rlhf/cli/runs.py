@@ -1,0 +1,219 @@
+"""Commands that begin or end a run, or judge a model: init, train, check, evaluate, stop, chaos, sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, errors, experiment, load_config, say
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder for them; made where it is not there.")] = Path(),
+) -> None:
+    """Write a commented configuration, a reward and a little data that train at once. Nothing is overwritten."""
+    with errors():
+        from async_rlhf.run.shipped import write_start
+
+        for path in write_start(directory):
+            typer.echo(f"wrote {path}")
+        typer.echo(f"now: async-rlhf train {directory / 'config.toml'}")
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --resume: go on from the kept checkpoint of this step instead of the newest."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove the run directory that is there, and begin anew.")
+    ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(metavar="local|hosts|ray", help="Where actors run: the same as --set launch.kind=...")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP:PORT", help="Of the head of a Ray cluster: the same as --set launch.address=...")
+    ] = None,
+) -> None:
+    """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
+    with errors():
+        from async_rlhf.run.api import run
+
+        chosen = {"launch.kind": launcher, "launch.address": address}
+        given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
+        loaded = load_config(config, [*(overrides or []), *given])
+        result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+        ended = "all steps done" if len(result.metrics) >= loaded.max_steps else "all data used"
+        ended = ended if result.finished else "drained; --resume continues"
+        typer.echo(f"{ended}: {len(result.metrics)} steps in {result.run_dir}")
+        typer.echo(f"model: {result.checkpoint}")
+
+
+@app.command()
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Draw the stages of a rollout: what waits for what, and where.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
+    ] = False,
+) -> None:
+    """Check a configuration, its data and its rewards, and say what it will do."""
+    with errors():
+        from async_rlhf.run.fitting import check_memory
+        from async_rlhf.run.launching import connect, found_by
+        from async_rlhf.run.placing import inventory_of, placement_of, table
+        from async_rlhf.run.preflight import preflight
+
+        loaded = load_config(config, overrides)
+        prepared = preflight(loaded)
+        bound = loaded.bound(prepared.num_prompts)
+        typer.echo(
+            f"{config}: good. {prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out; "
+            f"{bound.num_groups} groups of {loaded.generation.group_size} in at most "
+            f"{-(-bound.num_groups // bound.groups_per_batch)} steps."
+        )
+        typer.echo(
+            f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
+            f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
+        )
+        _, connections = connect(loaded)
+        hosts, of_hosts = found_by(connections)
+        if connections is not None:
+            connections.close()
+        inventory = inventory_of(loaded, hosts)
+        placement = placement_of(loaded, inventory)
+        lines = (*table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
+        for line in (*of_hosts, *lines, *prepared.remarks):
+            say(line)
+        if graph:
+            from async_rlhf.actors.scoring.graph import drawing
+            from async_rlhf.run.scoring import graph_of
+
+            for line in drawing(graph_of(loaded)):
+                typer.echo(line)
+        if deep:
+            from async_rlhf.learner.model.gguf import model_directory
+            from async_rlhf.run.model_checks import deep_check
+
+            for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
+                typer.echo(line)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model directory or GGUF file, for example runs/quick/checkpoints/best/model.")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model as a run of this configuration would, without one: greedy, and with evaluation.samples pass@k."""
+    with errors():
+        from async_rlhf.run.display import Display, held_out
+        from async_rlhf.run.preparation import evaluate as judged
+
+        loaded = load_config(config, overrides)
+        if as_json:
+            typer.echo(json.dumps(judged(loaded, model), indent=1))
+            return
+        with Display() as display:
+            found = judged(loaded, model, display)
+        say(f"{model}: {held_out(found)}")
+
+
+@app.command()
+def stop(run_dir: RunPath) -> None:
+    """Drain a live run: no new work, finish what has begun, checkpoint, exit 0."""
+    with errors():
+        import signal
+
+        from async_rlhf.launch.run_lock import signal_holder
+        from async_rlhf.run.run_dir import RunDir
+
+        run = RunDir.existing(run_dir)
+        found = signal_holder(run.lock_file, signal.SIGTERM)
+        say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
+
+
+@app.command()
+def chaos(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    long_freezes: Annotated[
+        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+) -> None:
+    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
+    with errors():
+        from async_rlhf.inspect.chaos import Monkey, problems
+        from async_rlhf.run.child import MAX_DEATHS
+        from async_rlhf.run.display import Display
+        from async_rlhf.run.preparation import prepare
+
+        loaded = load_config(config, overrides)
+        with Display() as display:
+            # Blows are no fault of a role's: however short its lives are, it is started again.
+            supervisor, run = prepare(loaded, progress=display, max_deaths=kills + MAX_DEATHS)
+            monkey = Monkey(
+                supervisor.processes, lambda: supervisor.num_records, kills, seed, long_freezes, agents=supervisor.agents
+            )
+            with monkey:
+                supervisor.run()
+        struck = ", ".join(f"{name} {number}" for name, number in _tally(monkey.blows))
+        typer.echo(f"{len(monkey.blows)} of {kills} blows: {struck}; {supervisor.num_records} steps recorded")
+        found = problems(run, loaded)
+        for problem in found:
+            typer.echo(f"PROBLEM: {problem}", err=True)
+        if len(monkey.blows) < kills:
+            typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
+        if found or len(monkey.blows) < kills:
+            raise typer.Exit(1)
+        typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
+
+
+@app.command()
+def sweep(
+    config: Annotated[
+        Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or the name of a shipped one, for example quick.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override in every cell, for example --set max_steps=60; also sweep.name, sweep.output_dir, sweep.seeds.",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Cells that run at once, at most as many as there are CPUs.")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="AXIS=VALUE", help="Run only cells with this value, for example --only seed=0."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and how far they are; run nothing.")] = False,
+) -> None:
+    """Run a training with several settings and seeds, and draw and compare what came out.
+
+    Every combination of settings and seeds is a cell, a run of its own. Finished cells are skipped, an interrupted one goes
+    on; one that failed is listed and tried again by the same command; a cell that was run with other settings is refused,
+    and --set sweep.name=NAME keeps both sweeps.
+    """
+    with errors():
+        experiment("sweep")(config, overrides or [], jobs=jobs, only=only or [], dry_run=dry_run)
+
+
+def _tally(blows: Any) -> list[tuple[str, int]]:
+    from collections import Counter
+
+    return sorted(Counter(f"{blow.kind} {blow.name}" for blow in blows).items())

@@ -1,0 +1,126 @@
+"""Commands for machines: doctor, relay, serve-reward, keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from async_rlhf.cli.app import AsJson, app, errors, experiment, keys_app
+
+
+@app.command()
+def relay(
+    hub: Annotated[str, typer.Argument(help="Address of the hub, or of another relay.")],
+    address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory to speak to the hub, as an actor's.")] = None,
+    own_keys: Annotated[Path | None, typer.Option(help="Key directory to be spoken to by actors, as a hub's.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section weights.")] = None,
+) -> None:
+    """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
+    with errors():
+        from async_rlhf.run.roles import relay_by_hand
+
+        relay_by_hand(hub, address, keys, own_keys, overrides or [], typer.echo)
+
+
+@app.command("serve-reward")
+def serve_reward(
+    reward: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A reward, as in rewards.functions.")],
+    address: Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring, for example scoring.workers=4."),
+    ] = None,
+) -> None:
+    """Serve a reward to actors on this and other machines, who ask it as the reward `remote`. Ctrl-C ends it."""
+    with errors():
+        import signal
+
+        from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+        from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
+        from async_rlhf.run.config import parse_settings
+
+        given = parse_settings(("rewards", "scoring"), overrides or [])
+        scoring = ScoringConfig.model_validate(given["scoring"])
+        (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
+        server = ScoringServer([spec], scoring, address, REWARD_SERVER, keys)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        typer.echo(f"{spec.name} is served at {server.address}")
+        server.run()
+        typer.echo(", ".join(f"{count} {name}" for name, count in server.counters.items()))
+
+
+@app.command()
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N: check that it gets its numbers right. Without it nothing is run.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can do and which extra is missing; with a device, try every part on it.
+
+    Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
+    vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.
+    """
+    with errors():
+        passed = experiment("doctor")(device, only or [], as_json, typer.echo)
+    if not passed:
+        raise typer.Exit(1)
+
+
+@keys_app.command("new")
+def keys_new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name", metavar="NAME[:ROLE,...]", help="Another machine, and what it may be: actor, relay, learner, control."
+        ),
+    ] = None,
+) -> None:
+    """Make the hub's or a relay's keys, and a key for each machine (of actors by default). Files are never overwritten."""
+    with errors():
+        from async_rlhf.buffers.transport.keys import create
+        from async_rlhf.buffers.transport.link import new_pair
+
+        create(directory, names or [], new_pair)
+        typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
+        _say_what_to_move(directory, names or [])
+
+
+@keys_app.command("admit")
+def keys_admit(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The hub's or relay's key directory.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME[:ROLE,...]...", help="Further machines, as in `keys new`.")],
+) -> None:
+    """Make keys for further machines; a hub that runs lets them in within a second, and no other machine needs new ones."""
+    with errors():
+        from async_rlhf.buffers.transport.keys import add
+        from async_rlhf.buffers.transport.link import new_pair
+
+        add(directory, names, new_pair)
+        _say_what_to_move(directory, names)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The hub's or relay's key directory.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Machines that are let in no more.")],
+) -> None:
+    """Take machines off the list; a hub that runs cuts their connections within a second."""
+    with errors():
+        from async_rlhf.buffers.transport.keys import revoke
+
+        revoke(directory, names)
+        typer.echo(f"no longer let in: {', '.join(names)}")
+
+
+def _say_what_to_move(directory: Path, names: list[str]) -> None:
+    for name in (text.partition(":")[0] for text in names):
+        typer.echo(f"move {directory / f'for-{name}'} to {name}, keeping its modes (scp -rp), and delete it here")

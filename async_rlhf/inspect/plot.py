@@ -1,0 +1,232 @@
+"""How runs went, as one picture: a panel for each thing that is watched, a colour for each run.
+
+Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too. Needs matplotlib (the extra `plot`), only to draw. A
+panel that no run has numbers for is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.run_dir import RunDir
+
+_FORMATS = (".png", ".svg")
+_COLUMNS = 3
+_STYLES = ("-", ":", "--")
+# A line of more points than this has no more to see, and is slow to draw.
+_MOST_POINTS = 2000
+# Of several runs the first is drawn widest and the last on top, so that one that another coincides with shows beside it.
+_WIDEST, _WIDTH, _NARROWEST = 4.0, 1.5, 1.2
+# With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
+_SMOOTH_FROM = 40
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One thing that is watched: metrics by what the legend calls them, each with a line style of its own.
+
+    noisy: single steps say little, so a mean over neighbours is drawn too. floor, ceiling: the scale reaches at least to these.
+    """
+
+    title: str
+    metrics: dict[str, str]
+    noisy: bool = False
+    floor: float | None = None
+    ceiling: float | None = None
+
+
+PANELS = (
+    Panel("Training reward", {"mean": "reward"}, noisy=True),
+    Panel("Staleness [steps]", {"mean": "staleness/mean", "max": "staleness/max"}, floor=0.0),
+    Panel("Completion length [tokens]", {"mean": "completions/mean_length", "longest": "completions/max_length"}, floor=0.0),
+    Panel("KL divergence", {"to the sampling policy": "kl/behaviour", "to the reference": "kl/reference"}, noisy=True),
+    Panel("Entropy [nats a token]", {"entropy": "entropy"}, noisy=True, floor=0.0),
+    Panel("Ratio proximal / behaviour", {"99 %": "is/ratio_q99", "1 %": "is/ratio_q01", "largest": "is/ratio_max"}),
+    Panel("Shares of tokens", {"clipped": "clip_ratio/region_mean", "effective": "is/ess"}, floor=0.0, ceiling=1.0),
+    Panel("Idle share of time", {"learner": "idle/learner", "actors": "idle/actor"}, noisy=True, floor=0.0, ceiling=1.0),
+)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn of one run."""
+
+    name: str
+    steps: Sequence[dict[str, Any]]
+    evaluations: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """How the lines of a run look. width: in points."""
+
+    colour: Any
+    width: float
+
+
+def draw(runs: Sequence[RunDir], out: Path) -> None:
+    """Write the picture of these runs as PNG or SVG.
+
+    Raises ConfigError for another format, without matplotlib, and when no run has done a step.
+    """
+    if out.suffix not in _FORMATS:
+        raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
+    names = _names([run.path for run in runs])
+    found = [Curves(name, run.read_metrics(), run.read_evaluations()) for name, run in zip(names, runs, strict=True)]
+    if not any(curves.steps for curves in found):
+        raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
+    try:
+        picture(found).savefig(out)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError("a picture needs matplotlib: pip install 'async-rlhf[plot]'") from error
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
+
+
+def picture(runs: Sequence[Curves]) -> Any:
+    """A matplotlib figure."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    scale = colormaps["tab10" if len(runs) <= 10 else "tab20"]
+    pens = [_Pen(scale(i % scale.N), width) for i, width in enumerate(_widths(len(runs)))]
+    panels = [panel for panel in PANELS if any(any(True for _ in points(run.steps, m)) for run in runs for m in _of(panel))]
+    judged = any(True for run in runs for name in _EVALUATED.values() for _ in points(run.evaluations, name))
+    num_panels = len(panels) + judged
+    rows = -(-num_panels // _COLUMNS)
+    figure = Figure(figsize=(4.6 * _COLUMNS, 2.9 * rows + 0.7), dpi=120, layout="constrained")
+    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
+    for spare in axes[num_panels:]:
+        spare.remove()
+    if judged:
+        _draw_evaluations(axes.pop(0), runs, pens)
+    for panel, place in zip(panels, axes, strict=False):
+        _draw_panel(place, panel, runs, pens)
+    last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
+    for place in figure.axes:
+        place.set_xlim(-0.03 * last, 1.03 * last)
+    handles = [_line(pen, "-", run.name) for run, pen in zip(runs, pens, strict=True)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    return figure
+
+
+def _widths(num_runs: int) -> list[float]:
+    """Of the runs' lines, falling."""
+    if num_runs == 1:
+        return [_WIDTH]
+    return [_WIDEST - i * (_WIDEST - _NARROWEST) / (num_runs - 1) for i in range(num_runs)]
+
+
+def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, float]]:
+    """Step and value of each record that has a finite number of this name."""
+    for record in records:
+        step, value = record.get("step"), record.get(name)
+        if type(step) is int and isinstance(value, int | float) and math.isfinite(value):
+            yield step, float(value)
+
+
+_EVALUATED = {"greedy reward": "mean_reward", "greedy accuracy": "accuracy"}
+
+
+def _of(panel: Panel) -> Iterable[str]:
+    return panel.metrics.values()
+
+
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
+    drawn: dict[str, str] = {}
+    smooth = panel.noisy and max(len(run.steps) for run in runs) >= _SMOOTH_FROM
+    for run, pen in zip(runs, pens, strict=True):
+        for (label, name), style in zip(panel.metrics.items(), _STYLES, strict=False):
+            if found := list(points(run.steps, name)):
+                drawn[label] = style
+                _draw_line(axes, found, pen, style, smooth=smooth and style == "-")
+    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend says which it is
+    _finish(axes, f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, drawn, panel.floor, panel.ceiling)
+
+
+def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: str, *, smooth: bool) -> None:
+    steps, values = [step for step, _ in found], [value for _, value in found]
+    every = -(-len(found) // _MOST_POINTS)
+    if smooth:
+        axes.plot(steps[::every], values[::every], color=pen.colour, linewidth=0.7, alpha=0.3)
+        values = _smoothed(values)
+    marker = "o" if len(found) == 1 else None
+    axes.plot(
+        steps[::every], values[::every], style, color=pen.colour, linewidth=pen.width, marker=marker, markersize=4 + pen.width
+    )
+
+
+def _draw_evaluations(axes: Any, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
+    """Points with lines; of the sampled completions the largest k."""
+    drawn: dict[str, str] = {}
+    for run, pen in zip(runs, pens, strict=True):
+        ks = {k for record in run.evaluations if (sampled := record.get("sampled")) for k in sampled.get("pass_at", ())}
+        metrics = {**_EVALUATED, **({} if not ks else {f"pass@{max(ks, key=int)}": f"sampled/pass_at/{max(ks, key=int)}"})}
+        for (label, name), style in zip(metrics.items(), _STYLES, strict=False):
+            if found := sorted(dict(_deep(run.evaluations, name)).items()):
+                drawn[label] = style
+                steps, values = zip(*found, strict=True)
+                axes.plot(steps, values, style, color=pen.colour, marker="o", markersize=2 + pen.width, linewidth=pen.width)
+    _finish(axes, "Held-out prompts", drawn, None, None)
+
+
+def _deep(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, float]]:
+    """As `points`, of parts of parts."""
+    *parts, last = name.split("/")
+    for record in records:
+        inside: Any = record
+        for part in parts:
+            inside = inside.get(part) if isinstance(inside, dict) else None
+        if isinstance(inside, dict):
+            yield from points([{"step": record.get("step"), last: inside.get(last)}], last)
+
+
+def _finish(axes: Any, title: str, drawn: dict[str, str], floor: float | None, ceiling: float | None) -> None:
+    """Scale, title, whole steps, and a legend of the line styles where there is more than one."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, fontsize="medium")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("learner step", fontsize="small")
+    axes.tick_params(labelsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low if floor is None else floor, high if ceiling is None else max(high, ceiling))
+    if len(drawn) > 1:
+        handles = [_line(_Pen("0.3", _WIDTH), style, label) for label, style in drawn.items()]
+        axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
+
+
+def _line(pen: _Pen, style: str, label: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=pen.colour, linewidth=pen.width, linestyle=style, label=label)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, a twentieth of all on either side."""
+    reach = max(1, len(values) // 40)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    spans = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in spans]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """As short as tells them apart: the last parts of the paths."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(path) for path in paths]

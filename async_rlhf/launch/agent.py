@@ -1,0 +1,208 @@
+"""An agent: starts roles on its host as its own children, at the orders of a supervisor elsewhere, and reports on them.
+
+    owns        the processes of its nodes (`LocalLauncher`), a directory of its own and one for their sockets (`depot`)
+    waits for   orders, 0.1 s at a time
+    woken by    orders, the clock
+    on close    every process is killed and its directories removed; when it is killed itself its processes end too, for the
+                pipes to their standard input close (`tether`)
+
+`python -m async_rlhf.launch.agent` takes orders from standard input and gives events to standard output; whatever starts it on
+the host (ssh, srun) only passes bytes on. It ends when its input ends, and when it has heard nothing for `lost_after_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.launch import orders
+from async_rlhf.launch.depot import Depot
+from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
+from async_rlhf.launch.inventory import this_machine
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.program import Node
+from async_rlhf.launch.sockets import ON_HOST
+
+_LOOK_S = 0.1
+_ALIVE_S = 1.0
+_FIRST_ORDER_S = 60.0
+# Of one file in one look round, and of what a supervisor that is behind is spared: the file itself stays whole.
+_READ_BYTES, _BEHIND_BYTES = 1 << 16, 4 << 20
+
+
+@dataclass
+class _Life:
+    """A started node, and how much of each file that it returns has been sent."""
+
+    process: LocalProcess
+    returns: list[Path]
+    sent: list[int] = field(default_factory=list)
+
+    def written(self) -> Iterator[tuple[int, bytes]]:
+        """What was appended since: (number of the file, bytes)."""
+        for number, path in enumerate(self.returns):
+            try:
+                with path.open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    begin = max(self.sent[number], size - _BEHIND_BYTES)
+                    file.seek(begin)
+                    data = file.read(_READ_BYTES)
+            except OSError:  # it is not there yet
+                continue
+            self.sent[number] = begin + len(data)
+            if data:
+                yield number, data
+
+
+class Agent:
+    """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock but to show it.
+
+    host: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
+    Owns a thread that asks the driver and reads large files of the host, so that nothing else waits meanwhile.
+    """
+
+    def __init__(self, host: str = "", devices: int | None = None) -> None:
+        self._host, self._devices = host or socket.gethostname(), devices
+        self._depot: Depot | None = None
+        self._reader = ThreadPoolExecutor(1, "read")
+        self._looking: Future[orders.Event] | None = None
+        self._launcher = LocalLauncher()
+        self._lives: dict[int, _Life] = {}
+
+    def take(self, message: orders.Order) -> list[orders.Event]:
+        """Carry out an order. Raises WireError for one that makes no sense, OSError for what the disk refuses."""
+        if isinstance(message, orders.Open) and self._depot is None:
+            self._depot = Depot(message.directory)
+            self._looking = self._reader.submit(self._opened, str(self._depot.own), message.accelerators)
+            return []
+        if self._depot is None or isinstance(message, orders.Open):
+            raise WireError(f"the order {message.type!r} in the wrong place: 'open' comes first, and once", "order")
+        if isinstance(message, orders.Look):
+            self._looking = self._reader.submit(_look, self._depot, message)
+        elif isinstance(message, orders.Want):
+            return [orders.Missing(digests=self._depot.missing(message.digests))]
+        elif isinstance(message, orders.Piece):
+            self._depot.add(message.digest, message.data, last=message.last)
+        elif isinstance(message, orders.Start):
+            return [self._start(self._depot, message)]
+        elif isinstance(message, orders.Alive) and message.sent is not None:
+            return [orders.Time(sent=message.sent, there=time.time())]
+        elif isinstance(message, orders.Kill) and (life := self._lives.get(message.life)) is not None:
+            life.process.kill()
+            return self.look()
+        return []
+
+    def look(self) -> list[orders.Event]:
+        """What has happened since the last call."""
+        events: list[orders.Event] = []
+        if self._looking is not None and self._looking.done():
+            events.append(self._looking.result())
+            self._looking = None
+        for number, life in list(self._lives.items()):
+            code = life.process.poll()
+            if words := life.process.heard():
+                events.append(orders.Heard(life=number, words=words))
+            while wrote := [orders.Wrote(life=number, number=which, data=data) for which, data in life.written()]:
+                events += wrote
+                if code is None:
+                    break  # the rest in the next look round
+            if code is not None:
+                del self._lives[number]
+                events.append(orders.Ended(life=number, code=code, words=life.process.last_words()[:1000]))
+        return events
+
+    def close(self) -> None:
+        for life in self._lives.values():
+            life.process.kill()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._depot is not None:
+            self._depot.close()
+
+    def _opened(self, directory: str, accelerators: bool) -> orders.Event:
+        found = this_machine(look_for_devices=accelerators)
+        has = orders.Machine(
+            devices=found.devices if self._devices is None else self._devices,
+            device_memory=found.device_memory,
+            device_name=found.device_name,
+            cpus=found.cpus,
+            memory=found.memory,
+        )
+        return orders.Opened(version=version("async-rlhf"), host=self._host, directory=directory, has=has)
+
+    def _start(self, depot: Depot, message: orders.Start) -> orders.Event:
+        try:
+            directory = depot.lay_out(message.name, message.files, message.inline)
+            returns = [directory / name for name in message.returns]
+            for path in returns:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            devices = None if message.devices is None else tuple(message.devices)
+            arguments = tuple(each.replace(str(ON_HOST), str(depot.sockets)) for each in message.arguments)
+            node = Node(message.name, message.role, arguments, returns[0], devices=devices)
+            process = self._launcher.start(directory, node)
+        except OSError as error:
+            return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
+        except ConfigError as error:  # another host with fewer devices has come in the place of one
+            return orders.Ended(life=message.life, code=HOST_LOST, words=str(error))
+        self._lives[message.life] = _Life(process, returns, [0] * len(returns))
+        return orders.Started(life=message.life, pid=process.pid)
+
+
+def _look(depot: Depot, message: orders.Look) -> orders.Event:
+    path = Path(message.path.replace(orders.HUB_CACHE, HF_HUB_CACHE)).expanduser()
+    return orders.Looked(path=str(path), problem=depot.problem(path, message.files))
+
+
+def serve(agent: Agent, pipe: Pipe) -> NoReturn:
+    """Until the supervisor is gone. Raises ConnectionError when it is, WireError for what is no order, OSError.
+
+    Silence is counted in looks, not by a clock: an agent that was frozen does not take its own absence for the supervisor's.
+    """
+    silent_s, said_at, lost_after_s = 0.0, time.monotonic(), _FIRST_ORDER_S
+    while silent_s < lost_after_s:
+        events: list[orders.Event] = []
+        if (frame := pipe.receive(_LOOK_S)) is not None:
+            silent_s, message = 0.0, orders.order(frame)
+            lost_after_s = message.lost_after_s if isinstance(message, orders.Open) else lost_after_s
+            events += agent.take(message)
+        else:
+            silent_s += _LOOK_S
+        events += agent.look()
+        if not events and time.monotonic() - said_at >= _ALIVE_S:
+            events.append(orders.Alive())
+        for event in events:
+            pipe.send(orders.encode(event))
+            said_at = time.monotonic()
+    raise ConnectionAbortedError(f"no order for {lost_after_s:.0f} s")
+
+
+def main() -> int:
+    """Orders from standard input, events to standard output; what anything prints goes to standard error."""
+    writes = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    agent = Agent()
+    try:
+        serve(agent, Pipe(os.dup(sys.stdin.fileno()), writes))
+    except ConnectionError as error:
+        sys.stderr.write(f"the agent ends with its supervisor: {error}\n")
+        return 0
+    except (OSError, WireError) as error:
+        sys.stderr.write(f"fatal: {error}\n")
+        return FAILED
+    finally:
+        agent.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

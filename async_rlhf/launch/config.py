@@ -1,0 +1,95 @@
+"""The sections of the configuration about which process runs where, and how it is started there."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from async_rlhf.buffers.config import Section
+
+
+class LaunchConfig(Section):
+    """How other machines are reached. Actors and learner ranks run there; everything else runs where the command does."""
+
+    kind: Literal["local", "hosts", "ray"] = "local"
+    """`local`: this machine. `hosts`: machines that `command` reaches. `ray`: nodes of a Ray cluster (needs the extra of that
+    name)."""
+    hosts: tuple[str, ...] = ()
+    """With `kind = "hosts"`: their names, as `command` takes them. Actors are distributed over them in turn."""
+    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-m", "async_rlhf.launch.agent")
+    """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
+    directory: str = "~/.cache/async-rlhf"
+    """Folder on each host for what is sent there; contents are kept for later runs, and may be deleted at any time."""
+    paths: dict[str, str] = Field(default_factory=dict)
+    """Where a host has what is here: `"/here" = "/there"` for a model directory, or a folder above. It must be the same, by its
+    digests. What is not named is used where it has the same path and digests, and else sent."""
+    interface: str | None = None
+    """Network interface of this machine that the hosts reach (`eth0`): the hub listens there when it has no `address`, and the
+    learner's ranks meet there, which have no keys: with ranks on other hosts it must name a network that you trust. `"none"`:
+    the one that reaches them."""
+    address: str = "auto"
+    """With `kind = "ray"`: `IP:PORT` of the cluster's head; `auto`: the cluster that this machine is a node of."""
+    nodes: int | None = Field(default=None, ge=1)
+    """With `kind = "ray"`: most nodes that the run uses. Where the cluster has fewer, the others are taken when they join.
+    `"none"`: as many as there are at the start."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds an agent may take to answer."""
+    lost_after_s: float = Field(default=30.0, ge=2)
+    """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
+
+    @field_validator("command")
+    @classmethod
+    def _names_a_program(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if not command or not command[0]:
+            raise ValueError("it names no program")
+        return command
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> LaunchConfig:
+        if self.kind == "hosts" and not self.hosts:
+            raise ValueError('kind = "hosts" needs launch.hosts, for example ["gpu1", "gpu2"]')
+        if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
+            raise ValueError(f"hosts = {list(self.hosts)}: each once, none empty; several actors of one host are actors.count")
+        if bad := [host for host in self.hosts if host.startswith("-")]:
+            raise ValueError(f"hosts: {bad[0]!r} begins with '-', which a command takes for an option")
+        return self
+
+
+class HostConfig(Section):
+    """A host of the run."""
+
+    name: str = Field(default="", max_length=100, pattern=r"^[A-Za-z0-9._:-]*$")
+    """How launchers reach it; the first host is the supervisor's own and may go without."""
+    devices: int = Field(default=0, ge=0, le=64)
+    """CUDA devices of it that the run may use, numbered from 0."""
+    device_memory: int | None = Field(default=None, ge=1)
+    """Bytes of each of them; `"none"`: not known, and then nothing is refused for its size."""
+    cpus: int = Field(default=1, ge=1)
+    """CPUs that `actors.count = "fill"` may fill."""
+
+
+class PlacementConfig(Section):
+    """Which process runs where."""
+
+    hosts: tuple[HostConfig, ...] = ()
+    """Hosts, the supervisor's own first (`[[placement.hosts]]`). None: this machine, and those that a launcher reaches, as they
+    are found (`nvidia-smi`)."""
+    learner_hosts: tuple[str, ...] = ()
+    """Names of the hosts that the learner's ranks fill, in this order, beginning with the supervisor's own, where rank 0 runs;
+    none: on CUDA all hosts, on CPUs the first."""
+    colocate: bool = False
+    """A device may be given to a learner rank, an actor, a scorer and an evaluation at once, once to each kind."""
+    actor_share: float = Field(default=0.5, gt=0, le=1)
+    """`colocate`: share of a device's memory that one engine may take (vLLM is given it as `gpu_memory_utilization`); what
+    the engines leave is for the learner and the scorer."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _named_once(cls, hosts: tuple[HostConfig, ...]) -> tuple[HostConfig, ...]:
+        names = [host.name for host in hosts]
+        if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+            raise ValueError(f"two hosts are called {twice!r}")
+        if "" in names[1:]:
+            raise ValueError(f"host {names.index('', 1) + 1} has no name; only the first may go without")
+        return hosts

@@ -1,0 +1,390 @@
+"""A host as the supervisor sees it: the channel to its agent, and the processes that the agent has.
+
+    owns        one life of a channel, a thread that sends orders and one that receives events
+    waits for   answers of the agent, for `start_timeout_s`; what takes long there goes on as long as it beats
+    woken by    orders of the supervisor, events of the agent
+    on close    the channel is closed, which ends the agent and all it runs
+
+A channel that breaks, and one that is silent for `lost_after_s`, ends the processes with `HOST_LOST`; then another connection
+takes the place of this one. Connecting, and sending what a node needs, is done by the threads, so that no caller waits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.launch import orders
+from async_rlhf.launch.clocks import Offset, is_news, measured
+from async_rlhf.launch.depot import known_digest
+from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
+from async_rlhf.launch.placement import Host
+from async_rlhf.launch.program import Node
+from async_rlhf.launch.tether import BEAT
+
+_ALIVE_S = 1.0
+_KILL_S = 30.0
+_CLOSE_S = 5.0
+# What a node may make this machine's disk take in one life, of all that it returns.
+_MAX_RETURNED_BYTES = 256 << 20
+E = TypeVar("E", bound=orders.Event)
+
+
+class Channel(Protocol):
+    """Frames to and from one agent. One thread sends, another receives; both raise OSError when the agent is gone."""
+
+    def send(self, frame: bytes) -> None: ...
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next frame; None after `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """End the agent."""
+        ...
+
+
+class Hosts(Protocol):
+    """Where agents can be had."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the hosts of this run; they do not change."""
+        ...
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Those of them that should answer now; the others may come."""
+        ...
+
+    @property
+    def here(self) -> str:
+        """What an agent on the supervisor's own machine calls its host."""
+        ...
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """By which the network knows those."""
+        ...
+
+    def connect(self, name: str, timeout_s: float) -> Channel:
+        """An agent on this host. Raises OSError with the reason when there is none now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`); required: it must."""
+
+    here: Path
+    names: tuple[str, ...]
+    there: str
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended. clock: file here
+    with the distance of its host's clock from ours (`clocks`)."""
+
+    files: Mapping[str, Path]
+    inline: Mapping[str, bytes] = field(repr=False)
+    returns: Mapping[str, Path]
+    clock: Path | None = None
+
+
+Pack = Callable[[Node, str, Mapping[Place, str]], Parcel]
+"""(node, its directory there, where each place is there that was found) -> what it is given."""
+
+
+def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> Parcel:
+    """A `Pack` for a node that needs no files."""
+    return Parcel({}, {}, {f"{node.name}.log": node.log})
+
+
+class RemoteProcess:
+    """See `program.Process`. pid: on its host; 0 until it is known. A node beats while its host prepares it."""
+
+    def __init__(self, life: int, node: Node, kill: Callable[[int], None]) -> None:
+        self.life, self.node, self._kill = life, node, kill
+        self.pid = 0
+        self.returns: list[Path] = []
+        self.clock: Path | None = None
+        self._returned = 0
+        self._words: SimpleQueue[bytes] = SimpleQueue()
+        self._ended = threading.Event()
+        self._code: int | None = None
+        self._last_words = ""
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def heard(self) -> bytes:
+        found = b""
+        with suppress(Empty):
+            while True:
+                found += self._words.get_nowait()
+        return found
+
+    def last_words(self) -> str:
+        return self._last_words
+
+    def kill(self) -> None:
+        if self._code is None:
+            self._kill(self.life)
+        if self.pid:
+            self._ended.wait(_KILL_S)
+        self.ends(HOST_LOST, "its host does not say that it has ended")
+
+    # By the connection's threads:
+
+    def hears(self, words: bytes) -> None:
+        self._words.put(words)
+
+    def ends(self, code: int, words: str) -> None:
+        if self._code is None:
+            self._last_words = words  # first: who sees the code may read them
+            self._code = code
+            self._ended.set()
+
+    def wrote(self, number: int, data: bytes) -> None:
+        """Append to the file here; beyond the bound, and on a full disk, it is dropped."""
+        self._returned += len(data)
+        if number < len(self.returns) and self._returned <= _MAX_RETURNED_BYTES:
+            _append(self.returns[number], data)
+
+    def measured(self, offset: Offset | None) -> None:
+        """Write down how far the clock of its host is from ours."""
+        if self.clock is not None and offset is not None:
+            _append(self.clock, json.dumps(offset._asdict()).encode() + b"\n")
+
+
+def _append(path: Path, data: bytes) -> None:
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(data)
+
+
+class Connection:
+    """One life of a channel to a host. `lost` is the reason when it is over."""
+
+    def __init__(
+        self, name: str, hosts: Hosts, opening: orders.Open, timeout_s: float, places: Sequence[Place], pack: Pack
+    ) -> None:
+        self.lost = ""
+        self._name, self._hosts, self._opening, self._timeout_s = name, hosts, opening, timeout_s
+        self._places, self._pack = places, pack
+        self._channel: Channel | None = None
+        self._directory = ""
+        self.host = Host(name)
+        """What it has, once it is ready."""
+        self._found: dict[Place, str] = {}
+        self._processes: dict[int, RemoteProcess] = {}
+        self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
+        self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
+        self._offset: Offset | None = None
+        self._guard = threading.Lock()
+        self.ready = threading.Event()
+        """Set when the agent has answered everything that is asked before a start, or is lost."""
+        self._sender = threading.Thread(target=self._send_all, name=f"to-{name}", daemon=True)
+        self._receiver: threading.Thread | None = None
+        self._sender.start()
+
+    def start(self, process: RemoteProcess) -> None:
+        with self._guard:
+            self._processes[process.life] = process
+            if self.lost:
+                process.ends(HOST_LOST, self.lost)
+        self._orders.put(process)
+
+    def kill(self, life: int) -> None:
+        self._orders.put(orders.Kill(life=life))
+
+    def close(self, reason: str = "the run has ended") -> None:
+        self._lose(reason)
+        for thread in (self._sender, self._receiver):
+            if thread is not None:
+                thread.join(_CLOSE_S)
+
+    # -- the thread that sends ---------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        try:
+            self._open()
+            self.ready.set()
+            while not self.lost:
+                try:
+                    wanted = self._orders.get(timeout=_ALIVE_S)
+                except Empty:
+                    self._say_alive()
+                    continue
+                if isinstance(wanted, RemoteProcess):
+                    self._start(wanted)
+                elif wanted is not None:
+                    self._say(wanted)
+        except (OSError, WireError, ValueError) as error:
+            self._lose(str(error))
+        finally:
+            self._lose("a defect here: see the error of its thread")
+            self.ready.set()
+
+    def _open(self) -> None:
+        channel = self._hosts.connect(self._name, self._timeout_s)
+        with self._guard:
+            self._channel = channel
+        if self.lost:  # meanwhile
+            channel.close()
+            return
+        self._receiver = threading.Thread(target=self._receive_all, args=(channel,), name=f"from-{self._name}", daemon=True)
+        self._receiver.start()
+        self._say(self._opening)
+        opened = self._answer(orders.Opened, self._timeout_s)
+        if (ours := version("async-rlhf")) != opened.version:
+            raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
+        self._directory = opened.directory
+        self.host = Host(self._name, **opened.has.model_dump(), own=opened.host == self._hosts.here)
+        for place in self._places:
+            self._say(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
+            looked = self._answer(orders.Looked)  # it reads gigabytes, and beats
+            if looked.problem and place.required:
+                raise FileNotFoundError(f"{looked.problem} (launch.paths names it for {place.here})")
+            if not looked.problem:
+                self._found[place] = looked.path
+
+    def _start(self, process: RemoteProcess) -> None:
+        node = process.node
+        if process.poll() is not None:
+            del self._processes[process.life]
+            return
+        try:
+            parcel = self._pack(node, f"{self._directory}/{node.name}", self._found)
+            digests = {name: known_digest(path) for name, path in parcel.files.items()}
+        except (OSError, SyntaxError, ValueError) as error:
+            del self._processes[process.life]
+            process.ends(FAILED, f"what it needs cannot be read here: {error}")
+            return
+        self._say(orders.Want(digests=sorted(set(digests.values()))))
+        missing = set(self._answer(orders.Missing).digests)
+        for name, path in parcel.files.items():
+            if digests[name] in missing:
+                missing.remove(digests[name])
+                self._send_file(digests[name], path)
+        process.returns, process.clock = list(parcel.returns.values()), parcel.clock
+        devices = None if node.devices is None else list(node.devices)
+        self._say(
+            orders.Start(
+                life=process.life,
+                name=node.name,
+                role=node.role,
+                arguments=list(node.arguments),
+                devices=devices,
+                files=digests,
+                inline=dict(parcel.inline),
+                returns=list(parcel.returns),
+            )
+        )
+
+    def _send_file(self, name: str, path: Path) -> None:
+        left = path.stat().st_size
+        with path.open("rb") as file:
+            while True:
+                data = file.read(orders.PIECE_BYTES)
+                left -= len(data)
+                self._say(orders.Piece(digest=name, data=data, last=left <= 0))
+                if left <= 0 or not data:
+                    return
+
+    def _say_alive(self) -> None:
+        self._say(orders.Alive(sent=time.time()))
+
+    def _say(self, message: orders.Order) -> None:
+        assert self._channel is not None
+        self._channel.send(orders.encode(message))
+
+    def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
+        """The next answer, which must be of this kind; without a time as long as the agent lives, which hears of us meanwhile.
+
+        Raises OSError, WireError.
+        """
+        while True:
+            try:
+                found = self._answers.get(timeout=timeout_s or _ALIVE_S)
+                break
+            except Empty:
+                if timeout_s is not None:
+                    raise TimeoutError(f"no answer within {timeout_s:g} s (launch.start_timeout_s)") from None
+                self._say_alive()
+        if found is None:
+            raise ConnectionAbortedError(self.lost)
+        if not isinstance(found, kind):
+            raise WireError(f"the agent answers {found.type!r}, and {kind.__name__} is due")
+        return found
+
+    # -- the thread that receives ------------------------------------------------------------------------------------
+
+    def _receive_all(self, channel: Channel) -> None:
+        silent_s = 0.0  # by looks: a supervisor that was frozen does not take its own absence for the agent's
+        try:
+            while not self.lost and silent_s < self._opening.lost_after_s:
+                if (frame := channel.receive(_ALIVE_S)) is None:
+                    silent_s += _ALIVE_S
+                else:
+                    silent_s = 0.0
+                    self._handle(orders.event(frame))
+            self._lose(f"nothing was heard of it for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
+        except (OSError, WireError) as error:
+            self._lose(str(error))
+        finally:
+            self._lose("a defect here: see the error of its thread")
+
+    def _handle(self, found: orders.Event) -> None:
+        for waiting in list(self._processes.values()):
+            if not waiting.pid:
+                waiting.hears(BEAT)
+        if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
+            self._answers.put(found)
+        elif isinstance(found, orders.Time):
+            self._measure(found)
+        elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
+            if isinstance(found, orders.Started):
+                process.pid = found.pid
+                process.measured(self._offset)
+            elif isinstance(found, orders.Heard):
+                process.hears(found.words)
+            elif isinstance(found, orders.Wrote):
+                process.wrote(found.number, found.data)
+            else:
+                del self._processes[found.life]
+                process.ends(found.code, found.words)
+
+    def _measure(self, found: orders.Time) -> None:
+        new = measured(found.sent, found.there, time.time())
+        if new.error_s >= 0 and is_news(self._offset, new):  # else our clock was set back meanwhile
+            self._offset = new
+            for process in list(self._processes.values()):
+                process.measured(new)
+
+    def _lose(self, reason: str) -> None:
+        with self._guard:
+            if self.lost:
+                return
+            self.lost = f"host {self._name!r}: {reason}"
+            for process in list(self._processes.values()):
+                process.ends(HOST_LOST, self.lost)
+            channel = self._channel
+        self._answers.put(None)
+        self._orders.put(None)
+        if channel is not None:
+            channel.close()

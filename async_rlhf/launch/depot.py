@@ -1,0 +1,120 @@
+"""The files of an agent: contents by digest, kept for later runs, and a private directory for each agent and each of its nodes.
+
+    DIRECTORY/contents/<digest>      read-only; written once, under a temporary name until their digest has been checked
+    DIRECTORY/agent-XXXXXXXX/<node>  what a node is given: links to contents, and its own small files with mode 0600
+    DIRECTORY/agent-XXXXXXXX/.sockets  where the sockets of its nodes are (`sockets`: paths of sockets must be short)
+
+An agent holds a lock on its own directories and removes them at its end; what a killed one left is removed by the next. Nothing
+else is written outside DIRECTORY, whatever an order names (`orders.RelativeName`). Contents may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.files import content_digest, lock_directory
+from async_rlhf.launch.sockets import remove_left, socket_directory
+
+_PREFIX, _SOCKETS = "agent-", ".sockets"
+
+
+def known_digest(path: Path) -> str:
+    """`content_digest`, computed once for a file that does not change. Raises OSError."""
+    found = path.stat()
+    return _known(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(4096)
+def _known(path: Path, size: int, changed: int) -> str:
+    return content_digest(path)
+
+
+class Depot:
+    """Raises OSError as the disk does."""
+
+    def __init__(self, directory: str) -> None:
+        root = Path(directory).expanduser().absolute()
+        self._contents = root / "contents"
+        self._contents.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_left(root)
+        self.own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        self._lock = lock_directory(self.own)
+        self._closing = ExitStack()
+        self.sockets = self._closing.enter_context(socket_directory())
+        (self.own / _SOCKETS).symlink_to(self.sockets)
+        self._arriving: dict[str, xxhash.xxh3_128] = {}
+
+    def missing(self, digests: list[str]) -> list[str]:
+        return [each for each in dict.fromkeys(digests) if not (self._contents / each).is_file()]
+
+    def add(self, name: str, data: bytes, *, last: bool) -> None:
+        """Append to the content that will have this digest. Raises WireError when, with the last bytes, it has another."""
+        temporary, so_far = self.own / f".{name}", self._arriving.setdefault(name, xxhash.xxh3_128())
+        with temporary.open("ab") as file:
+            file.write(data)
+        so_far.update(data)
+        if not last:
+            return
+        del self._arriving[name]
+        if (found := so_far.hexdigest()) != name:
+            temporary.unlink()
+            raise WireError(f"a content came with digest {found} instead of {name}", "digest")
+        temporary.chmod(0o444)
+        temporary.replace(self._contents / name)
+
+    def lay_out(self, node: str, files: Mapping[str, str], inline: Mapping[str, bytes]) -> Path:
+        """The new directory of a node; what an earlier life left in it is removed."""
+        directory = self.own / node
+        shutil.rmtree(directory, ignore_errors=True)
+        for name, content in files.items():
+            path = _made(directory / name)
+            os.link(self._contents / content, path)
+        for name, data in inline.items():
+            path = _made(directory / name)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+        return directory
+
+    def problem(self, path: Path, files: Mapping[str, str]) -> str:
+        """What is not so below a path of this host: the first file that is absent or has another digest; else nothing."""
+        for name, wanted in files.items():
+            file = path / name
+            try:
+                found = content_digest(file)
+            except OSError as error:
+                return f"{file} cannot be read: {error.strerror}"
+            if found != wanted:
+                return f"{file} has digest {found} instead of {wanted}"
+        return ""
+
+    def close(self) -> None:
+        self._closing.close()
+        shutil.rmtree(self.own, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def _remove_left(root: Path) -> None:
+    """The directories of agents that were killed: nothing holds their locks."""
+    for path in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = lock_directory(path)
+            try:
+                with suppress(OSError):
+                    remove_left((path / _SOCKETS).readlink())
+                shutil.rmtree(path)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,97 @@
+"""What this machine has, and how a process is shown some of its devices. Without torch.
+
+A device's number counts what CUDA_VISIBLE_DEVICES shows to the supervisor ("3,5": device 0 is the machine's 3), or all devices
+where it is not set. `visible` alone translates a number back, so that names of any form (indices, UUIDs, MIG) stay as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.placement import Host
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+_DEADLINE_S = 20.0  # a driver that nothing keeps loaded takes seconds
+_CUDA = "CUDA_VISIBLE_DEVICES"
+
+
+def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_devices: bool = True) -> Host:
+    """look_for_devices: False asks no driver; there are none then. Devices of several kinds count as the smallest of them."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = None
+    with suppress(OSError, ValueError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = parse(_asked(), environment.get(_CUDA)) if look_for_devices else []
+    sizes = [size for _, size in devices if size is not None]
+    return Host(
+        devices=len(devices),
+        device_memory=min(sizes, default=None),
+        device_name=" / ".join(dict.fromkeys(name for name, _ in devices if name)),
+        cpus=cpus,
+        memory=memory,
+    )
+
+
+def _asked() -> str:
+    """The driver's list; empty where there is no driver, or it does not answer in time."""
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            _QUERY, capture_output=True, text=True, check=False, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
+        )
+        return found.stdout if found.returncode == 0 else ""
+    return ""
+
+
+def parse(listed: str, shown: str | None) -> list[tuple[str, int | None]]:
+    """Name and bytes of each device that is shown, in that order; bytes None where the driver does not list it (MIG).
+
+    listed: index, uuid, name, MiB as CSV. shown: CUDA_VISIBLE_DEVICES; as with CUDA, what follows an unknown one is not shown.
+    """
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(listed)) if len(row) == 4]
+    known = {index: (name, int(mib) << 20 if mib.isdigit() else None) for index, _, name, mib in rows}
+    if shown is None:
+        return list(known.values())
+    by_uuid = {uuid: known[index] for index, uuid, _, _ in rows}
+    found: list[tuple[str, int | None]] = []
+    for word in _words(shown):
+        if re.fullmatch(r"\d+", word):
+            if word not in known:
+                break
+            found.append(known[word])
+        elif rows and word.startswith(("GPU-", "MIG-")):
+            # a UUID may be cut short where it stays the only one
+            found.append(next((device for uuid, device in by_uuid.items() if uuid.startswith(word)), ("", None)))
+        else:
+            break
+    return found
+
+
+def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which a process sees these accelerators of its machine and no other: as 0, 1, ... in this order.
+
+    environment: of the process that starts it. None: no variable, it sees what this one sees. Raises ConfigError for a number
+    beyond what is shown.
+    """
+    if devices is None:
+        return {}
+    names = [str(device) for device in devices]
+    if (shown := environment.get(_CUDA)) is not None:
+        words = _words(shown)
+        if beyond := [device for device in devices if device >= len(words)]:
+            raise ConfigError(
+                f"device {beyond[0]} of this machine is to be used, and {_CUDA} = {shown!r} shows {len(words)} devices, from 0 "
+                "on; unset it, or let [placement] say fewer"
+            )
+        names = [words[device] for device in devices]
+    return {_CUDA: ",".join(names)}
+
+
+def _words(shown: str) -> list[str]:
+    return [word.strip() for word in shown.split(",") if word.strip()]

@@ -1,0 +1,293 @@
+"""Which process of a run is on which host, with which accelerators: a pure function of what a run wants and what there is.
+
+    learner      a device a rank, of the hosts of `learner_hosts` in their order
+    evaluation   where it works beside the run: as many as an actor. Else it waits until the run's processes have ended and
+                 takes what is free then
+    scorer       one on each host that has actors, with a device of that host where its models need one
+    actors       by number, each on the first host with room for it, or (`away`) in turn on the hosts beyond the first; `fill`:
+                 until no host has room
+    relay        one on each other host with two or more actors: so its weights come once over the network. One actor alone
+                 would gain nothing
+
+A scorer and a relay have the number of their host, the supervisor's being 0. Every process is given the lowest free devices of
+its host. A device is given once; with `colocate` once to each kind of process. Hosts are looked through in their order, so
+another one at the end moves nothing; only actors on CPUs that are more than the CPUs there were (they stay on the first host)
+are spread over it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import Literal
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.program import Node
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine. The first of a run is the supervisor's, whatever its name; a `Node` calls that one "".
+
+    device_memory: bytes of each device; memory: of the machine. None: not known. own: it is the first once more, under the name
+    by which a launcher starts processes there; they share its devices.
+    """
+
+    name: str = ""
+    devices: int = 0
+    device_memory: int | None = None
+    device_name: str = ""
+    cpus: int = 1
+    memory: int | None = None
+    own: bool = False
+
+    def __str__(self) -> str:
+        return self.name or "this machine"
+
+
+Inventory = tuple[Host, ...]
+Devices = int | None
+"""How many one process needs: 0 on a CPU; None where they are not CUDA's, which are not given out."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The processes of a run, by what decides where they can be.
+
+    threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
+    all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
+    device's memory that an engine takes.
+    """
+
+    ranks: int = 1
+    rank_devices: Devices = 0
+    rank_threads: int = 1
+    actors: int | Literal["fill"] = 1
+    actor_devices: Devices = 0
+    actor_threads: int = 1
+    scorer: bool = False
+    scorer_devices: Devices = 0
+    evaluation_devices: Devices = 0
+    evaluates_beside: bool = False
+    learner_hosts: tuple[str, ...] = ()
+    away: bool = False
+    colocate: bool = False
+    actor_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one process, as in `Node`."""
+
+    host: str
+    devices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """slots: by the names of nodes. evaluation_waits: its devices are those of other processes, which must have ended."""
+
+    slots: Mapping[str, Slot]
+    evaluation_waits: bool = False
+
+    @property
+    def num_actors(self) -> int:
+        return sum(name.startswith("actor-") for name in self.slots)
+
+    def placed(self, node: Node) -> Node:
+        """The node with its place; one that has none is started as the launcher finds the machine."""
+        slot = self.slots.get(node.name)
+        return node if slot is None else replace(node, host=slot.host, devices=slot.devices)
+
+
+def rank_name(rank: int) -> str:
+    return f"learner-rank-{rank}" if rank else "learner"
+
+
+def scorer_name(host: int) -> str:
+    return f"scorer-{host}" if host else "scorer"
+
+
+def place(wanted: Wanted, inventory: Inventory) -> Placement:
+    """Raises ConfigError for a process without room: what was asked, how much there is, the nearest that fits."""
+    rooms = _Rooms(inventory, wanted.colocate)
+    slots = {"hub": Slot("", ()), **_learner(wanted, rooms)}
+    waits = bool(wanted.evaluation_devices) and not wanted.evaluates_beside
+    slots["evaluation"] = _evaluation(wanted, rooms, waits=waits)
+    slots |= _actors(wanted, rooms)
+    slots |= _relays(slots, [host.name for host in inventory[1:]])
+    if wanted.colocate:
+        _check_shares(wanted, rooms)
+    return Placement(slots, waits)
+
+
+class _Rooms:
+    """What the devices of the hosts are given to, while processes are placed. Hosts are numbers here."""
+
+    def __init__(self, hosts: Inventory, colocate: bool) -> None:
+        self.hosts, self._colocate = hosts, colocate
+        self.machine = [0 if host.own else number for number, host in enumerate(hosts)]
+        """Of each host: the first that is the same."""
+        self.given: dict[tuple[int, int], dict[str, str]] = {}
+        """By host and device: the process of each kind."""
+
+    def free(self, host: int, kind: str) -> list[int]:
+        taken = (self.given.get((self.machine[host], device), {}) for device in range(self.hosts[host].devices))
+        return [device for device, by in enumerate(taken) if not by or (self._colocate and kind not in by)]
+
+    def has(self, host: int, kind: str, count: Devices) -> bool:
+        return len(self.free(host, kind)) >= (count or 0)
+
+    def give(self, host: int, kind: str, name: str, count: Devices) -> Slot:
+        if count is None:
+            return Slot(self.node_host(host), None)
+        devices = tuple(self.free(host, kind)[:count])
+        assert len(devices) == count, f"{name}: {len(devices)} of {count} devices"
+        for device in devices:
+            self.given.setdefault((self.machine[host], device), {})[kind] = name
+        return Slot(self.node_host(host), devices)
+
+    def node_host(self, host: int) -> str:
+        return self.hosts[host].name if host else ""
+
+    def there(self, kind: str, hosts: Iterable[int] | None = None) -> str:
+        """What is left for this kind, in words."""
+        left = {number: len(self.free(number, kind)) for number in (range(len(self.hosts)) if hosts is None else hosts)}
+        return ", ".join(f"{count} free of {self.hosts[n].devices} on {self.hosts[n]}" for n, count in left.items())
+
+
+def _learner(wanted: Wanted, rooms: _Rooms) -> dict[str, Slot]:
+    names = [host.name for host in rooms.hosts]
+    if unknown := [name for name in wanted.learner_hosts if name not in names]:
+        raise ConfigError(
+            f"placement.learner_hosts names {unknown[0]!r}, which is no host of this run; "
+            f"choose among: {', '.join(map(str, rooms.hosts))}"
+        )
+    hosts = list(dict.fromkeys(rooms.machine[names.index(name)] for name in wanted.learner_hosts))
+    if not wanted.rank_devices:
+        hosts = hosts or [0]
+        on = [hosts[rank * len(hosts) // wanted.ranks] for rank in range(wanted.ranks)]
+        return {
+            rank_name(rank): rooms.give(host, "learner", rank_name(rank), wanted.rank_devices) for rank, host in enumerate(on)
+        }
+    hosts = hosts or list(dict.fromkeys(rooms.machine))
+    most = sum(len(rooms.free(host, "learner")) for host in hosts)
+    if most < wanted.ranks:
+        way = (
+            f"highest: learner.ranks = {most}" if most else "set learner.device = 'cpu', or list hosts that have in [placement]"
+        )
+        raise ConfigError(
+            f"learner.ranks = {wanted.ranks} with learner.device = 'cuda' need {wanted.ranks} devices, one each; there are "
+            f"{rooms.there('learner', hosts)}; {way}"
+        )
+    on = [host for host in hosts for _ in rooms.free(host, "learner")][: wanted.ranks]
+    return {rank_name(rank): rooms.give(host, "learner", rank_name(rank), 1) for rank, host in enumerate(on)}
+
+
+def _evaluation(wanted: Wanted, rooms: _Rooms, *, waits: bool) -> Slot:
+    count = wanted.evaluation_devices
+    if not count:
+        return rooms.give(0, "evaluation", "evaluation", count)
+    enough = [
+        n for n, host in enumerate(rooms.hosts) if (host.devices >= count if waits else rooms.has(n, "evaluation", count))
+    ]
+    if not enough and waits:  # no host has so many, and `_actors` says so of the engine they are for
+        return Slot("", ())
+    if not enough:
+        raise ConfigError(
+            f"evaluations while training goes on (evaluation.every) need {count} devices of one host of their own; beside the "
+            f"learner there are {rooms.there('evaluation')}; set evaluation.every = 0, and the start and the end are evaluated "
+            "when the run's processes have ended, or placement.colocate = true"
+        )
+    if waits:
+        return Slot(rooms.node_host(enough[0]), tuple(range(count)))
+    return rooms.give(enough[0], "evaluation", "evaluation", count)
+
+
+def _actors(wanted: Wanted, rooms: _Rooms) -> dict[str, Slot]:
+    """With the scorer of each host that gets one."""
+    hosts = range(len(rooms.hosts))[int(wanted.away) :]
+    count, found, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
+    most = None if wanted.actors == "fill" else wanted.actors
+    num_actors = 0
+
+    def needs_scorer(host: int) -> bool:
+        return wanted.scorer and scorer_name(host) not in found
+
+    def add(host: int) -> None:
+        nonlocal num_actors
+        if needs_scorer(host):
+            found[scorer_name(host)] = rooms.give(host, "scorer", scorer_name(host), wanted.scorer_devices)
+        name = f"actor-{num_actors}"
+        found[name] = rooms.give(host, "actor", name, count)
+        num_actors += 1
+
+    cpus = Counter() if count else Counter({host: _cpu_room(wanted, rooms, host) for host in hosts})
+    turns = deque(hosts)
+    while turns and (most is None or num_actors < most):
+        host = turns[0]
+        if (not count and not cpus[host]) or not _has_room(wanted, rooms, host, needs_scorer(host)):
+            turns.popleft()
+            continue
+        add(host)
+        cpus[host] -= 1
+        turns.rotate(-int(wanted.away))
+    if not count:  # more than there are CPUs, which is the user's to decide
+        more = [host for host in (hosts if wanted.away else (0,)) if _has_room(wanted, rooms, host, needs_scorer(host))]
+        for host in islice(cycle(more), max(0, (most or 1) - num_actors)):
+            add(host)
+    if num_actors < (most or 1):
+        raise _no_room(wanted, there, num_actors)
+    return found
+
+
+def _relays(slots: Mapping[str, Slot], hosts: Sequence[str]) -> dict[str, Slot]:
+    """hosts: without the supervisor's."""
+    num_actors = Counter(slot.host for name, slot in slots.items() if name.startswith("actor-"))
+    return {f"relay-{number}": Slot(host, ()) for number, host in enumerate(hosts, 1) if num_actors[host] > 1}
+
+
+def _has_room(wanted: Wanted, rooms: _Rooms, host: int, with_scorer: bool) -> bool:
+    """Whether an actor fits here, and the scorer that it would be the first to use."""
+    scorer = (wanted.scorer_devices or 0) if with_scorer else 0
+    if wanted.colocate:
+        return rooms.has(host, "actor", wanted.actor_devices) and rooms.has(host, "scorer", scorer)
+    return rooms.has(host, "actor", (wanted.actor_devices or 0) + scorer)
+
+
+def _cpu_room(wanted: Wanted, rooms: _Rooms, host: int) -> int:
+    """Actors that a host's CPUs hold. On the supervisor's, the hub has one and the learner those of its ranks."""
+    of_ranks = 0 if wanted.rank_devices or wanted.learner_hosts else wanted.ranks * wanted.rank_threads
+    taken = 0 if rooms.machine[host] else 1 + of_ranks
+    return max(0, rooms.hosts[host].cpus - taken) // wanted.actor_threads
+
+
+def _no_room(wanted: Wanted, there: str, num_actors: int) -> ConfigError:
+    each = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
+    if not wanted.actor_devices:
+        each = "no device"
+    beside = f", and a host's scorer {wanted.scorer_devices}" if wanted.scorer and wanted.scorer_devices else ""
+    if num_actors:
+        way = f"highest: actors.count = {num_actors}"
+    else:
+        way = (
+            "not one fits: take fewer for the learner (learner.ranks), or let it share its devices (placement.colocate = true)"
+        )
+    return ConfigError(
+        f"actors.count = {wanted.actors!r}: actors need {each}{beside}; beside the other processes there are {there}; {way}"
+    )
+
+
+def _check_shares(wanted: Wanted, rooms: _Rooms) -> None:
+    for (host, device), by in rooms.given.items():
+        engines = [by[kind] for kind in ("actor", "evaluation") if kind in by]
+        others = [by[kind] for kind in ("learner", "scorer") if kind in by]
+        share = wanted.actor_share * len(engines)
+        if share > 1 or (share == 1 and others):
+            raise ConfigError(
+                f"placement.actor_share = {wanted.actor_share:g}: device {device} of {rooms.hosts[host]} is shared by "
+                f"{', '.join([*engines, *others])}, and the shares of engines add up to {share:g} of its memory; "
+                f"set it {'below' if others else 'to at most'} {1 / len(engines):g}"
+            )

@@ -1,0 +1,114 @@
+"""What no single section of a configuration can see. Before torch is imported and before any process starts.
+
+Each refusal names the setting, its value, the reason, and the nearest choice that works.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_rlhf.buffers.attention import angle_limit, attention, unknown
+from async_rlhf.buffers.config import SecurityConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import check_own_code
+from async_rlhf.learner.check import RunContext, check_division, check_machine
+from async_rlhf.learner.check import check as check_learning
+from async_rlhf.run.shipped import FETCHED
+
+if TYPE_CHECKING:
+    from async_rlhf.run.config import Config
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError."""
+    size, group = config.learner.batch_size, config.generation.group_size
+    if size % group:
+        low = size - size % group
+        near = f"{low} or {low + group}" if low else f"{group}"
+        raise ConfigError(f"learner.batch_size = {size} is not a multiple of generation.group_size = {group}; nearest: {near}")
+    if config.learner.updates_per_step > config.groups_per_batch:
+        raise ConfigError(
+            f"learner.updates_per_step = {config.learner.updates_per_step} needs as many groups in a batch, "
+            f"there are {config.groups_per_batch}; highest: {config.groups_per_batch}"
+        )
+    bound = config.bound(num_prompts=config.data.size)
+    bound.check()
+    if config.queue.exact and config.queue.fsync != "group":
+        raise ConfigError(
+            f'queue.exact = true with queue.fsync = "{config.queue.fsync}": a group that a power failure takes must be made '
+            'again by weights that are gone by then. Set queue.fsync = "group", or queue.exact = false.'
+        )
+    if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
+        raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
+    truncation = config.generation.truncation
+    data = RunContext(
+        group_size=config.generation.group_size,
+        max_staleness=config.queue.max_staleness,
+        lowest_staleness=bound.lowest_staleness,
+        exact=config.queue.exact,
+        truncated=f"generation.{truncation}" if truncation else None,
+        support_recorded=config.engine.kind == "torch"
+        or config.generation.top_k > 0
+        or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
+        normalised=config.rewards.normalise,
+    )
+    check_machine(config.learner, config.groups_per_batch, config.max_steps)
+    check_learning(config.learner, config.advantage, config.loss, config.guard, data)
+    _check_security(config.security)
+    if config.address:
+        _check_address(config.address, keyed=config.security.keys is not None)
+    _check_model(config)
+
+
+def _check_address(address: str, *, keyed: bool) -> None:
+    if not keyed and not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:")):
+        raise ConfigError(
+            f"address = {address!r}: without keys the hub listens only on this machine. Use tcp://127.0.0.1:PORT, an "
+            "ipc:// path, leave it empty, or make keys (async-rlhf keys new DIR) and name them in security.keys."
+        )
+    if not re.fullmatch(r"ipc://.+|tcp://(\*|localhost|\d+\.\d+\.\d+\.\d+):[1-9]\d{0,4}", address):
+        raise ConfigError(f"address = {address!r} is no tcp://IP:PORT; IP is an IPv4 address of this machine, or * for all")
+
+
+def _check_security(security: SecurityConfig) -> None:
+    """The hub's machine needs its keys and its own processes' before anything starts. Raises ConfigError."""
+    if security.directory is not None:
+        from async_rlhf.buffers.transport import keys, link  # needs zmq, which most runs of `check` do not
+
+        link.check_curve()
+        keys.load_hub(security.directory)
+        keys.load_peer(security.directory)
+
+
+def _check_model(config: Config) -> None:
+    directory = Path(config.model)
+    if directory.suffix == ".gguf" and directory.is_file():
+        return
+    if not directory.is_dir() and (command := FETCHED.get(directory.name)) is not None:
+        raise ConfigError(
+            f"model = {config.model!r} is not there: in a clone of the repository `{command}` fetches it, and trains. With any "
+            "other model: --set model=PATH"
+        )
+    if not directory.is_dir():
+        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
+    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
+    try:
+        model = json.loads((directory / "config.json").read_text())
+        text: dict[str, Any] = {**model, **model.get("text_config", {})}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
+    check_own_code(directory, "model")
+    check_division(config.learner, text.get)
+    if config.engine.kind == "torch" and attention(text) is None:
+        raise ConfigError(unknown(str(text.get("model_type"))))
+    longest = config.generation.max_prompt_length + config.generation.max_completion_length
+    if (limit := angle_limit(text)) is not None and longest > limit:
+        raise ConfigError(
+            f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "
+            "model depend on how long the other texts of a batch are, and so would its log-probabilities. Highest: "
+            f"{limit} together"
+        )

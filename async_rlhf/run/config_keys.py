@@ -1,0 +1,161 @@
+"""The keys of a configuration: all there are, and what to say of one that is not, or of a value that does not fit.
+
+Called by the configuration's loading for its messages, and by `cli.reference` for the list of all keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+NAME = "NAME"
+"""Stands in a key where the user chooses the name (`scoring.stages.NAME.timeout_s`)."""
+
+# By our key: what TRL, verl, OpenRLHF and AReaL call it. Only names that no key of ours has.
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "model": ("model_name_or_path", "model_name", "pretrain", "actor_model_name_or_path"),
+    "max_steps": ("total_training_steps", "num_steps", "steps"),
+    "name": ("run_name", "experiment_name", "trial_name"),
+    "data.source": ("dataset", "dataset_name", "train_dataset", "train_files", "prompt_data"),
+    "data.epochs": ("num_train_epochs", "total_epochs", "num_episodes", "total_train_epochs"),
+    "data.columns": ("input_key", "prompt_key"),
+    "data.template": ("input_template",),
+    "generation.group_size": ("n", "num_generations", "n_samples_per_prompt", "n_samples", "rollout_n"),
+    "generation.max_prompt_length": ("prompt_max_len", "max_prompt_len"),
+    "generation.max_completion_length": (
+        "max_new_tokens", "max_tokens", "response_length", "max_response_length", "generate_max_len",
+    ),
+    "generation.stop": ("stop_strings", "stop_sequences", "stop_token"),
+    "engine.kind": ("use_vllm", "rollout_backend", "inference_backend"),
+    "engine.slots": ("max_num_seqs", "max_concurrent_rollouts"),
+    "rewards.functions": ("reward_funcs", "reward_fn", "reward_function", "remote_rm_url", "reward_model"),
+    "rewards.weights": ("reward_weights",),
+    "actors.count": ("num_actors", "num_workers", "vllm_num_engines", "num_engines"),
+    "queue.max_staleness": ("staleness", "staleness_threshold", "max_head_offpolicyness", "max_lag", "max_async_level"),
+    "learner.learning_rate": ("lr", "actor_learning_rate"),
+    "learner.batch_size": ("per_device_train_batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size"),
+    "learner.micro_batch_tokens": (
+        "gradient_accumulation_steps", "micro_train_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu",
+    ),
+    "learner.updates_per_step": ("ppo_mini_batch_size", "num_mini_batches", "num_minibatches"),
+    "learner.epochs": ("num_iterations", "ppo_epochs", "num_ppo_epochs", "max_epochs"),
+    "learner.adam_betas": ("adam_beta1", "adam_beta2", "betas"),
+    "learner.max_grad_norm": ("grad_clip", "gradient_clipping", "max_norm", "clip_grad"),
+    "learner.schedule": ("lr_scheduler_type", "lr_scheduler"),
+    "learner.warmup_steps": ("lr_warmup_steps", "warmup_ratio", "lr_warmup_ratio", "num_warmup_steps"),
+    "learner.dtype": ("bf16", "fp16", "param_dtype", "torch_dtype"),
+    "learner.critic.learning_rate": ("critic_learning_rate", "critic_lr"),
+    "learner.critic.coefficient": ("vf_coef",),
+    "learner.lora.rank": ("lora_r", "lora_rank"),
+    "learner.lora.alpha": ("lora_alpha",),
+    "learner.lora.targets": ("target_modules", "lora_target_modules"),
+    "advantage.kind": ("adv_estimator", "advantage_estimator"),
+    "advantage.scale_by_std": ("scale_rewards", "norm_adv_by_std_in_grpo"),
+    "advantage.lam": ("lambd", "gae_lambda"),
+    "advantage.constant_groups": ("dynamic_sampling", "dynamic_filtering", "filter_groups"),
+    "loss.kind": ("loss_type", "policy_loss", "loss_mode"),
+    "loss.kl_coef": ("beta", "kl_beta", "kl_loss_coef", "init_kl_coef"),
+    "loss.kl_estimator": ("kl_loss_type",),
+    "loss.clip_low": ("epsilon", "cliprange", "clip_ratio", "clip_ratio_low", "eps_clip", "eps_clip_low"),
+    "loss.clip_high": ("epsilon_high", "clip_ratio_high", "eps_clip_high"),
+    "loss.dual_clip": ("clip_ratio_c",),
+    "loss.entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
+    "loss.is_cap": ("vllm_importance_sampling_cap", "rollout_is_threshold", "behav_imp_weight_cap"),
+    "loss.reduction": ("loss_agg_mode",),
+    "checkpoint.save_every": ("save_steps", "save_freq", "save_interval"),
+    "evaluation.every": ("eval_steps", "eval_freq", "eval_interval", "test_freq"),
+    "tracking.kind": ("report_to", "logger", "loggers", "use_wandb", "use_tensorboard"),
+    "tracking.project": ("project_name", "wandb_project"),
+    "checkpoint.keep_last": ("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"),
+}  # fmt: skip
+_OURS = {theirs: ours for ours, names in ELSEWHERE.items() for theirs in names}
+# By our key: what others call a kind, and the settings that are it here. Only names that are none of ours.
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "advantage.kind": {
+        "grpo": 'advantage.kind = "group_relative"',
+        "group_norm": 'advantage.kind = "group_relative"',
+        "dr_grpo": 'advantage.kind = "group_relative", advantage.scale_by_std = false',
+        "dapo": 'advantage.kind = "group_relative", advantage.constant_groups = "refill"',
+        "rloo": 'advantage.kind = "leave_one_out"',
+        "reinforce_plus_plus": 'advantage.kind = "reinforce_pp"',
+        "ppo": 'advantage.kind = "gae"',
+    },
+    "loss.kind": {
+        "grpo": 'loss.kind = "decoupled_ppo", loss.reduction = "sequence", advantage.kind = "group_relative"',
+        "dr_grpo": 'loss.kind = "decoupled_ppo", loss.reduction = "fixed", advantage.scale_by_std = false',
+        "dapo": 'loss.kind = "decoupled_ppo", loss.reduction = "token", advantage.constant_groups = "refill"',
+        "rloo": 'loss.kind = "truncated_is", advantage.kind = "leave_one_out"',
+        "reinforce": 'loss.kind = "truncated_is"',
+        "ppo": 'loss.kind = "decoupled_ppo", or loss.kind = "ppo_clip", which clips around the policy that sampled',
+        "dpo": 'loss.kind = "online_dpo"',
+    },
+}
+# A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
+_LIKE, _MUCH_LIKE = 0.7, 0.88
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key, dotted, and its field."""
+
+    key: str
+    field: FieldInfo
+
+
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """Every key below a section, in the order of the fields; sections themselves are none."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if get_origin(inner) is dict:
+            inner = get_args(inner)[-1]
+        elif get_origin(inner) is tuple:  # a list of tables
+            inner = get_args(inner)[0]
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from settings(inner, f"{prefix}{name}.{NAME}." if inner is not field.annotation else f"{prefix}{name}.")
+        else:
+            yield Setting(f"{prefix}{name}", field)
+
+
+def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:
+    """One problem that pydantic found in a configuration: where, the value, the limit or the nearest valid choice."""
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}: {nearest([str(part) for part in problem['loc']], problem['input'], config)}"
+    if problem["type"] == "missing":
+        return f"key {where!r} is missing and has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    if where in KINDS and (here := KINDS[where].get(str(problem["input"]).lower())) is not None:
+        message = f"no kind has this name; here that is {here}"
+    return f"{where}: {message}" if isinstance(problem["input"], dict) else f"{where} = {problem['input']!r}: {message}"
+
+
+def nearest(given: Sequence[str], value: Any, config: type[BaseModel]) -> str:
+    """The tail of a message about an unknown key: the one that was meant, or all of its section.
+
+    value: what it was set to; of a table that is like no section of ours, the first key in it is looked at.
+    """
+    *sections, word = given
+    known = [setting.key.split(".") for setting in settings(config)]
+    fixed = [key for key in known if NAME not in key]
+    beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)}
+    found = (
+        ([_OURS[word]] if word in _OURS else [])
+        or [".".join(key) for key in fixed if key[-1] == word]
+        or [".".join([*sections, name]) for name in difflib.get_close_matches(word, beside, n=1, cutoff=_LIKE)]
+    )
+    if not found and isinstance(value, dict) and value:
+        return nearest([next(iter(value))], next(iter(value.values())), config)
+    if not found and (near := difflib.get_close_matches(word, {key[-1] for key in fixed}, n=1, cutoff=_MUCH_LIKE)):
+        found = [".".join(key) for key in fixed if key[-1] == near[0]]
+    if not found:
+        return f"choose one of: {', '.join(sorted(beside))}"
+    return f"did you mean {' or '.join(map(repr, found))}?"
+
+
+def _within(sections: Sequence[str], key: Sequence[str]) -> bool:
+    return all(part in (own, NAME) for own, part in zip(sections, key, strict=False))

@@ -1,0 +1,187 @@
+"""Everything about a run that can be found wrong before it begins: its data, rewards, packages, devices, the model's files.
+
+Without torch, but where a setting asks for a device other than the CPU. Nothing is written and no process is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rlhf.actors.data.rows import epoch_of, load_rows
+from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.config import check_installed
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import check_stop_strings
+from async_rlhf.learner.check import remarks
+from async_rlhf.run.config import Config
+from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
+from async_rlhf.run.run_data import Rows
+from async_rlhf.run.scoring import reward_specs, stage_specs, stop_strings
+from async_rlhf.run.tracker import check_tracking
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
+
+    num_prompts: of one epoch. unknown: characters the vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks.
+    endless: neither the model's files nor the settings name what ends a completion.
+    """
+
+    rows: Rows
+    num_prompts: int
+    dropped: int = 0
+    unknown: Sequence[str] = ()
+    num_unknown: int = 0
+    of_learner: Sequence[str] = ()
+    endless: bool = False
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a person should know, and what stops nothing."""
+        found = [*self.of_learner]
+        if self.dropped:
+            found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
+        if self.num_unknown:
+            shown = " ".join(self.unknown[:_SHOWN]) + (" ..." if len(self.unknown) > _SHOWN else "")
+            found.append(
+                f"{self.num_unknown} prompts have characters that the model has no token for, and does not see: {shown}"
+            )
+        if self.endless:
+            found.append(
+                "the model's files name no end token (eos_token_id, eos_token): completions end only where they are cut, at "
+                "generation.max_completion_length; name the token, or set generation.stop."
+            )
+        return found
+
+
+def preflight(config: Config, rows: Rows | None = None) -> Prepared:
+    """rows: where they are loaded already, by `load_rows` or from a run. Raises ConfigError."""
+    rows = rows or load_rows(config.data)
+    _check_packages(config)
+    _check_devices(config)
+    check_tracking(config.tracking)
+    _check_rewards(config, [*rows[0], *rows[1]])
+    config.rewards.check_sources(row.columns for row in rows[0])
+    config.rewards.composition.check(spec.name for spec in reward_specs(config))
+    # A file is converted when the run starts, and looked into then.
+    converted = Path(config.model).is_dir()
+    num_prompts = len(epoch_of(config.data, rows[0]))
+    prepared = check_model(config, rows) if converted else Prepared(rows, num_prompts, of_learner=remarks(config.learner))
+    check_stop_strings(stop_strings(config), Path(config.model))
+    _check_evaluation(config, rows[1], converted)
+    config.bound(prepared.num_prompts).check()
+    return prepared
+
+
+def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) -> None:
+    """Whether there is something to evaluate on, and it can be. converted: the model is there to look into."""
+    evaluation = config.evaluation
+    if (own := evaluation.data(config.data)) is not None:
+        try:
+            rows, _ = load_rows(own)
+            _check_rewards(config, rows)
+            if converted:
+                check_model(config.model_copy(update={"data": own}), (rows, []))
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.source, read as data.source is: {error}") from error
+    elif evaluation.every and not held_out:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
+            "set data.held_out, or evaluation.source"
+        )
+
+
+def check_model(config: Config, rows: Rows) -> Prepared:
+    """The model directory by its files, and whether it can take the prompts. Raises ConfigError."""
+    check_model_files(Path(config.model))
+    check_adapters(config)
+    limit, setting = longest_prompt(config)
+    tokenizer = PromptTokenizer(Path(config.model))
+    everyone = [*rows[0], *rows[1]]
+    template = config.data.row_template
+    texts = [tokenizer.text(row, template) for row in everyone]
+    found = tokenizer.lengths(texts, [template.is_chat(row) for row in everyone], limit)
+    _check_lengths(config, texts, found, limit, setting)
+    first_held_out = len(rows[0])
+    kept = (
+        [row for number, row in enumerate(rows[0]) if number not in found.too_long],
+        [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
+    )
+    if not kept[0]:
+        raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}")
+    return Prepared(
+        kept,
+        len(epoch_of(config.data, kept[0])),
+        len(found.too_long),
+        tuple(found.unknown),
+        found.num_unknown,
+        of_learner=remarks(config.learner),
+        endless=not stop_strings(config) and not names_end(Path(config.model)),
+    )
+
+
+def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
+    if found.empty:
+        number = found.empty[0]
+        raise ConfigError(
+            f"prompt {number} has no tokens ({len(found.empty)} such prompts), its text is {texts[number][:60]!r}; remove the "
+            "row or write a data.template around it"
+        )
+    if limit < 1:
+        raise no_room(config, limit, max(found.too_long.values(), default=1))
+    if found.too_long and config.data.on_overlong == "error":
+        number, num_tokens = next(iter(found.too_long.items()))
+        raise ConfigError(
+            f"prompt {number} has {num_tokens} tokens ({len(found.too_long)} prompts are too long), the limit is {setting}; "
+            f"longest: {max(found.too_long.values())}. Raise the limit, shorten the prompt, which begins "
+            f"{texts[number][:60]!r}, or leave such prompts out: data.on_overlong = 'drop'"
+        )
+
+
+def common_columns(rows: Iterable[Row]) -> set[str]:
+    """The columns that every row has."""
+    kinds = {frozenset(row.columns) for row in rows}
+    return set(frozenset.intersection(*kinds)) if kinds else set()
+
+
+def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
+    common = common_columns(rows)
+    try:
+        stage_specs(config, common)
+    except ConfigError as error:
+        lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
+        if not lacking:
+            raise
+        number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
+        raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def _check_packages(config: Config) -> None:
+    if config.engine.kind == "vllm":
+        check_installed("vllm", "engine.kind", "vllm", "vllm", "'torch'")
+    if Path(config.model).suffix == ".gguf":
+        for package in ("gguf", "accelerate"):
+            check_installed(package, "model", config.model, "gguf", "a Hugging Face directory")
+
+
+def _check_devices(config: Config) -> None:
+    """Raises ConfigError for a device that this torch does not have. Only a setting other than the CPU costs its import. How
+    many there are is for the placement; other hosts, and those that are listed, are not looked at from here."""
+    if config.placement.hosts:
+        return
+    asked, is_here = [("learner.device", config.learner.device)], config.launch.kind == "local"
+    if is_here:
+        asked.append(("engine.device", config.engine.device))
+    if is_here and config.scoring.reference_is_stage:
+        asked.append(("scoring.reference.device", config.scoring.reference.device))
+    if asked := [each for each in asked if each[1] != "cpu"]:
+        from async_rlhf.actors.torch_engine.devices import check_device
+
+        for setting, device in asked:
+            check_device(setting, device)

@@ -1,0 +1,93 @@
+"""The rows of a run: written once into its directory, so that every process and every resumed run reads the same.
+
+data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave them, without those that were dropped
+data/summary.json                          written last; how many rows there are, and how many were dropped
+
+What the rows came from (a file that is edited, objects of a Python program, a task that draws from sets) is not needed any
+more, nor are the packages to read it. An actor on another machine is given a copy; where there is none, it loads the rows
+itself, and the hub lets it in only when they are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+
+from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.rows import epoch_of, load_rows
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.run.run_files import read_object
+
+Rows = tuple[list[Row], list[Row]]
+"""Training rows, each once, and held-out rows."""
+
+_log = logging.getLogger(__name__)
+_FILES = ("training.jsonl", "held_out.jsonl")
+_SUMMARY = "summary.json"
+
+
+class RunData:
+    """Of the run in this directory, by its configuration."""
+
+    def __init__(self, run: Path, config: DataConfig) -> None:
+        self._directory, self._config = run / "data", config
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the rows lie in the run directory."""
+        return (self._directory / _SUMMARY).is_file()
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Raises DamagedError for files that are not as they were written, ConfigError as `load_rows` does."""
+        if not self.is_kept:
+            return load_rows(self._config)
+        if dropped := self._num_dropped:
+            _log.warning("%d prompts are left out: they are too long (data.on_overlong = 'drop')", dropped)
+        training, held_out = (list(_read(self._directory / name)) for name in _FILES)
+        return training, held_out
+
+    def epoch(self) -> list[Row]:
+        """The training rows of one epoch, which a group's number points into."""
+        return epoch_of(self._config, self.rows[0])
+
+    @property
+    def digest(self) -> str:
+        """Of the contents: the same wherever the rows are, or come from."""
+        found = xxhash.xxh3_128()
+        for name, rows in zip(_FILES, self.rows if not self.is_kept else ((), ()), strict=True):
+            found.update(b"\0" + ((self._directory / name).read_bytes() if self.is_kept else _written(rows)))
+        return found.hexdigest()
+
+    def keep(self, rows: Rows, dropped: int, made: list[Path]) -> None:
+        """Write them. dropped: how many are left out because they are too long. made: gets what was made. Raises OSError."""
+        self._directory.mkdir(exist_ok=True)
+        made += [self._directory, *(self._directory / name for name in (*_FILES, _SUMMARY))]
+        for name, each in zip(_FILES, rows, strict=True):
+            write_whole(self._directory / name, _written(each))
+        counts = {"training": len(rows[0]), "held_out": len(rows[1]), "dropped": dropped}
+        write_whole(self._directory / _SUMMARY, json.dumps(counts) + "\n")
+
+    @property
+    def _num_dropped(self) -> int:
+        return int(read_object(self._directory / _SUMMARY).get("dropped", 0))
+
+
+def _written(rows: Iterable[Row]) -> bytes:
+    return "".join(json.dumps({"prompt": row.prompt, **row.columns}) + "\n" for row in rows).encode()
+
+
+def _read(file: Path) -> Iterator[Row]:
+    try:
+        for line in file.read_text().splitlines():
+            columns = json.loads(line)
+            yield Row(columns.pop("prompt"), columns)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedError(f"{file} is damaged: {error}. Restore it from a copy") from error

@@ -1,0 +1,173 @@
+"""What must hold on a device before a run there means anything: each check compares with something that is known to be right.
+
+A check takes the device and a folder of its own, and returns what it found, in words. It raises `Skipped` where something that
+it needs is not there, and fails by raising anything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.throughput.learner_sides import advantages_of, make_groups
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run.api import train
+from async_rlhf.run.shipped import model_directory
+
+Check = Callable[[str, Path], str]
+
+_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma2", "mistral", "phi3", "olmo2", "gpt2", "qwen3_moe")
+_STEPS = 4
+# Of the loss and of the gradient's norm after rounding to bfloat16; float32 on another device differs by 1e-6 or so.
+_BFLOAT16, _FLOAT32 = 0.05, 1e-3
+
+
+class Skipped(Exception):
+    """Why a check cannot be made on this machine."""
+
+
+class CheckFailedError(AsyncRLHFError):
+    """A check found a number that is not what it must be."""
+
+
+def check_families(device: str, directory: Path) -> str:
+    """Log-probabilities of engine and learner are those of plain passes, for small random models of many families."""
+    for kind in _FAMILIES:
+        model = _saved(kind, directory / kind)
+        load_engine(str(model), EngineConfig(device=device, slots=4, prefill_tokens=32))
+        make_backend(model, LearnerConfig(device=device), LossConfig())
+    return f"{len(_FAMILIES)} families, engine and learner: {', '.join(_FAMILIES)}"
+
+
+def check_types(device: str, directory: Path) -> str:
+    """The engine in 16 bits stays near the plain passes of the same model."""
+    types = ("bfloat16",) if device == "cpu" else ("bfloat16", "float16")
+    for name in types:
+        load_engine(_speller(), EngineConfig(device=device, slots=4, dtype=name))
+    return ", ".join(types)
+
+
+def check_graphs(device: str, directory: Path) -> str:
+    """A recorded decode pass samples what the pass itself samples."""
+    if device == "cpu":
+        raise Skipped("CUDA graphs are recorded on a CUDA device only")
+    plain, recorded = (
+        _greedy(EngineConfig(device=device, slots=8, cuda_graphs=graphs, batch_invariant=False)) for graphs in (False, True)
+    )
+    for key, completion in plain.items():
+        if completion.token_ids.tolist() != recorded[key].token_ids.tolist():
+            raise CheckFailedError(f"completion {key} has other tokens when the decode pass is replayed")
+    return f"{len(plain)} completions token for token"
+
+
+def check_learner(device: str, directory: Path) -> str:
+    """Loss and gradient of one batch: on the device against the CPU, and in bfloat16 against float32."""
+    expected = _step("cpu", "float32")
+    found = []
+    for dtype, limit in (("float32", _FLOAT32), ("bfloat16", _BFLOAT16)):
+        measured = _step(device, dtype)
+        for name, value in expected.items():
+            if not abs(measured[name] - value) <= limit * max(abs(value), 1e-2):
+                raise CheckFailedError(f"{name} in {dtype} on {device} is {measured[name]:.6g}, on the CPU {value:.6g}")
+        found.append(f"{dtype} gradient norm {measured['grad_norm']:.4g}")
+    return f"{', '.join(found)}; CPU {expected['grad_norm']:.4g}"
+
+
+def check_run(device: str, directory: Path) -> str:
+    """A run of the built-in engine: weights are published, adopted in flight and verified by their canary."""
+    return _run(device, directory, {})
+
+
+def check_vllm(device: str, directory: Path) -> str:
+    """The same run with vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed: pip install 'async-rlhf[vllm]'")
+    return _run(device, directory, {"engine.kind": "vllm"})
+
+
+def check_ranks(device: str, directory: Path) -> str:
+    """A learner of two ranks: gloo on CPUs, nccl on two CUDA devices."""
+    if device != "cpu" and (there := torch.cuda.device_count()) < 2:
+        raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
+    return _run(device, directory, {"learner.ranks": 2})
+
+
+def check_zero(device: str, directory: Path) -> str:
+    """The same with parameters, gradients and optimizer state shared out by DeepSpeed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise Skipped("DeepSpeed is not installed: pip install 'async-rlhf[deepspeed]'")
+    if device != "cpu" and (there := torch.cuda.device_count()) < 2:
+        raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
+    return _run(device, directory, {"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3})
+
+
+CHECKS: Mapping[str, Check] = {
+    "model families": check_families,
+    "16-bit engine": check_types,
+    "CUDA graphs": check_graphs,
+    "learner": check_learner,
+    "run": check_run,
+    "run with vLLM": check_vllm,
+    "run with two ranks": check_ranks,
+    "run with ZeRO-3": check_zero,
+}
+
+
+def _saved(kind: str, directory: Path) -> Path:
+    families.model(kind).save_pretrained(directory)
+    return directory
+
+
+def _speller() -> str:
+    return str(model_directory("tiny-speller"))
+
+
+def _greedy(config: EngineConfig) -> dict[RolloutKey, Completion]:
+    """Eight completions of prompts of different lengths."""
+    engine = load_engine(_speller(), config)
+    greedy = Sampling(temperature=0.0)
+    prompts = [tuple(range(5, 9 + 4 * number)) for number in range(8)]
+    engine.submit([Request(RolloutKey(number, 0, 0), ids, 16, greedy, number) for number, ids in enumerate(prompts)])
+    ended: list[Completion] = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    return {completion.key: completion for completion in ended}
+
+
+def _step(device: str, dtype: str) -> dict[str, float]:
+    """Loss and gradient norm of one step on a batch that is always the same."""
+    config = LearnerConfig(device=device, dtype=dtype)
+    groups = make_groups(np.array([[5, 9, 17, 30], [12, 3, 8, 21]]), vocabulary=90)
+    backend = make_backend(Path(_speller()), config, LossConfig())
+    report = backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0)
+    return {name: float(report.metrics[name]) for name in ("loss", "grad_norm")}
+
+
+def _run(device: str, directory: Path, overrides: Mapping[str, Any]) -> str:
+    result = train(
+        "quick",
+        quiet=True,
+        overrides={
+            "output_dir": str(directory), "name": "run", "max_steps": _STEPS, "data.held_out": 0, "data.size": 256,
+            "learner.batch_size": 32, "engine.slots": 16, "engine.device": device, "learner.device": device, **overrides,
+        },
+    )  # fmt: skip
+    last = result.metrics[-1]
+    if not all(record["applied"] for record in result.metrics):
+        raise CheckFailedError(f"of {len(result.metrics)} steps some were refused: their gradient was not finite")
+    drift = max(record["canary/drift"] or 0.0 for record in result.metrics)
+    fastest = max(record["tokens_per_second"] for record in result.metrics)
+    return f"{len(result.metrics)} steps, canary within {drift:.2g} nats, {fastest:,.0f} tok/s, step {last['step_time']:.2f} s"

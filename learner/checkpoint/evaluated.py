@@ -1,0 +1,52 @@
+"""What evaluations have to do with checkpoints: which is the best, and which may not be removed because of them.
+
+Decided from `evaluations.jsonl` alone, by one reading of it, so that the learner, which removes checkpoints, and the
+supervisor, which evaluates them and sets the link, need not agree on anything else: what becomes the best later is the best
+of now, or has no line yet. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from async_rlhf.buffers.lines import Line, read_lines
+from async_rlhf.learner.checkpoint.store import complete, lead, step_of
+
+
+def best_step(records: Iterable[Line], among: Iterable[int] | None = None) -> int | None:
+    """The step whose evaluation has the highest mean reward, the earliest of several; None without any.
+
+    among: only these steps. The initial model, of step 0, has no checkpoint and does not count.
+    """
+    chosen = None if among is None else set(among)
+    rewards = {
+        record["step"]: reward
+        for record in records
+        if isinstance(reward := record.get("mean_reward"), int | float)
+        and is_evaluation(record)
+        and (record["step"] > 0 if chosen is None else record["step"] in chosen)
+    }
+    return min(rewards, key=lambda step: (-rewards[step], step), default=None)
+
+
+def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
+    """Whether the checkpoint of a step may not be removed: it is the best, or every `every`-th and not evaluated yet.
+
+    evaluations: the file of that name.
+    """
+    records = [record for record in read_lines(evaluations) if is_evaluation(record)]
+    best, done = best_step(records), {record["step"] for record in records}
+    return lambda step: step == best or (every > 0 and step % every == 0 and step not in done)
+
+
+def link_best(checkpoints: Path, records: Iterable[Line]) -> None:
+    """`checkpoints/best` leads to the best of those that are there; without one there is no link. Raises OSError."""
+    best = best_step(records, map(step_of, complete(checkpoints)))
+    if checkpoints.is_dir():
+        lead(checkpoints / "best", None if best is None else f"step_{best:06d}")
+
+
+def is_evaluation(record: Line) -> bool:
+    """Whether a line is of a step, as all that a run writes are."""
+    return type(record.get("step")) is int

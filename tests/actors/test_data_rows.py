@@ -1,0 +1,151 @@
+"""Rows: renamed, held out, mixed by weight; what is wrong with them is said with the place and the way out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.actors.config import DataConfig, MixedSource
+from async_rlhf.actors.data.rows import epoch_of, load_rows
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.errors import ConfigError
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def prompts(letter: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{letter}{number}"} for number in range(count)]
+
+
+def test_the_last_rows_of_a_file_are_held_out(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"prompt": f"p{number}", "answer": number} for number in range(5)])
+    training, held_out = load_rows(DataConfig(source=path, held_out=2))
+    assert training == [Row(f"p{number}", {"answer": number}) for number in range(3)]
+    assert held_out == [Row("p3", {"answer": 3}), Row("p4", {"answer": 4})]
+
+
+@pytest.mark.parametrize(("num_rows", "held_out"), [(1, 0), (9, 0), (10, 1), (1999, 199), (2500, 200)])
+def test_where_nothing_is_said_at_most_a_tenth_of_a_file_is_held_out(tmp_path: Path, num_rows: int, held_out: int) -> None:
+    training, kept_out = load_rows(DataConfig(source=jsonl(tmp_path, prompts("p", num_rows))))
+    assert (len(training), len(kept_out)) == (num_rows - held_out, held_out)
+
+
+def test_a_training_row_that_repeats_a_held_out_prompt_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path, [{"prompt": prompt} for prompt in ("a", "b", "a", "c", "a")])
+    training, held_out = load_rows(DataConfig(source=path, held_out=1))
+    assert [row.prompt for row in training] == ["b", "c"]
+    assert [row.prompt for row in held_out] == ["a"]
+    assert "left 2 of 4 training rows out" in caplog.text
+
+
+def test_columns_are_renamed_to_our_names(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"question": "q", "gold": "g", "level": 1}])
+    config = DataConfig(source=path, held_out=0, columns={"prompt": "question", "answer": "gold"})
+    assert load_rows(config)[0] == [Row("q", {"answer": "g", "level": 1})]
+
+
+def test_rows_that_are_given_are_taken_as_a_file_of_them_would_be(tmp_path: Path) -> None:
+    rows = [{"question": "q", "answer": (1, 2)}, {"question": "r", "answer": (3,)}]
+    config = {"columns": {"prompt": "question"}, "held_out": 1}
+    wanted = load_rows(DataConfig(source=jsonl(tmp_path, rows), **config))
+    assert wanted[0] == [Row("q", {"answer": [1, 2]})]
+    for given_rows in (rows, iter(rows), datasets.Dataset.from_list(rows)):
+        assert load_rows(DataConfig(source="caller", **config), given_rows) == wanted
+    with pytest.raises(ConfigError, match=r"train\(\.\.\., data=rows\), and none are"):
+        load_rows(DataConfig(source="caller"))
+    with pytest.raises(ConfigError, match="data, row 2 is a str, not an object"):
+        load_rows(DataConfig(source="caller", **config), [rows[0], "text"])
+
+
+@pytest.mark.parametrize(
+    ("text", "held_out", "message"),
+    [
+        ("", 0, r"rows\.jsonl' has no rows; it needs one object with a column 'prompt'"),
+        ("", None, r"has no rows"),
+        ('{"prompt": "a"}\n', 1, r"data\.held_out = 1 keeps all 1 rows of .*; highest: 0"),
+        ('\n["a"]\n', 0, r"rows\.jsonl:2 is a list, not an object"),
+        ('{"question": "a", "gold": 1}\n', 0, r"no column 'prompt', it has question, gold; .*data\.columns\.prompt = \"quest"),
+        ('{"prompt": 3}\n', 0, r"rows\.jsonl:1: a prompt is text or a list of messages with role and content, got 3"),
+        ('{"prompt": [{"role": "user"}]}\n', 0, "a prompt is text or a list of messages with role and content"),
+        ('{"prompt": "a"}\n' * 3, 1, "every training prompt of the data is also held out"),
+    ],
+)
+def test_a_file_that_does_not_hold_prompts_is_refused(tmp_path: Path, text: str, held_out: int | None, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(DataConfig(source=str(path), held_out=held_out))
+
+
+def test_settings_that_fit_no_such_source_are_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"question": "q"}] * 3)
+    with pytest.raises(ConfigError, match=r"names 'questions', which .*rows\.jsonl:1 does not have; did you mean 'question'"):
+        load_rows(DataConfig(source=path, columns={"prompt": "questions"}))
+    with pytest.raises(ConfigError, match=r"data\.options are for reasoning_gym"):
+        load_rows(DataConfig(source=path, options={"min_word_len": 3}))
+    with pytest.raises(ConfigError, match=r"neither data\.source nor data\.sources: give one of them"):
+        load_rows(DataConfig())
+
+
+# Several sources
+
+
+def mixed(folder: Path, *parts: dict[str, Any], **more: Any) -> DataConfig:
+    return DataConfig(sources=tuple(MixedSource(**part) for part in parts), **more)
+
+
+def test_several_sources_are_one_data_set_whose_rows_keep_the_name_of_theirs(tmp_path: Path) -> None:
+    a, b = jsonl(tmp_path, prompts("a", 3), "a"), jsonl(tmp_path, [{"question": "b0"}, {"question": "b1"}], "b")
+    config = mixed(tmp_path, {"source": a}, {"source": b, "name": "other", "columns": {"prompt": "question"}}, held_out=1)
+    training, held_out = load_rows(config)
+    assert [(row.prompt, row.columns["source"]) for row in training] == [("a0", "a"), ("a1", "a"), ("b0", "other")]
+    assert [row.prompt for row in held_out] == ["a2", "b1"]
+    assert epoch_of(config, training) == training
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=4))
+def test_weights_are_shares_of_an_epoch_in_which_every_row_is_there_as_often_as_its_neighbours(
+    parts: list[tuple[int, int]],
+) -> None:
+    config = DataConfig(sources=tuple(MixedSource(source=f"{n}.csv", weight=weight) for n, (_, weight) in enumerate(parts)))
+    training = [Row(f"{n}-{row}", {"source": str(n)}) for n, (size, _) in enumerate(parts) for row in range(size)]
+    epoch = epoch_of(config, training)
+    counts = Counter(str(row.prompt) for row in epoch)
+    assert counts.keys() == {str(row.prompt) for row in training}
+    total_weight = sum(weight for _, weight in parts)
+    for n, (size, weight) in enumerate(parts):
+        own = [counts[f"{n}-{row}"] for row in range(size)]
+        assert max(own) - min(own) <= 1
+        assert abs(sum(own) - len(epoch) * weight / total_weight) <= len(parts)
+    assert any({counts[f"{n}-{row}"] for row in range(size)} == {1} for n, (size, _) in enumerate(parts))
+
+
+def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path) -> None:
+    a, b = {"source": jsonl(tmp_path, prompts("a", 3), "a")}, {"source": jsonl(tmp_path, prompts("b", 3), "b")}
+    for parts, more, message in (
+        ([a, a], {}, "two of data.sources are called 'a'; give one of them another name"),
+        ([a, {**b, "weight": 2}], {}, "'a' has no weight and others have"),
+        ([a, b], {"source": "c.csv"}, r"data\.source = 'c\.csv' and data\.sources: give one"),
+        ([a, b], {"columns": {"prompt": "q"}}, r"data\.columns is of one source; with data\.sources write it into each"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_rows(mixed(tmp_path, *parts, **more))
+    own = jsonl(tmp_path, [{"prompt": "c", "source": "AMC"}], "c")
+    with pytest.raises(ConfigError, match=r"a row of 'c' has a column 'source' of its own \('AMC'\), .*columns = { origin"):
+        load_rows(mixed(tmp_path, a, {"source": own}))
+    heavy = mixed(tmp_path, {**a, "weight": 1e9}, {**b, "weight": 1})
+    with pytest.raises(ConfigError, match=r"an epoch has 3e\+09 prompts, most are 50000000; raise its weight"):
+        epoch_of(heavy, load_rows(heavy)[0])

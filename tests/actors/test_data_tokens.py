@@ -1,0 +1,124 @@
+"""How many tokens prompts have: as transformers counts them, without torch, and what the vocabulary lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
+from async_rlhf.actors.prompts import Row, Template, encode
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.warm_start.speller import make_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
+)
+MESSAGES = [{"role": "user", "content": "<b>Hello</b>"}]
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Characters only; what it lacks is <unk>."""
+    directory = tmp_path_factory.mktemp("speller")
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Merged bytes, a beginning-of-text token, a normalizer that makes one character into many, a chat template."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["hello hello you and you and me"] * 9, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    directory = tmp_path_factory.mktemp("chat")
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=TEMPLATE).save_pretrained(directory)
+    return directory
+
+
+def lengths(directory: Path, texts: list[str], limit: int) -> PromptLengths:
+    return PromptTokenizer(directory).lengths(texts, [False] * len(texts), limit)
+
+
+@given(st.lists(st.text(st.sampled_from("hello you\nAé漢🙂ﷺ"), max_size=12), max_size=6), st.integers(1, 30))
+def test_what_is_too_long_is_what_transformers_counts_too_long(chat: Path, texts: list[str], limit: int) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
+    counts = {number: len(encode(Row(text, {}), tokenizer, Template())[1]) for number, text in enumerate(texts)}
+    assert lengths(chat, texts, limit).too_long == {number: count for number, count in counts.items() if count > limit}
+
+
+def test_messages_are_rendered_as_transformers_renders_them(chat: Path) -> None:
+    ours, theirs = PromptTokenizer(chat), PreTrainedTokenizerFast.from_pretrained(chat)
+    text, ids = encode(Row(MESSAGES, {}), theirs, Template())
+    assert ours.text(Row(MESSAGES, {}), Template()) == text == "<s>user: <b>Hello</b>\nbot: "
+    assert ours.lengths([text], [True], len(ids)).too_long == {}
+    assert ours.lengths([text], [True], len(ids) - 1).too_long == {0: len(ids)}
+    with pytest.raises(ConfigError, match=r"chat template refuses .*no tools"):
+        ours.text(Row([{"role": "tool", "content": ""}], {}), Template())
+
+
+def test_messages_without_a_chat_template_and_a_template_over_messages_are_refused(speller: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer has no chat template; give text, without data\.chat"):
+        PromptTokenizer(speller).text(Row(MESSAGES, {}), Template())
+    with pytest.raises(ConfigError, match="cannot be applied to chat messages"):
+        PromptTokenizer(speller).text(Row(MESSAGES, {}), Template("Please: {prompt}"))
+
+
+def test_characters_that_the_vocabulary_lacks_are_named_and_the_prompts_with_them_counted(speller: Path, chat: Path) -> None:
+    texts = ["abc", "a漢", "漢é", "b c"]
+    found = lengths(speller, texts, 10)
+    assert (found.unknown, found.num_unknown, found.empty) == (["é", "漢"], 2, [])
+    assert lengths(chat, texts, 100).unknown == [], "every byte has a token"
+
+
+def test_a_prompt_without_a_token_is_found(tmp_path: Path, speller: Path) -> None:
+    assert lengths(speller, ["", "a"], 10).empty == [0]
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    found = lengths(tmp_path, ["a", "zz", "za"], 10)
+    assert (found.empty, found.unknown, found.num_unknown) == ([1], ["z"], 2)
+
+
+def test_half_a_surrogate_pair_is_no_text(speller: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompt 1 is no text: it has the half of a surrogate pair '\\ud83d'"):
+        lengths(speller, ["fine", json.loads('"\\ud83d"')], 10)
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer: none of tokenizer\.json, .*copy the tokenizer's files"):
+        PromptTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json' cannot be used: .*Copy it again"):
+        PromptTokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_older_files_is_read_by_transformers(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<unk>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    described = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<unk>", "bos_token": "<unk>", "eos_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    assert lengths(tmp_path, ["abab", "aa"], 1).too_long == {0: 2, 1: 2}
+
+
+def test_counting_imports_no_torch(chat: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom async_rlhf.actors.prompts import Row, Template\n"
+        "from async_rlhf.actors.data.tokens import PromptTokenizer\n"
+        f"tokenizer = PromptTokenizer(Path({str(chat)!r}))\n"
+        f"text = tokenizer.text(Row({MESSAGES!r}, {{}}), Template())\n"
+        "assert tokenizer.lengths([text], [True], 3).too_long and 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr

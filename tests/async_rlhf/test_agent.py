@@ -1,0 +1,263 @@
+"""The agent of a host: a real process with real children, spoken to over its pipes; what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgpack
+import psutil
+import pytest
+
+from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.files import content_digest
+from async_rlhf.launch import orders
+from async_rlhf.launch.agent import Agent, serve
+from async_rlhf.launch.connection import Connection, Place, nothing
+from async_rlhf.launch.depot import Depot
+from async_rlhf.launch.exit_codes import HOST_LOST
+from async_rlhf.launch.orders import Look, Missing, Open, Piece, Start, Want, encode
+from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.sockets import is_private
+from tests.conftest import has_ended, wait_for
+
+
+class Spoken:
+    """An agent's process, and the supervisor's end of its pipes."""
+
+    def __init__(self, directory: Path, lost_after_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "async_rlhf.launch.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.pipe = Pipe(os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno()))
+        self.process.stdin.close()
+        self.process.stdin = None
+        self.say(Open(directory=str(directory), lost_after_s=lost_after_s))
+        self.opened = self.hear(orders.Opened)
+
+    def say(self, order: orders.Order) -> None:
+        self.pipe.send(encode(order))
+
+    def hear(self, kind: type[Any]) -> Any:
+        """The next event of this kind."""
+        found = wait_for(lambda: self._of(kind), kind.__name__, 60)
+        assert isinstance(found, kind)
+        return found
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and what it said on standard error."""
+        said = self.process.communicate(timeout=60)[1].decode()
+        return self.process.returncode, said
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+    def _of(self, kind: type[Any]) -> Any:
+        frame = self.pipe.receive(0.1)
+        found = None if frame is None else orders.event(frame)
+        return found if isinstance(found, kind) else None
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
+    started: list[Spoken] = []
+
+    def start(lost_after_s: float = 60.0) -> Spoken:
+        started.append(Spoken(tmp_path / "there", lost_after_s))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def a_hub_without_a_run(life: int, **inline: bytes) -> Start:
+    """It ends at once: its directory holds no run."""
+    return Start(
+        life=life, name="hub-0", role="hub", arguments=["ipc:///nowhere"], files={}, inline=inline, returns=["logs/hub-0.log"]
+    )  # fmt: skip
+
+
+def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
+    agent: Callable[..., Spoken], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    spoken = agent()
+    assert spoken.opened.has.cpus >= 1 and spoken.opened.has.devices == 0  # it was not to ask for any
+    content, snapshot = tmp_path / "rows", tmp_path / "cache/models--a--b/snapshots/c0"
+    content.write_bytes(os.urandom(100))
+    name = content_digest(content)
+    snapshot.mkdir(parents=True)
+    (snapshot / "rows").symlink_to(content)
+    spoken.say(Look(path=str(tmp_path), files={"rows": name}))
+    assert spoken.hear(orders.Looked).problem == ""
+    spoken.say(Look(path=str(tmp_path), files={"rows": "0" * 32}))
+    assert "has digest" in spoken.hear(orders.Looked).problem
+    spoken.say(Look(path="{hub}/models--a--b/snapshots/c0", files={"rows": name}))
+    looked = spoken.hear(orders.Looked)
+    assert (looked.path, looked.problem) == (str(snapshot), ""), "the cache is that of its own user"
+    spoken.say(Want(digests=[name]))
+    assert spoken.hear(Missing).digests == [name]
+    spoken.say(Piece(digest=name, data=content.read_bytes(), last=True))
+    spoken.say(Want(digests=[name]))
+    assert spoken.hear(Missing).digests == []
+
+    spoken.say(a_hub_without_a_run(7).model_copy(update={"files": {"data/rows": name}, "inline": {"keys/own": b"secret"}}))
+    pid = spoken.hear(orders.Started).pid
+    assert pid > 0 and pid != spoken.process.pid
+    own = Path(spoken.opened.directory) / "hub-0"
+    assert (own / "data/rows").read_bytes() == content.read_bytes()
+    assert (own / "keys/own").stat().st_mode & 0o777 == 0o600
+    assert b"is no run directory" in spoken.hear(orders.Wrote).data
+    ended = spoken.hear(orders.Ended)
+    assert (ended.life, ended.code) == (7, 3) and "is no run directory" in ended.words
+    spoken.say(orders.Alive(sent=7.0))
+    shown = spoken.hear(orders.Time)
+    assert shown.sent == 7.0 and shown.there > 1e9
+    assert spoken.pipe.end(1.0)
+    code, said = spoken.finish()
+    assert code == 0 and "ends with its supervisor" in said
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["contents"]
+
+
+def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_left(
+    agent: Callable[..., Spoken], small: Any, tmp_path: Path
+) -> None:
+    from async_rlhf.run.config import dump
+
+    first = agent()
+    first.say(a_hub_without_a_run(1, **{"config.toml": dump(small()).encode()}).model_copy(
+        update={"arguments": ["ipc://{sockets}/hub"]}))  # fmt: skip
+    hub = psutil.Process(first.hear(orders.Started).pid)
+    assert first.hear(orders.Heard).words
+    left = Path(first.opened.directory)
+    sockets = (left / ".sockets").readlink()
+    wait_for(lambda: (sockets / "hub").is_socket(), "the hub to listen", 60)
+    first.process.kill()
+    wait_for(lambda: has_ended(hub), "the hub to end with its agent", 60)
+    assert is_private(sockets) and left.exists()
+    second = agent()
+    assert not left.exists() and not sockets.exists() and Path(second.opened.directory).exists()
+
+
+def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
+    code, said = agent(lost_after_s=0.5).finish()
+    assert code == 0 and "no order for" in said
+
+
+class Reading:
+    """A channel and its only host: an agent that has read what it was to look at when it has heard twice of its supervisor."""
+
+    names = present = addresses = ("far",)
+    here = "near"
+
+    def __init__(self) -> None:
+        self._events: SimpleQueue[bytes] = SimpleQueue()
+        self.num_heard = 0
+
+    def connect(self, name: str, timeout_s: float) -> Reading:
+        return self
+
+    def send(self, frame: bytes) -> None:
+        if isinstance(order := orders.order(frame), Open):
+            here = version("async-rlhf")
+            has = orders.Machine(devices=0, device_memory=None, device_name="", cpus=1, memory=None)
+            self._events.put(encode(orders.Opened(version=here, host="far", directory="/own", has=has)))
+        elif isinstance(order, orders.Alive):
+            self.num_heard += 1
+            if self.num_heard == 2:
+                self._events.put(encode(orders.Looked(path="/its", problem="")))
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        with suppress(Empty):
+            return self._events.get(timeout=timeout_s)
+        return None
+
+    def close(self) -> None: ...
+
+
+def test_an_agent_hears_of_its_supervisor_while_it_reads_for_long(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(b"rows")
+    channel, place = Reading(), Place(tmp_path, ("rows",), "/its")
+    connection = Connection("far", channel, Open(directory="/own", lost_after_s=60.0), 60.0, [place], nothing)
+    assert connection.ready.wait(60) and not connection.lost and channel.num_heard >= 2
+    connection.close()
+
+
+def test_a_host_with_fewer_devices_than_its_place_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    agent = Agent()
+    agent.take(Open(directory=str(tmp_path), lost_after_s=60.0))
+    (ended,) = agent.take(a_hub_without_a_run(1).model_copy(update={"devices": [5]}))
+    assert isinstance(ended, orders.Ended) and ended.code == HOST_LOST
+    assert "device 5 of this machine is to be used" in ended.words and "shows 2 devices" in ended.words
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced; the limit is 4194304"),
+        (b"Welcome to gpu1!\n", "It is b'Welcome to gpu1"),
+        (b"\0\0\0\1\xc1", "no MessagePack"),
+        (b"\0\0\0\1\x05", "no [protocol, message]"),
+        ((99, {"type": "alive"}), "protocol 99"),
+        ((1, {"type": "erase"}), "'erase'"),
+        ((1, {"type": "want", "digests": ["../../etc/passwd"]}), "pattern"),
+        ((1, {"type": "open", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
+        ((1, {"type": "piece", "digest": "0" * 32, "data": b"other", "last": True}), "instead of " + "0" * 32),
+    ],
+)
+def test_what_is_no_order_ends_the_agent_with_the_reason(data: bytes | tuple[int, Any], message: str, tmp_path: Path) -> None:
+    reads, orders_to = os.pipe()
+    events_from, writes = os.pipe()
+    ours = Pipe(events_from, orders_to)
+    ours.send(encode(Open(directory=str(tmp_path), lost_after_s=60.0)))
+    if isinstance(data, tuple):
+        ours.send(msgpack.packb(data))
+    else:
+        os.write(orders_to, data)
+    agent = Agent()
+    with pytest.raises(WireError) as raised:
+        serve(agent, Pipe(reads, writes))
+    assert message in str(raised.value)
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../x", "a/../../x", "a//b", "", ".ssh/keys", "a\0b", "a\n", "x" * 1001, "~/x"]
+)
+def test_no_order_names_a_file_outside_the_agent_s_directory(name: str) -> None:
+    good = a_hub_without_a_run(1)
+    assert orders.order(encode(good)) == good
+    for field in ("files", "inline", "returns", "name"):
+        values = {"files": {name: "0" * 32}, "inline": {name: b""}, "returns": [name], "name": name}
+        with pytest.raises(WireError, match="no plain relative name"):
+            orders.order(msgpack.packb([1, good.model_dump() | {field: values[field]}]))
+
+
+def test_a_content_is_kept_only_when_it_is_whole(tmp_path: Path) -> None:
+    depot = Depot(str(tmp_path))
+    (tmp_path / "file").write_bytes(b"abcd")
+    name = content_digest(tmp_path / "file")
+    depot.add(name, b"ab", last=False)
+    assert depot.missing([name, name]) == [name]
+    with pytest.raises(WireError, match="instead of"):
+        depot.add(name, b"xx", last=True)
+    assert depot.missing([name]) == [name]
+    depot.add(name, b"ab", last=False)
+    depot.add(name, b"cd", last=True)
+    assert depot.missing([name]) == []
+    depot.close()

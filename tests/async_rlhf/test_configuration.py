@@ -1,0 +1,168 @@
+"""Where a configuration comes from, how overrides are laid upon it, and what is said of a key that is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import async_rlhf
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.reference import reference
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.run.api import TrainResult
+from async_rlhf.run.config import Config, load
+from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
+from async_rlhf.run.shipped import FILES, write_start
+from tests.conftest import QUICK, REPOSITORY
+
+
+def test_a_name_a_file_a_mapping_and_a_config_are_the_same_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = load("quick")
+    assert named == load(QUICK) == load(named) == load(named.model_dump())
+    typed = Config(**{**named.model_dump(), "loss": LossConfig(kl_coef=0.5)})
+    assert load(typed).loss.kl_coef == 0.5 and load(named, {"loss": LossConfig(kl_coef=0.5)}) == typed
+    (tmp_path / "quick").write_text('model = "tiny-speller"\nmax_steps = 7\ndata.source = "words.jsonl"')
+    own = load("quick")  # a file of this name goes before the shipped one
+    assert own.max_steps == 7 and own.data.source == str(tmp_path / "words.jsonl")
+    assert own.model == str(QUICK.parent / "models" / "tiny-speller")
+    (tmp_path / "marked.toml").write_text((tmp_path / "quick").read_text(), encoding="utf-8-sig")
+    assert load("marked.toml") == own, "a byte order mark is no part of the text"
+
+
+def test_paths_from_python_are_seen_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"model": "tiny-speller", "max_steps": 1, "data": {"source": "mine.jsonl"}, "rewards.functions": "mine.py:f"}
+    config = load(given)
+    assert (config.data.source, config.rewards.functions) == (str(tmp_path / "mine.jsonl"), (f"{tmp_path}/mine.py:f",))
+    assert given["data"] == {"source": "mine.jsonl"}, "what the caller gave is left as it is"
+
+
+LAID = {
+    "nested": {"generation": {"group_size": 4}},
+    "dotted": {"generation.group_size": 4},
+    "by its other name": {"generation": {"num_generations": 4}},
+}
+
+
+@pytest.mark.parametrize("overrides", LAID.values(), ids=LAID)
+def test_an_override_changes_its_key_and_leaves_the_rest_of_the_section(overrides: dict[str, Any]) -> None:
+    changed, before = load(QUICK, overrides), load(QUICK)
+    assert changed.generation == before.generation.model_copy(update={"group_size": 4})
+    assert changed.generation.max_completion_length == 12
+
+
+def test_tables_within_sections_are_laid_upon_too_and_an_empty_one_empties() -> None:
+    before = load(QUICK).data.options
+    assert load(QUICK, {"data": {"options": {"min_word_len": 4}}}).data.options == {**before, "min_word_len": 4}
+    assert load(QUICK, {"data.options": {"min_word_len": 4}}).data.options == {**before, "min_word_len": 4}
+    assert load(QUICK, {"data.options": {}}).data.options == {}
+    assert load(QUICK, {"data.options": {}, "data.options.min_word_len": 4}).data.options == {"min_word_len": 4}
+    with pytest.raises(ConfigError, match=r"override 'name\.first': 'name' is a value, not a section"):
+        load(QUICK, {"name": {"first": 1}})
+
+
+MEANT = {
+    "max_staleness": "queue.max_staleness",
+    "learner.lr": "learner.learning_rate",
+    "lr": "learner.learning_rate",
+    "learner.group_size": "generation.group_size",
+    "beta": "loss.kl_coef",
+    "learner.per_device_train_batch_size": "learner.batch_size",
+    "actor_rollout_ref.rollout.n": "generation.group_size",
+    "queue.max_stalenes": "queue.max_staleness",
+    "scoring.stages.judge.timeout": "scoring.stages.judge.timeout_s",
+    "keep_rollout": "queue.keep_rollouts",
+}
+
+
+@pytest.mark.parametrize("key", MEANT)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '[\w.]+': did you mean '{re.escape(MEANT[key])}'\?$"):
+        load(QUICK, {key: 1})
+
+
+def test_a_key_of_several_sections_is_answered_with_all_and_one_like_none_with_the_section() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'engine.dtype' or 'scoring.reference.dtype' or 'learner.dtype'\?"):
+        load(QUICK, {"generation.dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"unknown key 'guard\.xyz': choose one of: enabled, margin, "):
+        load(QUICK, {"guard.xyz": 1})
+
+
+@pytest.mark.parametrize("given", [{"bad.key": 1}, {"trainer": {"sparkles": 1}}, {"trainer": {}}])
+def test_a_section_that_is_like_none_is_answered_with_all_sections(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key '\w+': choose one of: actors, address, advantage, .*, weights$"):
+        load(QUICK, given)
+
+
+@pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in KINDS.items() for name in names])
+def test_the_kind_that_others_call_so_is_answered_with_settings_that_exist(key: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} = '{name}': no kind has this name; here that is \w+") as refused:
+        load(QUICK, {key: name})
+    settings_here = re.findall(r"(\w+)\.(\w+) = (\S+?)(?:,|$)", str(refused.value).partition("here that is ")[2])
+    for section, field, value in settings_here:
+        getattr(load(QUICK), section).model_validate({field: json.loads(value)})
+    assert settings_here
+
+
+def test_what_is_no_configuration_is_answered_with_what_is() -> None:
+    given: Any = 3
+    with pytest.raises(ConfigError, match=r"a configuration is a TOML file, .* or a Config, not 3$"):
+        load(given)
+
+
+def test_names_of_other_systems_lead_to_keys_of_ours_and_are_none_of_ours() -> None:
+    ours = {setting.key for setting in settings(Config)}
+    assert set(ELSEWHERE) <= ours
+    theirs = [name for names in ELSEWHERE.values() for name in names]
+    assert len(set(theirs)) == len(theirs) and not set(theirs) & {key.rpartition(".")[2] for key in ours}
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    config = load(QUICK, {"rewards.functions": "exact", "generation.stop": "\n", "learner.lora.targets": "q_proj"})
+    assert (config.rewards.functions, config.generation.stop) == (("exact",), ("\n",))
+    assert config.learner.lora.targets == ("q_proj",)
+
+
+def test_a_setting_given_under_two_names_is_refused() -> None:
+    message = r"generation: group_size = 8 and num_generations = 4 are one setting under two names; give one of them"
+    with pytest.raises(ConfigError, match=message):
+        load(QUICK, {"generation": {"group_size": 8, "num_generations": 4}})
+
+
+def test_what_init_writes_is_a_good_configuration_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    from async_rlhf.run.preflight import preflight
+
+    paths = write_start(tmp_path / "new")
+    assert [path.name for path in paths] == list(FILES)
+    assert preflight(load(paths[0])).num_prompts == 213
+    paths[0].write_text("mine")
+    paths[1].unlink()
+    with pytest.raises(ConfigError, match=r"already there: .*config.toml, .*words.jsonl; nothing is overwritten"):
+        write_start(tmp_path / "new")
+    assert paths[0].read_text() == "mine" and not paths[1].exists()
+
+
+def test_the_reference_of_keys_is_what_the_code_says_and_every_key_has_a_meaning() -> None:
+    text = reference()
+    assert text == (REPOSITORY / "docs" / "configuration.md").read_text(), "python -m async_rlhf.cli.reference writes it"
+    for setting in settings(Config):
+        assert f"| `{setting.key}`" in text
+    assert "| `queue.max_staleness` | whole number | `1` | ≥ 0, ≤ 1024 | Largest staleness" in text
+
+
+def test_a_result_is_shown_in_a_line() -> None:
+    result = TrainResult(Path("runs/a"), [{"step": 1}, {"step": 2}], [], Path("runs/a/model"), finished=True)
+    assert repr(result) == "TrainResult(run_dir='runs/a', steps=2, finished=True, checkpoint='runs/a/model')"
+
+
+def test_the_package_lists_what_it_has() -> None:
+    assert set(async_rlhf.__all__) <= set(dir(async_rlhf))
+    assert async_rlhf.Config is Config and re.match(r"\d+\.\d+", async_rlhf.__version__)
+    assert all(getattr(async_rlhf, name) is not None for name in async_rlhf.__all__)

@@ -1,0 +1,157 @@
+"""What `check` says a learner takes is what its own parts are seen to take, on made-up tensors of a 4B model's width.
+
+Layers are alike, so two and four of them are measured, and 36 follow on the same line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from async_rlhf.actors.config import EngineConfig, GenerationConfig
+from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups
+from async_rlhf.run import memory
+from async_rlhf.run.memory import Shape
+
+LAYERS = 36
+ROWS, LENGTH, TOKENS = 4, 2048, 64
+GENERATION = GenerationConfig(max_prompt_length=512, max_completion_length=512)
+
+
+def qwen3_4b(layers: int, tied: bool) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=tied,
+    )
+
+
+def micro_batch() -> MicroBatch:
+    """Two completions a row, so that rows are packed and masked."""
+    ids_RL, n = torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.zeros(TOKENS, dtype=torch.int64)
+    return MicroBatch(
+        ids_RL=ids_RL,
+        positions_RL=ids_RL,
+        segments_RL=ids_RL,
+        source_N=n,
+        target_N=n,
+        temperature_N=torch.ones(TOKENS),
+        sampling_masks=None,
+        member_N=n,
+        group_S=torch.zeros(2 * ROWS, dtype=torch.int64),
+        version_N=n,
+        logp_behaviour_N=torch.zeros(TOKENS),
+        advantage_N=torch.zeros(TOKENS),
+    )
+
+
+def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Shape]:
+    """Bytes at the peak of the second micro-batch of an update, the optimizer's state included."""
+    monkeypatch.setattr(Policy, "_output_layer_is_last", lambda self: True)  # it looks at numbers, and there are none
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Qwen3ForCausalLM(config).eval()
+        policy, batch = Policy(model, learner), micro_batch()
+        named = dict(model.named_parameters())
+        optimizer = make_adamw(parameter_groups(named, {}), learner, torch.device("cpu"))
+        for p in policy.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            logp_N, entropy_N, _ = policy(batch)
+            inputs = LossInputs(
+                logp_current_N=logp_N,
+                logp_proximal_N=logp_N.detach(),
+                logp_behaviour_N=batch.logp_behaviour_N,
+                advantage_N=batch.advantage_N,
+                sequence_N=batch.member_N,
+                group_S=batch.group_S,
+                staleness_N=batch.version_N,
+                mask_N=None,
+                logp_reference_N=None,
+                entropy_N=entropy_N,
+            )
+            objective(inputs, LossConfig(entropy_coef=0.01, is_cap=None, allow_uncorrected=True)).total.backward()
+        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    return int(peak), Shape.of(config.to_dict(), sum(p.numel() for p in named.values()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "gradient_checkpointing": True}, False),
+        ({"dtype": "float32"}, True),
+    ],
+    ids=["bfloat16", "with checkpointing", "float32"],
+)
+def test_the_estimate_of_a_learner_is_what_policy_loss_and_optimizer_take(
+    settings: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = LearnerConfig(micro_batch_tokens=ROWS * LENGTH, row_tokens=LENGTH, **settings)
+    found = []
+    for layers in (2, 4):
+        total, shape = measured(qwen3_4b(layers, tied), learner, monkeypatch)
+        estimate = sum(memory.learner(learner, shape, GENERATION, reference=False).values())
+        assert estimate == pytest.approx(total, rel=0.15), layers
+        found.append((total, shape.parameters))
+    (two, p2), (four, p4) = found
+    whole = Shape.of(qwen3_4b(LAYERS, tied).to_dict(), p2 + (LAYERS - 2) // 2 * (p4 - p2))
+    estimate = sum(memory.learner(learner, whole, GENERATION, reference=False).values())
+    assert estimate == pytest.approx(two + (LAYERS - 2) // 2 * (four - two), rel=0.15)
+
+
+def test_zero_shares_out_what_its_stage_says() -> None:
+    shape = Shape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
+    reduced = 4 * 100_000_000
+
+    def parts(**settings: Any) -> dict[str, int]:
+        return dict(memory.learner(LearnerConfig(backend="deepspeed", **settings), shape, GENERATION, reference=False))
+
+    for stage, (weights, gradients) in {1: (16, 16), 2: (16, 4), 3: (4, 4)}.items():
+        found = parts(ranks=4, zero_stage=stage)
+        assert found["optimizer"] == 12e9 and found["weights"] == weights * 1e9
+        assert found["gradients"] == gradients * 1e9 + reduced
+    assert parts(ranks=4, zero_stage=3, dtype="bfloat16")["weights"] == 2e9
+    assert parts(ranks=4, tensor_parallel=4, zero_stage=1)["weights"] == 4e9
+    both = {"zero_stage": 3, "ranks": 4, "tensor_parallel": 2}
+    for reference_dtype, settings, size in [
+        ("float32", {"backend": "deepspeed", **both}, 4e9),
+        ("bfloat16", {"backend": "deepspeed", **both}, 2e9),
+        ("bfloat16", {"backend": "deepspeed", "zero_stage": 2, "ranks": 4}, 8e9),
+        ("bfloat16", {"backend": "torch", "zero_stage": 3}, 8e9),
+    ]:
+        learner = LearnerConfig(reference_dtype=reference_dtype, **settings)  # type: ignore[arg-type]
+        assert memory.learner(learner, shape, GENERATION, reference=True)["reference"] == size
+    plain = memory.learner(LearnerConfig(lora={"rank": 16}), shape, GENERATION, reference=True)  # type: ignore[arg-type]
+    assert plain["optimizer"] < 0.01 * 8 * 4e9 and plain["reference"] == 16e9
+
+
+def test_an_engine_holds_keys_and_values_for_its_slots_or_up_to_its_limit() -> None:
+    shape = Shape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
+    token = 2 * LAYERS * 8 * 128 * 2
+
+    def cache(**settings: Any) -> int:
+        config = EngineConfig(device="cuda", dtype="bfloat16", **settings)
+        return memory.engine(config, shape, GENERATION, 40 << 30)["keys and values"]
+
+    assert cache(slots=64) == 64 * 1024 * token
+    assert cache(slots=64, kv_bytes=1 << 30) == 1 << 30
+    assert cache(kind="vllm") == (40 << 30) - 8_000_000_000 - memory.CONTEXT
+    assert cache(kind="vllm", vllm={"tensor_parallel_size": 4}) == (40 << 30) - 2_000_000_000 - memory.CONTEXT

@@ -1,0 +1,72 @@
+"""The picture of runs: what is drawn for which, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.inspect.plot import Curves, draw, picture, points
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import REPOSITORY
+
+
+def steps(**more: float) -> list[dict[str, Any]]:
+    return [{"step": i, "reward": i / 10, "staleness/mean": 0.5, "staleness/max": 1, **more} for i in range(1, 60)]
+
+
+def test_runs_have_colours_and_measures_have_line_styles() -> None:
+    evaluations = [
+        {"label": "step", "step": 10, "mean_reward": 0.5, "accuracy": 0.4, "sampled": {"pass_at": {"1": 0.4, "8": 0.7}}}
+    ]
+    figure = picture([Curves("one", steps(), evaluations), Curves("other", steps(), [])])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "other"]
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == ["Held-out prompts", "Training reward", "Staleness [steps]"], "panels without numbers are left out"
+    judged = panels["Held-out prompts"]
+    assert [text.get_text() for text in judged.get_legend().get_texts()] == ["greedy reward", "greedy accuracy", "pass@8"]
+    colours = {line.get_color() for line in panels["Staleness [steps]"].get_lines()}
+    assert len(colours) == 2
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1, "all panels have the same steps"
+
+
+def test_steps_are_whole_and_of_runs_that_coincide_each_shows() -> None:
+    figure = picture([Curves(name, steps()[:3], []) for name in ("one", "same")])
+    for axes in figure.axes:
+        ticks = axes.get_xticks()
+        assert len(ticks) > 2 and all(tick == int(tick) for tick in ticks)
+    below, above = next(axes for axes in figure.axes if axes.get_title() == "Training reward").get_lines()
+    assert below.get_linewidth() > above.get_linewidth() > 1
+
+
+def test_a_panel_with_one_of_its_measures_names_it() -> None:
+    figure = picture([Curves("one", steps(**{"kl/behaviour": 0.1}), [])])
+    assert "KL divergence, to the sampling policy" in [axes.get_title() for axes in figure.axes]
+
+
+def test_only_finite_numbers_are_points() -> None:
+    records = [{"step": 1, "x": 2}, {"step": 2, "x": None}, {"step": 3, "x": float("inf")}, {"x": 1}, {"step": 5}]
+    assert list(points(records, "x")) == [(1, 2.0)]
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., Any], tmp_path: Path) -> None:
+    run = RunDir.create(small())
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        draw([run], tmp_path / "picture.pdf")
+    with pytest.raises(ConfigError, match="no step is recorded"):
+        draw([run], tmp_path / "picture.png")
+    run.metrics.write_text(json.dumps(steps()[0]) + "\n")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        draw([run], tmp_path / "no" / "picture.png")
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from async_rlhf.cli.app import app; import async_rlhf.cli.commands; "
+        f"app(['plot', {str(run.path)!r}])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 3 and "pip install 'async-rlhf[plot]'" in found.stderr, found.stderr

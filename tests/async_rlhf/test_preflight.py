@@ -1,0 +1,148 @@
+"""What `check` calls good can begin: prompts, columns, tokenizer, packages, devices and model are looked at before a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.run.preflight import preflight
+from tests.conftest import QUICK
+
+MODELS = QUICK.parent / "models"
+
+
+@pytest.fixture
+def checked(small: Any, tmp_path: Path) -> Callable[..., Any]:
+    """`checked(rows, **overrides)`: what the check of a run on these rows finds."""
+
+    def check(rows: list[dict[str, Any]], **overrides: Any) -> Any:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"data.source": str(path), "data.options": {}, "data.held_out": None, "rewards.functions": ["exact"]}
+        return preflight(small(**{**data, **overrides}))
+
+    return check
+
+
+def rows(*prompts: Any, **columns: Any) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "answer": "a", **columns} for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "message"),
+    [
+        (
+            rows("a", "b" * 97, "c" * 120),
+            {},
+            r"prompt 1 has 97 tokens \(2 prompts are too long\), the limit is generation\.max_prompt_length = 96; "
+            r"longest: 120\. Raise the limit, shorten the prompt, which begins 'bbb.*on_overlong = 'drop'",
+        ),
+        (
+            rows("a", "b" * 20),
+            {"generation.max_completion_length": 500},
+            r"prompt 1 has 20 tokens .*limit is 12: the model holds 512 tokens, of which generation\.max_comp.* = 500",
+        ),
+        (
+            rows("a", "b" * 20),
+            {"generation.max_completion_length": 100000, "data.on_overlong": "drop"},
+            r"max_completion_length = 100000 leaves no room for a prompt: the model holds 512 tokens together, "
+            r"the longest prompt has 20; highest: 492$",
+        ),
+        (
+            rows("a", "b" * 600),
+            {"generation.max_completion_length": 512},
+            r"holds 512 tokens together, the longest prompt has 600; use shorter prompts and a lower value$",
+        ),
+        (rows("a", "b" * 97), {"data.template": "{answer}{prompt:.96}"}, r"prompt 1 has 97 tokens"),
+        (rows("b" * 97), {"data.on_overlong": "drop"}, "all 1 training prompts are left out"),
+        (rows("a", ""), {}, r"prompt 1 has no tokens \(1 such prompts\), its text is ''; remove the row"),
+        (rows([{"role": "user", "content": "a"}]), {}, "the tokenizer has no chat template; give text"),
+        (rows("a"), {"data.chat": True}, "the tokenizer has no chat template; give text, without data.chat"),
+        (
+            [*rows("a", "b"), {"prompt": "c"}],
+            {},
+            r"prompt 2 has no column 'answer', and others have: reward 'exact' asks for 'answer'",
+        ),
+        (
+            [*rows("a", level=3), *rows("b")],
+            {"data.template": "{level} {prompt}"},
+            "names the column 'level', which a row does not have",
+        ),
+        (rows("a"), {"model": str(MODELS / "tiny-judge")}, "is a LlamaForSequenceClassification, which does not write text"),
+        (
+            rows("a"),
+            {"engine.device": "cuda:99"},
+            r"engine\.device = 'cuda:99'(: torch .* sees no cuda device| needs 100 cuda devices)",
+        ),
+        (
+            rows("a"),
+            {"learner.lora": {"rank": 4, "targets": ["q_proj", "nope"]}},
+            r"learner\.lora\.targets names 'nope', which is no layer of the model; choose among down_proj, .*v_proj, or 'all",
+        ),
+        (rows("a"), {"learner.device": "cuda:99"}, r"learner\.device = 'cuda:99'"),
+        (rows("a"), {"engine.device": "gpu"}, r"engine\.device = 'gpu' is no torch device; use 'cuda', 'cuda:N' or 'cpu'"),
+    ],
+)
+def test_what_would_end_the_run_in_its_first_minute_is_refused(
+    checked: Callable[..., Any], given: list[dict[str, Any]], overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(given, **overrides)
+
+
+def test_a_package_that_only_one_setting_needs_is_missed_in_time(
+    checked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"engine\.kind = 'vllm' needs the package vllm: pip install 'async-rlhf\[vllm\]'"):
+        checked(rows("a"), **{"engine.kind": "vllm"})
+    with pytest.raises(ConfigError, match=r"needs the package gguf: pip install 'async-rlhf\[gguf\]'"):
+        checked(rows("a"), model=str(tmp_path / "model.gguf"))
+
+
+def test_a_model_without_its_tokenizer_is_refused(checked: Callable[..., Any], tmp_path: Path) -> None:
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer: none of tokenizer\.json"):
+        checked(rows("a"), model=str(model))
+
+
+def test_prompts_that_are_too_long_can_be_left_out_and_unknown_characters_are_no_obstacle(checked: Callable[..., Any]) -> None:
+    found = checked(rows("a", "b" * 97, "c漢"), **{"data.on_overlong": "drop"})
+    assert [row.prompt for row in found.rows[0]] == ["a", "c漢"]
+    assert found.remarks == [
+        "1 prompts are left out: they are too long (data.on_overlong = 'drop').",
+        "1 prompts have characters that the model has no token for, and does not see: 漢",
+    ]
+
+
+def test_a_model_that_ends_no_completion_is_remarked_on(checked: Callable[..., Any], tmp_path: Path) -> None:
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    for file, key in (("generation_config", "eos_token_id"), ("tokenizer_config", "eos_token"), ("config", "eos_token_id")):
+        assert checked(rows("a"), model=str(model)).remarks == []
+        path = model / f"{file}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
+    (remark,) = checked(rows("a"), model=str(model)).remarks
+    assert remark.startswith("the model's files name no end token") and "generation.max_completion_length" in remark
+    assert checked(rows("a"), model=str(model), **{"generation.stop": "."}).remarks == []
+
+
+def test_check_says_what_it_found(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "é,a\n" * 20)
+    (tmp_path / "own.toml").write_text(
+        f'model = "{MODELS / "tiny-speller"}"\nmax_steps = 1\n[data]\nsource = "rows.csv"\nheld_out = 0\n'
+        '[rewards]\nfunctions = ["exact"]\n[learner]\nbatch_size = 8\n'
+    )
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.toml")])
+    assert result.exit_code == 0, result.output
+    assert "own.toml: good. 20 training prompts, 0 held out; 1 groups of 8 in at most 1 steps." in result.output
+    assert "20 prompts have characters that the model has no token for, and does not see: é" in result.output

@@ -1,0 +1,104 @@
+"""All ranks of a learner as one process: real processes by the real launcher, which do what the test writes for each rank."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.network import LOOPBACK
+from async_rlhf.launch.program import Node, learner_node
+from async_rlhf.launch.ranks import RankLauncher, RankProcesses
+from tests.conftest import has_ended, wait_for
+
+# Beats once, by the descriptor that the launcher names, and stays.
+STAY = "set -- $ASYNC_RLHF_TETHER; printf . > /dev/fd/$1; exec sleep 1000"
+
+
+class Counting(LocalLauncher):
+    """Keeps what it starts; it has room for so many processes."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.started = room, list[psutil.Process]()
+
+    def start(self, run_dir: Path, node: Node) -> LocalProcess:
+        if len(self.started) == self.room:
+            raise OSError("no room")
+        process = super().start(run_dir, node)
+        self.started.append(psutil.Process(process.pid))
+        return process
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[RankProcesses, Counting]]]:
+    """`start(script, ...)`: a learner whose ranks run these lines of a shell, and its launcher. room: as in `Counting`."""
+    made: list[Counting] = []
+
+    def start(*scripts: str, room: int = 9) -> tuple[RankProcesses, Counting]:
+        cases = [f'"learner_rank {rank}") {script} ;;' for rank, script in enumerate(scripts)][1:]
+        python = tmp_path / "python"  # called with -P -m async_rlhf.run.roles ROLE DIRECTORY ARGUMENTS
+        python.write_text("\n".join(["#!/bin/sh", 'case "$4 $6" in', *cases, f"*) {scripts[0]} ;;", "esac\n"]))
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr("sys.executable", str(python))
+        made.append(Counting(room))
+        launcher = RankLauncher(made[-1], len(scripts), LOOPBACK, lambda node: node, lambda name: tmp_path / f"{name}.log")
+        found = launcher.start(tmp_path, learner_node("ipc:///nowhere", tmp_path / "learner.log"))
+        assert isinstance(found, RankProcesses)
+        return found, made[-1]
+
+    yield start
+    assert all(map(has_ended, (process for each in made for process in each.started)))
+
+
+@pytest.mark.parametrize(
+    ("scripts", "code", "words"),
+    [
+        ((STAY, "kill -9 $$", STAY), 1, "rank 1 ended by signal 9 (SIGKILL)"),
+        ((STAY, STAY, "echo 'fatal: no such device'; exit 3"), 3, "rank 2 ended with code 3 (no such device)"),
+        (("kill -6 $$", STAY), -6, ""),
+        (("echo 'fatal: rank 1 did not come'; exit 1", STAY), 1, "rank 1 did not come"),
+        (("exit 0", STAY, STAY), 0, ""),
+        ((STAY, "exit 0", "exit 1"), 1, "rank 2 ended with code 1"),
+    ],
+)
+def test_one_ranks_end_is_the_end_of_all_and_it_is_named(
+    start: Callable[..., tuple[RankProcesses, Counting]], scripts: tuple[str, ...], code: int, words: str
+) -> None:
+    process, launcher = start(*scripts)
+    assert process.pid == launcher.started[0].pid and len(launcher.started) == len(scripts)
+    wait_for(lambda: process.poll() is not None, "the learner's end")
+    assert (process.poll(), process.last_words()) == (code, words)
+
+
+def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(
+    start: Callable[..., tuple[RankProcesses, Counting]],
+) -> None:
+    process, _ = start(STAY, STAY)
+    wait_for(process.heard, "a beat of both")
+    process.kill()
+    process, _ = start(STAY, "exec sleep 1000", STAY)
+    wait_for(lambda: process.heard() or len(process._heard) == 2, "the beats of two")
+    assert not process.heard() and process.poll() is None
+    process.kill()
+    assert (process.poll(), process.last_words()) == (1, "rank 1 fell silent")
+
+
+def test_a_rank_that_cannot_be_started_leaves_none(start: Callable[..., tuple[RankProcesses, Counting]]) -> None:
+    with pytest.raises(OSError, match="no room"):
+        start(STAY, STAY, STAY, room=2)
+
+
+def test_ranks_are_given_one_free_port_of_the_address(
+    start: Callable[..., tuple[RankProcesses, Counting]], tmp_path: Path
+) -> None:
+    process, _ = start("echo $6 $7; exec sleep 1000", "echo $6 $7; exec sleep 1000")
+    logs = [tmp_path / f"{name}.log" for name in ("learner", "learner-rank-1")]
+    wait_for(lambda: all(log.read_text() for log in logs), "what they were given")
+    process.kill()
+    (hub, meeting), (rank, same) = (log.read_text().split() for log in logs)
+    assert (hub, rank) == ("ipc:///nowhere", "1") and meeting == same and meeting.startswith(f"{LOOPBACK}:")

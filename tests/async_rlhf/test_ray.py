@@ -1,0 +1,185 @@
+"""A run whose actors are on the nodes of a Ray cluster: real raylets on this machine."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.inspect.chaos import Monkey, problems
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.orders import Open
+from async_rlhf.launch.program import Process, actor_node
+from async_rlhf.launch.ray import RayAgent, RayHosts
+from async_rlhf.launch.remote import Connections, RemoteLauncher
+from async_rlhf.run.api import run
+from async_rlhf.run.config import load
+from async_rlhf.run.launching import connect, found_by
+from async_rlhf.run.placing import inventory_of, placement_of, table
+from async_rlhf.run.preparation import prepare
+from tests.async_rlhf.test_supervisor import Heard
+from tests.conftest import QUICK, SMALL, has_ended, toml, wait_for
+
+_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "num_gpus": 8}
+# A lost node is known after a second instead of 13.
+_HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head that holds no agents, and two nodes that pretend to have eight GPUs."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    found = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0, "_system_config": _HEALTH})
+    for _ in range(2):
+        found.add_node(**_NODE)
+    found.wait_for_nodes()
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def launch(cluster: Cluster, tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run on it, with two actors, each on a node of its own."""
+    there = {"launch.kind": "ray", "launch.address": cluster.address, "launch.directory": str(tmp_path / "there")}
+    return {**there, "actors.count": 2, "output_dir": str(tmp_path / "runs")}
+
+
+@pytest.fixture
+def on_ray(small: Any, launch: dict[str, Any]) -> Any:
+    """`on_ray(**overrides)`: the small run there."""
+    return lambda **overrides: small(**{**launch, **overrides})
+
+
+def roles(folder: Path) -> list[psutil.Process]:
+    """The roles that agents have started below this folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "async_rlhf.run.roles" in line and any(word.startswith(str(folder)) for word in line) and not has_ended(process):
+            found.append(process)
+    return found
+
+
+def test_the_quick_run_reaches_its_accuracy_while_a_node_is_lost_and_another_joins(
+    launch: dict[str, Any], cluster: Cluster, tmp_path: Path
+) -> None:
+    """Meanwhile chaos ends an actor and an agent on the nodes."""
+    lost, back = list[str](), list[str]()
+
+    def step() -> None:
+        actors = {name: supervisor._children[name] for name in ("actor-0", "actor-1")}
+        if not lost and all(child._progressed for child in actors.values()):
+            own = ray.get_runtime_context().get_node_id()  # of the supervisor: it would end with its node
+            cluster.remove_node(next(node for node in cluster.worker_nodes if node._node_id != own), allow_graceful=False)
+            lost.append("a node")
+        elif lost and not back and (events := [text for text in heard.events if "is lost" in text]):
+            if "no node of the cluster is free" in events[-1] and len(cluster.worker_nodes) == 1:
+                cluster.add_node(**_NODE)
+            name = events[0].split()[0]
+            if len(cluster.worker_nodes) == 2 and actors[name].process is not None and actors[name]._progressed:
+                back.append(name)
+                stack.enter_context(monkey)
+
+    heard = Heard(step)
+    own = {"max_steps": 80, "evaluation.at_start": False, "actors.restart_backoff_s": 0.2, "launch.lost_after_s": 3.0}
+    config = load(QUICK, {**launch, **own})
+    supervisor, run = prepare(config, progress=heard)
+
+    def away() -> dict[str, Process]:
+        return {name: process for name, process in supervisor.processes().items() if name.startswith("actor-")}
+
+    monkey = Monkey(away, lambda: supervisor.num_records, 2, 4, agents=supervisor.agents)
+    with ExitStack() as stack:
+        assert supervisor.run()
+    assert len(back) == 1 and len(monkey.blows) == 2, heard.events
+    assert problems(run, config) == []
+    assert run.read_evaluations()[-1]["accuracy"] >= 0.9
+    assert not ray.is_initialized()
+    wait_for(lambda: not roles(tmp_path / "there"), "every role to end", 60)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["contents"]
+    written = run.config()
+    assert written.security.keys == str(run.path / "keys") and not written.address.startswith("tcp://127.")
+
+
+def test_at_bound_zero_ray_and_this_machine_make_the_same_weights(on_ray: Any) -> None:
+    settings = {"queue.max_staleness": 0, "max_steps": 20, "checkpoint.save_every": 20, "learner.learning_rate": 1e-3}
+    here, there = (run(on_ray(**settings, name=kind, **{"launch.kind": kind}), quiet=True).run_dir for kind in ("local", "ray"))
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        assert (here / "checkpoints/step_000020" / name).read_bytes() == (there / "checkpoints/step_000020" / name).read_bytes()
+
+
+def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_same(
+    on_ray: Any, launch: dict[str, Any], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight pretended GPUs a node; the processes only write down what they see."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "sees ${CUDA_VISIBLE_DEVICES-all}"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+
+    class Pretending(RayAgent):
+        def __init__(self) -> None:
+            sys.executable = str(python)
+            super().__init__()
+
+    monkeypatch.setattr("async_rlhf.launch.ray.RayAgent", Pretending)
+    third = cluster.add_node(**_NODE)
+    overrides = {"engine.device": "cuda", "actors.count": "fill", "launch.nodes": 4}
+    config = on_ray(**overrides)
+    connections = Connections(
+        RayHosts(cluster.address, 4, None, 60.0, on_gpus=True),
+        Open(directory=config.launch.directory, lost_after_s=30.0, accelerators=True),
+        start_timeout_s=60.0,
+    )
+    connections.check()
+    hosts, remarks = found_by(connections)
+    assert [(host.name, host.devices) for host in hosts] == [(f"ray-{number}", 8) for number in range(4)]
+    assert remarks[1] == "not there yet, and taken to be like ray-0: ray-3"
+    inventory = inventory_of(config, hosts)
+    placement = placement_of(config, inventory)
+    launcher = RemoteLauncher(LocalLauncher(), connections)
+
+    def seen(number: int) -> tuple[str, str]:
+        node = placement.placed(actor_node("", number, tmp_path / f"{number}.log"))
+        if node.host == "ray-3":
+            return node.host, f"sees {node.devices[0]}"  # type: ignore[index]
+        process = launcher.start(tmp_path, node)
+        wait_for(lambda: process.poll() is not None, f"the end of {node.name}")
+        return node.host, process.last_words()
+
+    assert {seen(number) for number in range(placement.num_actors)} == {
+        (host.name, f"sees {device}") for host in hosts for device in range(8)
+    }
+    launcher.close()
+    sets = [word for key, value in {**SMALL, **launch, **overrides}.items() for word in ("--set", f"{key}={toml(value)}")]
+    checked = CliRunner().invoke(app, ["check", str(QUICK), *sets])
+    assert checked.exit_code == 0, checked.output
+    for line in (*remarks, *table(config, inventory, placement)):
+        assert line in checked.output.splitlines()
+    cluster.remove_node(third)
+
+
+def test_a_cluster_that_cannot_be_used_is_refused(on_ray: Any, cluster: Cluster) -> None:
+    for address, message in (
+        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("nowhere", "no Ray cluster answers there"),
+        ("ray://127.0.0.1:10001", "is a Ray Client's"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            connect(on_ray(**{"launch.address": address}))

@@ -1,0 +1,109 @@
+"""The tracker: sends everything at least once, goes on where it was, and can stop no run. Real processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.evaluation import record_evaluation
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.tracker import Tracker, check_tracking
+from async_rlhf.run.tracking import measures
+from async_rlhf.run.watching import TrackingConfig
+from tests.conftest import wait_for
+
+
+class Supervised:
+    """A tracker of a run directory in which steps appear as if there were a learner."""
+
+    def __init__(self, config: Any, sockets: Path) -> None:
+        self.run, self.events = RunDir.create(config), list[str]()
+        self.run.announce(sockets)
+        self.tracker = Tracker(config, self.run, self.run.launcher, self.events.append, time.monotonic)
+
+    def steps(self, *steps: int) -> None:
+        with self.run.metrics.open("a") as file:
+            file.writelines(json.dumps({"step": step, "time": 1e9 + step, "reward": step / 10}) + "\n" for step in steps)
+
+    def wait_until_sent(self, step: int) -> None:
+        def look() -> bool:
+            self.tracker.look()
+            return self.run.tracked.exists() and json.loads(self.run.tracked.read_text())["step"] == step
+
+        wait_for(look, f"step {step} to be sent", 60)
+
+    def end(self) -> None:
+        self.run.withdraw()
+        self.tracker.finish(stop=lambda: False)
+        self.run.retire()
+
+    def shown(self) -> list[tuple[int, str, float]]:
+        files = sorted((self.run.path / "tensorboard").iterdir())
+        events = [event for file in files for event in EventFileLoader(str(file)).Load()]
+        return [(e.step, value.tag, round(value.tensor.float_val[0], 3)) for e in events for value in e.summary.value]
+
+
+@pytest.fixture
+def supervised(small: Callable[..., Any], tmp_path: Path) -> Callable[..., Supervised]:
+    def make(kind: str, **more: Any) -> Supervised:
+        return Supervised(small(**{"tracking.kind": kind, **more}), tmp_path)
+
+    return make
+
+
+def test_a_killed_tracker_goes_on_where_it_was(supervised: Callable[..., Supervised]) -> None:
+    run = supervised("tensorboard")
+    run.steps(1, 2)
+    run.wait_until_sent(2)
+    process = run.tracker._child.process
+    assert process is not None
+    process.kill()
+    run.steps(3)
+    record_evaluation(run.run, {"label": "step", "step": 2, "mean_reward": 0.5, "missing": "text", "samples": [1]})
+    run.wait_until_sent(3)
+    run.end()
+    assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3), (2, "evaluation/mean_reward", 0.5)]
+    assert len(run.events) == 1 and "ended with code -9" in run.events[0]
+
+
+def test_a_tracker_that_always_fails_is_told_of_twice_and_stops_nothing(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = supervised("tensorboard")
+    monkeypatch.setattr("async_rlhf.run.tracker._FIRST_PAUSE_S", 0.0)
+    (run.run.path / "tensorboard").write_text("in the way")
+    run.steps(1)
+    wait_for(lambda: not run.tracker.look(), "the tracker to be given up", 120)
+    run.end()
+    assert len(run.events) == 2 and "given up after 6 times" in run.events[1], run.events
+
+
+def test_weights_and_biases_writes_offline_without_a_network(supervised: Callable[..., Supervised]) -> None:
+    run = supervised("wandb", **{"tracking.mode": "offline"})
+    run.steps(1, 2)
+    run.wait_until_sent(2)
+    run.end()
+    assert run.events == [], run.run.log("tracker").read_text()
+    [written] = (run.run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"reward" in written.read_bytes()
+
+
+def test_what_is_sent_of_a_record_are_its_finite_numbers() -> None:
+    record = {"step": 3, "time": 1.0, "loss": 0.5, "applied": True, "nan": float("nan"), "groups": [1], "none": None}
+    assert dict(measures({**record, "sampled": {"pass_at": {"4": 0.25}}})) == {
+        "loss": 0.5, "applied": 1.0, "sampled/pass_at/4": 0.25,
+    }  # fmt: skip
+
+
+def test_a_service_whose_library_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tracking(TrackingConfig())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[wandb\]'"):
+        check_tracking(TrackingConfig(kind="wandb"))

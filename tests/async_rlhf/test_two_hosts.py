@@ -1,0 +1,170 @@
+"""Runs on two hosts. B has a relay and a clock five minutes ahead: its cable is pulled for a moment and for long, its relay
+dies, its disk is full, it dies. And B has a learner rank, and dies and comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.transport import keys, link
+from async_rlhf.cli.commands import app
+from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf import two_hosts
+from tests.async_rlhf.test_hosts import assert_times_are_aligned, times_relayed
+from tests.async_rlhf.two_hosts import AHEAD_S, A, B, TwoHosts, clock_ahead
+from tests.conftest import wait_for
+
+OBSTACLE = two_hosts.obstacle()
+pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+PORT = 5555  # of a network that nobody else is in
+SHORT_S = 3.0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    (tmp_path / "b").mkdir()
+    made = TwoHosts(tmp_path / "b", "4m")
+    yield made
+    made.close()
+
+
+def actors(run: RunDir) -> dict[str, Any]:
+    """What the hub says of its actors; it is asked over its socket, which is a file."""
+    asked = CliRunner().invoke(app, ["status", str(run.path), "--json"])
+    return dict(json.loads(asked.output)["hub"].get("actors", {})) if asked.exit_code == 0 else {}
+
+
+def far(run: RunDir, key: str) -> list[Any]:
+    """Of B's actors; empty as long as the hub does not know them both."""
+    known = actors(run)
+    return [known[name][key] for name in ("actor-1", "actor-2")] if {"actor-1", "actor-2"} <= known.keys() else []
+
+
+def is_heard(run: RunDir) -> bool:
+    return max(far(run, "silent_s"), default=60) < 1
+
+
+def on_b(training: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
+    """The agent and its roles, which are called by their log's name."""
+    found = {}
+    for agent in psutil.Process(training.pid).children():
+        if "async_rlhf.launch.agent" in agent.cmdline():
+            found["agent"] = agent
+            found |= {Path(role.cmdline()[5]).name: role for role in agent.children() if len(role.cmdline()) > 5}
+    return found
+
+
+def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
+    hosts: TwoHosts, small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    keys.create(tmp_path / "keys", [], link.new_pair)
+    clock = f"PYTHONPATH={clock_ahead(tmp_path / 'clock', AHEAD_S)}"
+    agent = hosts.command_from_another(hosts.b, ["env", clock, sys.executable, "-m", "async_rlhf.launch.agent"])
+    overrides = {
+        "address": f"tcp://{A}:{PORT}", "security.keys": str(tmp_path / "keys"),
+        "launch.kind": "hosts", "launch.hosts": ["b"], "launch.command": agent,
+        "launch.directory": str(tmp_path / "b" / "there"), "actors.count": 3, "actors.restart_backoff_s": 0.5,
+        "placement.hosts": [{"cpus": 3}, {"name": "b", "cpus": 2}], "max_steps": 100_000,
+        "queue.lease_s": 2 * SHORT_S, "checkpoint.save_every": 1000,
+    }  # fmt: skip
+    arguments = [sys.executable, "-m", "async_rlhf", *small_arguments(**overrides)]
+    with (tmp_path / "output").open("w") as output:
+        training = subprocess.Popen(
+            hosts.command(hosts.a, arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        run = RunDir(wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent)
+        wait_for(lambda: all(found := far(run, "groups")) and found, "groups on the other host")
+        assert times_relayed(run) == 1
+        before = on_b(training)
+        assert {"agent", "actor-1", "actor-2", "relay-1"} <= before.keys()
+
+        hosts.cut()
+        wait_for(lambda: min(far(run, "silent_s"), default=0) > SHORT_S, "a short silence")
+        hosts.heal()
+        wait_for(lambda: is_heard(run), "the other host's voice")
+
+        hosts.cut()
+        wait_for(lambda: not any(far(run, "groups")), "the end of their leases")
+        step = len(run.read_metrics())
+        wait_for(lambda: len(run.read_metrics()) > step + 1, "steps without the other host")
+        hosts.heal()
+        wait_for(lambda: all(found := far(run, "groups")) and found, "new groups on the other host")
+
+        before["relay-1"].kill()
+        wait_for(lambda: times_relayed(run) == 2, "both actors behind another relay")
+        wait_for(lambda: is_heard(run) and all(far(run, "groups")), "groups through it")
+
+        hosts.fill_disk(tmp_path / "b")
+        step = len(run.read_metrics())
+        wait_for(lambda: len(run.read_metrics()) > step + 1 and is_heard(run), "steps with a full disk")
+        now = on_b(training)
+        assert all(now[name] == before[name] for name in ("agent", "actor-1", "actor-2")), "they are the same processes"
+        assert now["relay-1"] != before["relay-1"]
+
+        before["agent"].kill()
+        wait_for(lambda: not any(far(run, "groups")), "its groups for others")
+        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+        assert training.wait(timeout=300) == 0, (tmp_path / "output").read_text()
+    finally:
+        training.kill()
+        training.wait()
+    ledger = run.read_ledger()["ledger"]
+    metrics = run.read_metrics()
+    assert ledger["closes"] and ledger["quarantined"] == 0
+    assert ledger["trained"] == len(metrics) * run.config().groups_per_batch
+    assert max(record["staleness/violations"] for record in metrics) == 0
+    assert_times_are_aligned(run, "actor-1")
+
+
+def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoint_when_it_is_back(
+    hosts: TwoHosts, small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    down = tmp_path / "down"
+    script = f'test -e {down} && echo "no route to B" >&2 && exit 1; exec "$@"'
+    agent = hosts.command_from_another(hosts.b, [sys.executable, "-m", "async_rlhf.launch.agent"])
+    overrides = {
+        "launch.kind": "hosts", "launch.hosts": [B], "launch.interface": "ea", "launch.directory": str(tmp_path / "b"),
+        "launch.command": ["sh", "-c", script, "sh", *agent],
+        "placement.hosts": [{"cpus": 4}, {"name": B}], "placement.learner_hosts": ["", B], "learner.ranks": 2,
+        "actors.count": 1, "actors.restart_backoff_s": 0.2, "max_steps": 100_000,
+    }  # fmt: skip
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        training = subprocess.Popen(
+            hosts.command(hosts.a, [sys.executable, "-m", "async_rlhf", *small_arguments(**overrides)]),
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        run = RunDir(wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent)
+        wait_for(lambda: run.latest.exists() and len(run.read_metrics()) > 2, "a checkpoint and a step after it")
+        down.touch()
+        for each in psutil.Process(training.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # what those that are killed had started ends too
+                if "async_rlhf.launch.agent" in each.cmdline() or "learner_rank" in each.cmdline():
+                    each.kill()
+        lost = f"learner is lost: rank 1: host '{B}': its command (sh) ended with code"
+        wait_for(lambda: f"{lost} 1 and said: no route to B" in output.read_text(), "another start on the host that is down")
+        assert f"{lost} -9 and said: nothing" in output.read_text()
+        down.unlink()
+        step = len(run.read_metrics())
+        wait_for(lambda: len(run.read_metrics()) > step + 2, "steps with both hosts")
+        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+        assert training.wait(timeout=300) == 0, output.read_text()
+    finally:
+        training.kill()
+        training.wait()
+    metrics = run.read_metrics()
+    assert "over ea" in run.log("learner").read_text() and "over eb" in run.log("learner-rank-1").read_text()
+    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert run.read_ledger()["ledger"]["closes"] and "starting it again" not in output.read_text()

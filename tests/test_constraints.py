@@ -1,0 +1,34 @@
+"""The tested set of versions fits together on every supported Python, with vLLM's own requirements among the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PINS = {
+    canonicalize_name(name): version
+    for name, equals, version in (line.strip().partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    if equals
+}
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_no_installed_package_declares_what_the_pins_exclude(python: str) -> None:
+    """So that `pip install -c constraints.txt '.[vllm]'` can be resolved: its CPU build declares what the other one does."""
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+    excluded, checked = [], 0
+    for distribution in importlib.metadata.distributions():
+        for text in distribution.requires or ():
+            requirement = Requirement(text.replace("+cpu", ""))
+            pin = PINS.get(canonicalize_name(requirement.name))
+            if pin is None or (requirement.marker and not requirement.marker.evaluate(environment)):
+                continue
+            checked += 1
+            if pin not in requirement.specifier:
+                excluded.append(f"{distribution.name} wants {text}, pinned is {pin}")
+    assert checked > 300 and not excluded
