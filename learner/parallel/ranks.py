@@ -1,7 +1,8 @@
 """The processes that share a gradient: who they are, what they send each other, and who is to blame when one is missing.
 
     owns        the process group (gloo, and nccl beside it on cuda), the store in which ranks find each other: rank 0 serves it
-    waits for   every other rank, at each collective, for `timeout_s`; a worker rank for its next command, for `idle_timeout_s`
+    waits for   every other rank, at each collective, command and report, for `timeout_s`; a worker rank for its next command,
+                for `idle_timeout_s`
     woken by    the last rank to arrive, or the end of a connection
     on close    the group is left
 
@@ -48,6 +49,7 @@ class Ranks:
         self._count = 0
         self._store: Any = None
         self._control: Any = None
+        self._timeout = self._idle = timedelta(0)
 
     @classmethod
     def join(
@@ -70,7 +72,7 @@ class Ranks:
             return ranks
         take_device(device, rank)  # before the group: nccl binds it to the device that is current
         with ranks.named("the meeting of the ranks", counted=False):
-            timeout, idle = timedelta(seconds=timeout_s), timedelta(seconds=idle_timeout_s)
+            timeout, idle = ranks._timeout, ranks._idle = timedelta(seconds=timeout_s), timedelta(seconds=idle_timeout_s)
             ranks._store = _store(rank, size, meeting, idle)
             ranks._await_all("here", idle)
             backend = communication(device, interface)
@@ -148,7 +150,7 @@ class Ranks:
     def commanded(self) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """Worker ranks: rank 0's next command."""
         with self.named("rank 0's next command", counted=False):
-            return self._receive(0)
+            return self._receive(0, self._idle)
 
     def close(self) -> None:
         if self.size > 1:
@@ -160,14 +162,15 @@ class Ranks:
         text = json.dumps({"header": header, "parts": [_shapes(part) for part in parts]}).encode()
         body = [t.contiguous().reshape(-1).view(torch.uint8) for part in parts for t in part.values() if t.numel()]
         payload = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), *body])
-        dist.send(torch.tensor([len(text), len(payload)]), to, group=self._control)
-        dist.send(payload, to, group=self._control)
+        for tensor in (torch.tensor([len(text), len(payload)]), payload):
+            _finish(dist.isend(tensor, to, group=self._control), self._timeout)
 
-    def _receive(self, source: int) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    def _receive(self, source: int, timeout: timedelta | None = None) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+        """timeout: for the beginning; the rest comes in the time of any collective."""
         sizes = torch.zeros(2, dtype=torch.int64)
-        dist.recv(sizes, source, group=self._control)
+        _finish(dist.irecv(sizes, source, group=self._control), timeout or self._timeout)
         payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
-        dist.recv(payload, source, group=self._control)
+        _finish(dist.irecv(payload, source, group=self._control), self._timeout)
         start = int(sizes[0])
         message = json.loads(payload[:start].numpy().tobytes())
         parts: list[dict[str, Tensor]] = []
@@ -219,6 +222,12 @@ def _store(rank: int, size: int, meeting: str, timeout: timedelta) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+
+
+def _finish(work: dist.Work | None, timeout: timedelta) -> None:
+    """Raises RuntimeError when the other rank takes longer."""
+    assert work is not None  # it is for ranks outside the group alone
+    work.wait(timeout)
 
 
 def _shapes(tensors: Tensors) -> dict[str, list[Any]]:

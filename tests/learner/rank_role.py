@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def make(job: dict[str, Any], ranks: Ranks | None) -> RankParts:
 
 def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `rehearse` two that
-    are not made before each), save."""
+    are not made before each; a `pause` after that one until there is a file `go`), save."""
     out.mkdir()
     if "load" in job:
         backend.load(Path(job["load"]))
@@ -50,6 +51,8 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")
             sys.stdout.flush()
+        while job.get("pause") == step and not (out.parent / "go").exists():
+            time.sleep(0.02)
     backend.save(out)
     tensors = backend.tensors()
     reference = backend.machine._reference
@@ -71,7 +74,9 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
 
 def main(rank: int, size: int, meeting: str, directory: Path) -> None:
     plan = json.loads((directory / "plan.json").read_text())
-    ranks = Ranks.join(rank, size, meeting, timeout_s=plan[0].get("timeout_s", 60.0), idle_timeout_s=60.0)
+    ranks = Ranks.join(
+        rank, size, meeting, timeout_s=plan[0].get("timeout_s", 60.0), idle_timeout_s=plan[0].get("idle_timeout_s", 60.0)
+    )
     for job in plan:
         parts = make(job, ranks)
         if rank > 0:

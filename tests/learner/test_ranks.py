@@ -302,12 +302,15 @@ def test_adapters_go_on_from_a_checkpoint_of_another_backend_and_leave_alone(alo
         assert np.abs(merged - whole[name].numpy()).max() < WEIGHTS
 
 
-def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path) -> None:
-    plan = [{"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 5.0, "watch": True}]
-    with processes(tmp_path, plan) as (leader, follower):
+@pytest.mark.parametrize("where", ["between two steps", "wherever it is"])
+def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path, where: str) -> None:
+    job = {"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 5.0, "idle_timeout_s": 600.0}
+    job |= {"watch": True, "pause": 3 if where == "between two steps" else None}
+    with processes(tmp_path, [job]) as (leader, follower):
         log = tmp_path / "0.log"
         wait_for(lambda: "step 3\n" in log.read_text(), "the third step")
         follower.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
         assert leader.wait(timeout=60) != 0
     assert "RankLostError" in log.read_text() and "rank 1 did not come" in log.read_text()
 
