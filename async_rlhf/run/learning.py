@@ -40,6 +40,7 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
             checkpoint=config.checkpoint,
             max_steps=config.max_steps,
             max_staleness=config.queue.max_staleness,
+            exact=config.queue.exact,
             composition=config.rewards.composition,
             max_failed_ratio=config.rewards.max_failed_ratio,
             sampled_groups=config.sampled_groups,

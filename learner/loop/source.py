@@ -74,15 +74,25 @@ class SourceSession:
     """Keeps a source informed of the learner's step, weights and checkpoints, also when the hub is restarted in between.
 
     Weights travel while the next step is made: a copy of them, which is at the hub before that step is reported as done. Only
-    those that a registration begins with are waited for at once.
+    those that a registration begins with are waited for at once, and every version in exact mode: later groups are made by it,
+    and a hub that dies before it has them whole could not be given them again.
 
     After a restart every call is left out until the next `take`, whose registration carries the present step and commit.
     """
 
     def __init__(
-        self, source: BatchSource, backend: Backend, recording: Recording, *, step: int, committed: int, max_steps: int
+        self,
+        source: BatchSource,
+        backend: Backend,
+        recording: Recording,
+        *,
+        step: int,
+        committed: int,
+        max_steps: int,
+        exact: bool,
     ) -> None:
-        self._source, self._backend, self._recording, self._max_steps = source, backend, recording, max_steps
+        self._source, self._backend, self._recording = source, backend, recording
+        self._max_steps, self._exact = max_steps, exact
         self._registered = False
         self._committed = committed
         self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
@@ -124,7 +134,7 @@ class SourceSession:
 
     def publish(self, step: int) -> None:
         """Begin to publish the weights after `step` steps."""
-        self._inform(lambda: self._publish(step))
+        self._inform(lambda: self._publish(step, whole=self._exact))
 
     def commit(self, step: int) -> None:
         """Give up what was trained on before `step`."""
@@ -141,17 +151,19 @@ class SourceSession:
         self._source.register(step, self._committed)
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
         if step < self._max_steps:
-            self._publish(step).wait()
-            self._publication = None
+            self._publish(step, whole=True)
         self._registered = True
 
-    def _publish(self, step: int) -> Publication:
+    def _publish(self, step: int, *, whole: bool) -> None:
+        """whole: wait until the hub has it."""
         began = time.monotonic()
         tensors, canary = self._backend.tensors(), self.canary(step)
-        self._publication = publication = self._source.begin_publish(step, tensors, canary)
+        publication = self._source.begin_publish(step, tensors, canary)
+        if whole:
+            publication.wait()
+        self._publication = None if whole else publication
         self.published = step
         self.broadcast_s += time.monotonic() - began
-        return publication
 
     def canary(self, step: int) -> Canary:
         """Of the weights after `step` steps. Raises NonFiniteError where they are of no use any more."""

@@ -70,6 +70,8 @@ class TrainerConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     lowest_staleness: int = 0
     """The smallest staleness the guard may set as target: below it the run would wait forever."""
+    exact: bool = False
+    """Whether each group is made by one certain version."""
     evaluate_every: int = 0
     """Steps between two evaluations, each of which has a checkpoint; 0: none."""
     mismatch_limit: float = math.inf
@@ -111,7 +113,13 @@ class Trainer:
             _log.info("resumed at step %d from %s", self.step, path)
         self._recording = Recording(directory)
         self._session = SourceSession(
-            source, backend, self._recording, step=self.step, committed=self._writer.floor, max_steps=config.max_steps
+            source,
+            backend,
+            self._recording,
+            step=self.step,
+            committed=self._writer.floor,
+            max_steps=config.max_steps,
+            exact=config.exact,
         )
         self._safeguards = Safeguards(config.limits)
         self._staleness = StalenessController(config.guard, config.lowest_staleness, config.max_staleness)
