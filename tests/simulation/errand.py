@@ -83,7 +83,8 @@ class SimPublication(Publication):
 
     def _start(self, run: Callable[[], None]) -> None:
         self.errand = Errand(run, self._within)
-        self._world.after(self._world.rng.uniform(0.0, 0.02), "publication", self.errand.resume)
+        longest = self._world.rng.choice((0.02, 0.02, 0.2))  # a large set is still on its way when the step is done
+        self._world.after(self._world.rng.uniform(0.0, longest), "publication", self.errand.resume)
 
     def _await(self, event: threading.Event) -> None:
         while not event.is_set():

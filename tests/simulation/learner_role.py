@@ -46,6 +46,7 @@ class LearnerRole:
         self, hub: HubRole, seed: int, *, max_steps: int, publish_every: int, save_every: int, keep_last: int, poison: float
     ) -> None:
         self._hub, self._world = hub, hub.world
+        self.trains = False
         self._poisonous = lambda number: Random(f"poison {seed} {number}").random() < poison
         self._max_steps, self._publish_every, self._save_every = max_steps, publish_every, save_every
         self._keep_last, self._choice = keep_last, Random(f"goes back {seed}")
@@ -120,13 +121,13 @@ class LearnerRole:
             self._hub.address, timeout_s=TIMEOUT_S, connect=lambda _, name: links[name], weights=self._hub.weights,
             start=self._begin_publication,
         )  # fmt: skip
-        self._registered = False
+        self._registered = self.trains = False
         while True:
             try:
                 if not self._registered:
                     self._client.register(self._step, self._committed)
                     if self._step < self._max_steps:
-                        self._publish().wait()
+                        self._publish(whole=True)
                     self._registered = True
                 batch = self._client.take(self._step)
                 if isinstance(batch, SuspectGroup):
@@ -144,15 +145,16 @@ class LearnerRole:
             if isinstance(batch, str):
                 break
             self._hub.observer.trained(self._step, batch.groups, seen)
+            self.trains = True
             self.turn_until(world.now + rng.uniform(0.005, 0.05))
             for group in batch.groups:
                 self._digest(group.number)
             seen = (*seen, *(group.number for group in batch.groups))
             step = self._step
             self._tell(lambda: self._client.trained(step))  # noqa: B023  (called at once)
-            self._step = step + 1
+            self._step, self.trains = step + 1, False
             if self._step % self._publish_every == 0 and self._step < self._max_steps:
-                self._tell(self._publish)
+                self._tell(lambda: self._publish(whole=self._hub.bound.exact))
             if self._step % self._save_every == 0 or self._step == self._max_steps:
                 self._save(seen)
         if self._step > max((step for step, _ in self._kept), default=0):
@@ -212,11 +214,14 @@ class LearnerRole:
         self.errand = self.weight_link.errand = publication.errand
         return publication
 
-    def _publish(self) -> Publication:
+    def _publish(self, *, whole: bool) -> None:
+        """whole: wait until the hub has it, as `async_rlhf.learner.loop.source` does."""
         content = np.full(3, self._step, "<i4").tobytes()
         moving = {name: RawTensor("int32", (3,), content) for name in ("w", "b")}
         tensors = {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())}
-        return self._client.begin_publish(self._step, tensors)
+        publication = self._client.begin_publish(self._step, tensors)
+        if whole:
+            publication.wait()
 
     def _tell(self, operation: Callable[[], object]) -> None:
         if not self._registered:

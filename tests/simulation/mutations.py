@@ -1,4 +1,4 @@
-"""Sixteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
+"""Seventeen defects to plant, each a mistake that could really be made: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from async_rlhf.buffers.weights.cache import WeightCache
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
+from tests.simulation.learner_role import LearnerRole
 from tests.simulation.memory import Machine, SimMemory
 
 
@@ -243,6 +244,12 @@ def finish_a_step_before_the_weights_are_there() -> AbstractContextManager[Any]:
     return patch.object(LearnerClient, "trained", trained)
 
 
+def go_on_while_a_version_may_be_lost() -> AbstractContextManager[Any]:
+    """In exact mode, too, the next step begins before the hub has the version of the one before."""
+    honest = LearnerRole._publish
+    return patch.object(LearnerRole, "_publish", lambda self, *, whole: honest(self, whole=whole and not self._registered))
+
+
 MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     skip_an_fsync,
     forget_a_dedup,
@@ -260,4 +267,5 @@ MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     call_a_missing_page_damage,
     blame_the_first_of_the_batch,
     finish_a_step_before_the_weights_are_there,
+    go_on_while_a_version_may_be_lost,
 )

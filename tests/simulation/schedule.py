@@ -43,6 +43,8 @@ _KINDS = (
     "load",
     "stuck",
     "double",
+    "publication",
+    "publication",
 )
 
 
@@ -205,6 +207,8 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
         case "hub" if fault.amount < 0.4:
             if hub.exchange is not None:
                 hub.kill()
+        case "publication":
+            _kill_while_weights_travel(world, hub, learner, world.now + 1.0)
         case "hub":
             hub.disk.fuse = int((fault.amount - 0.4) * 20)
         case "learner":
@@ -234,6 +238,13 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             slowed = links[fault.victim % len(links)]
             slowed.slow = 1 + 60 * fault.amount
             world.after(2.0, f"{slowed.name} is fast again", lambda: setattr(slowed, "slow", 1.0))
+
+
+def _kill_while_weights_travel(world: World, hub: HubRole, learner: LearnerRole, until: float) -> None:
+    if learner.trains and learner.errand is not None and not learner.errand.is_over and hub.exchange is not None:
+        hub.kill()
+    elif world.now < until:
+        world.after(0.005, "a publication?", lambda: _kill_while_weights_travel(world, hub, learner, until))
 
 
 def _calm(world: World, hub: HubRole, relay: RelayRole) -> None:

@@ -33,6 +33,7 @@ FOUND_BY = {
     "blame_the_first_of_the_batch": {"guilt"},
     "serve_another_set_under_the_name": {"truth"},
     "finish_a_step_before_the_weights_are_there": {"refused"},
+    "go_on_while_a_version_may_be_lost": {"progress"},
     "write_what_others_map": {"truth", "crash", "refused"},
 }
 
@@ -99,5 +100,5 @@ def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
     totals = Counter[str]()
     for seed in range(60):
         totals.update(schedule.run(seed).hub.get("weights", {}))
-    assert totals["deltas"] > totals["sets"] / 2
+    assert totals["deltas"] > totals["sets"] / 3
     assert totals["dropped_actors"] > 0
