@@ -15,6 +15,8 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_dir import RunDir
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
 _STYLES = ("-", ":", "--")
@@ -95,8 +97,8 @@ def picture(runs: Sequence[Curves]) -> Any:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    scale = colormaps["tab10" if len(runs) <= 10 else "tab20"]
-    pens = [_Pen(scale(i % scale.N), width) for i, width in enumerate(_widths(len(runs)))]
+    palette = COLOURS if len(runs) <= len(COLOURS) else [colormaps["tab20"](i) for i in range(20)]
+    pens = [_Pen(palette[i % len(palette)], width) for i, width in enumerate(_widths(len(runs)))]
     panels = [panel for panel in PANELS if any(any(True for _ in points(run.steps, m)) for run in runs for m in _of(panel))]
     judged = any(True for run in runs for name in _EVALUATED.values() for _ in points(run.evaluations, name))
     num_panels = len(panels) + judged
