@@ -21,6 +21,8 @@ def report(directory: Path, html: Path | None, say: Callable[[str], None]) -> li
     directory: of a sweep's results (with cells/*.json), or of one run, which may live. Raises ConfigError for any other, for a
     run without a step, and where nothing can be written; DamagedError.
     """
+    if html is not None and not html.parent.is_dir():
+        raise ConfigError(f"--html {str(html)!r}: the folder {str(html.parent)!r} does not exist; make it, or choose another")
     try:
         if holds_cells(directory):
             return pages.write(read_sweep(directory), directory, say, html)

@@ -6,6 +6,7 @@ matplotlib everything but the picture. Called by `command`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> 
         result = read_cell(Cell(run.config(), {}), run.path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    command = f"async-rlhf report {run.path}"
+    command = shlex.join(["async-rlhf", "report", str(run.path)])
     drawn = _draw(run, result, command, say)
     end = run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason

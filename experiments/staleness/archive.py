@@ -9,6 +9,7 @@ All of it may be moved, and is enough to make every table and picture again. Cal
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ def read_sweep(directory: Path) -> Archive:
     if not any(not result.failure for result in found):
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
-    command, sweep = _read(path) if path.exists() else (f"async-rlhf report {directory}", _grid_of(directory, found))
+    command, sweep = (
+        _read(path) if path.exists() else (shlex.join(["async-rlhf", "report", str(directory)]), _grid_of(directory, found))
+    )
     places = {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
     cells = {_place(result, sweep, places): result for result in reversed(found) if _belongs(result, sweep, places)}
     if not any(not result.failure for result in cells.values()):

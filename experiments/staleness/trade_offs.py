@@ -135,7 +135,7 @@ def _draw_to_sampler(axes: Any, settings: Settings) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), marker, color=setting.colour, markersize=6, alpha=0.85)
     axes.set(
-        title="Held-out reward over the divergence\nfrom the sampling policy, a mark a run",
+        title="Held-out reward over KL to the sampling policy\na mark a run",
         xlabel="KL(sampler, learner), mean over steps [nats a token]",
         ylabel="held-out reward, end",
     )
@@ -147,7 +147,7 @@ def _draw_to_reference(axes: Any, settings: Settings) -> None:
             kls, rewards = zip(*points, strict=True)
             axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
     axes.set(
-        title="Held-out reward over the divergence\nfrom the reference, a line a run through its evaluations",
+        title="Held-out reward over KL to the reference\na line a run, through its evaluations",
         xlabel="KL(policy, reference) [nats a token]",
         ylabel="held-out reward",
     )
