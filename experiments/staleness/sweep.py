@@ -117,7 +117,7 @@ def run_sweep(
     results = list(_results(all_jobs, failures))
     keep_failed(results, sweep.results_dir)
     if finished(results):
-        *_, markdown, _ = write(Archive(sweep, command, results), sweep.results_dir, say)
+        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results)), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
         text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())

@@ -69,7 +69,7 @@ def sweep(measured: CellResult, tmp_path: Path) -> Path:
             end = HeldOut(0.8 - 0.1 * bound + 0.01 * seed * (1 + bound), None)
             cell = replace(
                 measured, cell=f"b{bound}_{seed}", setting=(("queue.max_staleness", bound),), seed=seed, bound=1,
-                held_out_end=end, rewards=tuple(None if each is None else each - 0.05 * bound * seed for each in measured.rewards),
+                held_out_end=end, rewards=tuple((each or 0.0) - 0.05 * bound * seed for each in measured.rewards),
             )  # fmt: skip
             keep(cell, config.kept(cell.cell))
     return directory
@@ -178,7 +178,7 @@ def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(smal
         report(tmp_path, None, [].append)
     with pytest.raises(ConfigError, match="has no finished step"):
         report(RunDir.create(small()).path, None, [].append)
-    with pytest.raises(ConfigError, match="--html .* does not exist"):
+    with pytest.raises(ConfigError, match=r"--html .* does not exist"):
         report(sweep, tmp_path / "no" / "page.html", [].append)
     (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')
     with pytest.raises(DamagedError, match=r"sweep\.json describes no sweep"):
