@@ -92,8 +92,8 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
 
 
-def picture(runs: Sequence[Curves]) -> Any:
-    """A matplotlib figure."""
+def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
+    """A matplotlib figure. title: above it, instead of the names of the runs."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -114,6 +114,9 @@ def picture(runs: Sequence[Curves]) -> Any:
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
         place.set_xlim(-0.03 * last, 1.03 * last)
+    if title is not None:
+        figure.suptitle(title, fontsize="medium", wrap=True)
+        return figure
     handles = [_line(pen, "-", run.name) for run, pen in zip(runs, pens, strict=True)]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     return figure

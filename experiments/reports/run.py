@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import plain, svg, table, to_html
-from async_rlhf.experiments.staleness.analyze import CellResult, checks, read_cell
+from async_rlhf.experiments.staleness.analyze import CellResult, checks_of_each, read_cell
 from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.run_dir import RunDir
@@ -60,7 +60,9 @@ def render(result: CellResult, command: str, how: str, drawn: str | None) -> str
         table([["age", "tokens", "share"], *_ages(result)]),
         *_groups(result),
         "## Checks",
-        "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks([result])),
+        "\n".join(
+            f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks_of_each([result])
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -73,13 +75,13 @@ def _made(result: CellResult) -> str:
 def _draw(run: RunDir, result: CellResult, command: str, say: Callable[[str], None]) -> str | None:
     """The picture as SVG."""
     try:
-        figure = picture([Curves(result.cell, run.read_metrics(), run.read_evaluations())])
+        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations())
+        figure = picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
         return None
-    figure.suptitle(f"{_made(result)}\n{command}", fontsize="medium", wrap=True)
     figure.savefig(run.path / "plot.png")
     drawn = svg(figure, "plot")
     (run.path / "plot.svg").write_text(drawn, encoding="utf-8")

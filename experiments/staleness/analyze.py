@@ -272,30 +272,39 @@ class Check:
 def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     failed, results = [result.cell for result in results if result.failure], finished(results)
-    on_policy = [result for result in results if result.bound == 0]
-    exact = [result for result in results if result.exact]
     samples, prints = {r.trained_samples for r in results}, {r.fingerprint for r in results}
     code = {r.code for r in results}
+    return [
+        *checks_of_each(results),
+        Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
+        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
+        Check("every cell went to its end", not failed, ", ".join(failed) or _cells(len(results))),
+        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
+    ]
+
+
+def checks_of_each(results: Sequence[CellResult]) -> list[Check]:
+    """What must hold of every run on its own."""
+    on_policy = [result for result in results if result.bound == 0]
+    exact = [result for result in results if result.exact]
     over = [f"{r.cell}: {r.staleness_max} > {r.bound}" for r in results if r.staleness_max > r.bound]
     violations = sum(r.staleness_violations for r in results)
     found = [
-        Check(
-            "the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or f"{len(results)} cells"
-        ),
+        Check("the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))),
         Check("no violation was counted", violations == 0, f"{violations} tokens"),
         _all_of("bound 0 is staleness 0 for every token", on_policy, [r.staleness_max == 0 for r in on_policy]),
         _all_of("exact mode: every token of step t has staleness min(t, bound)", exact, [r.exact_kept for r in exact]),
-        Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
         _all_of("the ledger closes at the end", results, [r.ledger_closes for r in results]),
-        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
-        Check("every cell went to its end", not failed, ", ".join(failed) or f"{len(results)} cells"),
-        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
     ]
     return [check for check in found if check.detail != "0 of 0 cells"]
 
 
+def _cells(count: int) -> str:
+    return f"{count} cell{'' if count == 1 else 's'}"
+
+
 def _all_of(claim: str, results: Sequence[CellResult], hold: Sequence[bool]) -> Check:
-    return Check(claim, all(hold), f"{sum(hold)} of {len(results)} cells")
+    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(results))}")
 
 
 def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:

@@ -36,7 +36,7 @@ def number(value: Estimate | None, *, digits: int = 3) -> str:
     """A mean, with its interval, its range, or alone where there is one seed."""
     if value is None:
         return "-"
-    mean = f"{value.mean:,.{digits}f}"
+    mean = f"{round(value.mean, digits) + 0.0:,.{digits}f}"
     if value.half_width is not None:
         return f"{mean} ± {value.half_width:,.{digits}f}"
     if value.count == 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from async_rlhf.experiments.staleness.analyze import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
@@ -18,7 +19,8 @@ from async_rlhf.experiments.staleness.outcomes import SMOOTHED, Reached, reached
 from async_rlhf.experiments.staleness.plot import Setting, settings_of, tidy, title
 from async_rlhf.inspect.plot import COLOURS
 
-_COLUMNS = 3
+_LEGEND_COLUMNS = 4
+_MOST_TICKS = 5
 _MOST_SOLID = 5
 # Settings that share a colour differ in these, by the value of the first key.
 _STYLES = ("-", "--", "-.", ":")
@@ -41,36 +43,40 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     settings = settings_of(results)
     goal = target(results)
     panels = [panel.draw for panel in _panels(results, None if goal is None else goal.value) if panel.shown]
-    rows = -(-len(panels) // _COLUMNS)
+    columns = 2 if len(panels) == 4 else 3
+    rows = -(-len(panels) // columns)
     lines = sum(1 + setting.row.count("\n") for setting in settings)
-    height = max(3.6, 1.0 + 0.13 * lines)
-    figure = Figure(figsize=(15.5, height * rows + 1.2), dpi=110, layout="constrained")
-    places = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
+    height, below = max(3.6, 1.0 + 0.15 * lines), 0.18 * -(-lines // _LEGEND_COLUMNS)
+    figure = Figure(figsize=(14.5, height * rows + below + 1.0), dpi=110, layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in places[len(panels) :]:
         spare.remove()
     for draw, axes in zip(panels, places, strict=False):
         draw(axes, settings)
         tidy(axes, grid="both")
+        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
         axes.title.set_fontsize("medium")
     handles = [
         Line2D([], [], color=setting.colour, linestyle=style, marker=marker, markersize=4, label=setting.row)
         for setting, (style, marker) in zip(settings, _looks(settings), strict=True)
     ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize="small")
+    figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize="small")
     figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
     return figure
 
 
 def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
     whole = [cell for cell in results if cell.tokens is not None]
+    # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
+    stale = [cell for cell in results if cell.staleness_mean > 0]
     to_reference = [cell for cell in results if _to_reference(cell)]
-    judged = [cell for cell in results if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
+    judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
     costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
     return [
         _Panel(_over("samples", "completions trained on", lambda cell: cell.samples, goal)),
         _Panel(_over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal), bool(whole)),
         _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
-        _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in results)),
+        _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
         _Panel(_draw_to_sampler, bool(judged)),
         _Panel(_draw_to_reference, bool(to_reference)),
         _Panel(_cost("Samples to the target", "completions trained on", lambda found: found.samples, goal), bool(costs)),
@@ -88,8 +94,9 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
             axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
         if goal is not None:
             axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
+            box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
             axes.annotate(f"target {goal:.2f}", (1, goal), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                          fontsize="x-small", color="0.3")  # fmt: skip
+                          fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
         axes.set_xlim(left=0)
         axes.set(
             title=f"Training reward over {what}\nmean of the seeds and of {SMOOTHED} steps", xlabel=label, ylabel="mean reward"
@@ -170,10 +177,10 @@ def _cost(words: str, label: str, number: Callable[[Reached], float], goal: floa
             if len(known) < len(runs):
                 axes.annotate(f"{len(known)} of {len(runs)}", (1.0, row), xycoords=("axes fraction", "data"), ha="right",
                               va="center", fontsize="x-small")  # fmt: skip
-        axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="xx-small")
+        axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(left=0)
-        axes.set(title=f"{words} of {goal:.3f}\na mark a run; beside it how many reached it, where not all did", xlabel=label)
+        axes.set(title=f"{words} of {goal:.3f}\na mark a run; on the right how many reached it", xlabel=label)
 
     return draw
 

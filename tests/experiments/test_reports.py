@@ -177,7 +177,7 @@ def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(smal
     with pytest.raises(ConfigError, match=r"no directory of a sweep \(it has no cells/\*\.json\) and of no run"):
         report(tmp_path, None, [].append)
     with pytest.raises(ConfigError, match="has no finished step"):
-        report(RunDir.create(small()).path, None, [].append)
+        report(RunDir.create(small(name="stepless")).path, None, [].append)
     with pytest.raises(ConfigError, match=r"--html .* does not exist"):
         report(sweep, tmp_path / "no" / "page.html", [].append)
     (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')

@@ -23,7 +23,7 @@ def result() -> CellResult:
     assert found is not None
     return replace(
         found, setting=(("loss.kind", "a"),), steps=10, trained_samples=80, rewards=tuple(i / 10 for i in range(1, 11)),
-        seconds=tuple(float(i) for i in range(1, 11)), reward_last_quarter=0.9, reward_area=0.55,
+        seconds=tuple(float(i) for i in range(1, 11)), reward_last_quarter=0.9, reward_area=0.55, staleness_mean=1.5,
         curves={"samples": (8.0,) * 10, "num_tokens": (50.0,) * 10, "clip_ratio/region_mean": (0.1, None, *(0.3,) * 8)},
     )  # fmt: skip
 
