@@ -25,6 +25,7 @@ pre, code { font: 0.9em ui-monospace, monospace; background: #f4f4f4 } pre { pad
 table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto }
 th, td { border-bottom: 1px solid #ccc; padding: 0.25rem 0.6rem; text-align: left; vertical-align: top }
 th { border-bottom: 2px solid #555 } svg { max-width: 100%; height: auto }
+@page { margin: 1.2cm }
 @media print {
   body { font-size: 9pt; max-width: none; margin: 0; padding: 0 } table { display: table; font-size: 6.5pt }
   th, td { padding: 0.15rem 0.3rem } tr, svg, pre { break-inside: avoid } h2 { break-after: avoid }

@@ -24,7 +24,8 @@ from async_rlhf.inspect.plot import COLOURS
 _MOST_WRITTEN_AGES = 12
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
-_FINEST_SCALE = 0.1
+FINEST_SCALE = 0.1
+"""The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 
@@ -168,8 +169,7 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
         xlabel="mean reward, greedy",
     )
     low, high = axes.get_xlim()
-    # A scale no finer than chance among a few hundred held-out prompts.
-    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
+    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
     axes.set_xlim(low - margin, high + margin)
     tidy(axes, grid="x")
 

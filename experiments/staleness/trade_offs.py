@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from async_rlhf.experiments.staleness.analyze import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import SMOOTHED, Reached, reached, smoothed, target
-from async_rlhf.experiments.staleness.plot import Setting, settings_of, tidy, title
+from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
 from async_rlhf.inspect.plot import COLOURS
 
 _LEGEND_COLUMNS = 4
@@ -141,6 +141,7 @@ def _draw_to_sampler(axes: Any, settings: Settings) -> None:
         points = [(kl, reward) for kl, reward in known if kl is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker, color=setting.colour, markersize=6, alpha=0.85)
+    _widen(axes)
     axes.set(
         title="Held-out reward over KL to the sampling policy\na mark a run",
         xlabel="KL(sampler, learner), mean over steps [nats a token]",
@@ -153,11 +154,18 @@ def _draw_to_reference(axes: Any, settings: Settings) -> None:
         for points in filter(None, map(_to_reference, setting.cells)):
             kls, rewards = zip(*points, strict=True)
             axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
+    _widen(axes)
     axes.set(
         title="Held-out reward over KL to the reference\na line a run, through its evaluations",
         xlabel="KL(policy, reference) [nats a token]",
         ylabel="held-out reward",
     )
+
+
+def _widen(axes: Any) -> None:
+    low, high = axes.get_ylim()
+    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
+    axes.set_ylim(low - margin, high + margin)
 
 
 def _to_reference(cell: CellResult) -> list[tuple[float, float]]:
@@ -175,8 +183,8 @@ def _cost(words: str, label: str, number: Callable[[Reached], float], goal: floa
             known = [number(run) for run in runs if run is not None]
             axes.plot(known, [row] * len(known), "o", color=setting.colour, markersize=5, alpha=0.85)
             if len(known) < len(runs):
-                axes.annotate(f"{len(known)} of {len(runs)}", (1.0, row), xycoords=("axes fraction", "data"), ha="right",
-                              va="center", fontsize="x-small")  # fmt: skip
+                axes.annotate(f"{len(known)} of {len(runs)}", (1.0, row - 0.15), xycoords=("axes fraction", "data"), ha="right",
+                              va="bottom", fontsize="x-small")  # fmt: skip
         axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(left=0)
