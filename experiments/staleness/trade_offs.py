@@ -60,7 +60,9 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
         Line2D([], [], color=setting.colour, linestyle=style, marker=marker, markersize=4, label=setting.row)
         for setting, (style, marker) in zip(settings, _looks(settings), strict=True)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize="small")
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=3.5, frameon=False, fontsize="small"
+    )
     figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
     return figure
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.cli.app import experiment
 from async_rlhf.experiments.page import to_html
 from async_rlhf.experiments.reports.command import report
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, keep, kept, read_cell
@@ -202,3 +203,8 @@ def test_data_frames_without_pandas_say_what_to_install(sweep: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[experiments\]'"):
         results(sweep)
+
+
+def test_an_installation_that_is_older_than_its_code_is_told_of() -> None:
+    with pytest.raises(ConfigError, match="knows no 'telescope': install it again"):
+        experiment("telescope")
