@@ -50,6 +50,8 @@ ROOMS = {
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "pebble": ("actors/scoring/process_executor.py",),
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
+    "pandas": ("experiments/staleness/frames.py",),
+    "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking.py",),
     "wandb": ("async_rlhf/run/tracking.py",),
     "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "learner/model/gguf.py", "experiments/"),

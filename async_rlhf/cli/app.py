@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 
 app = typer.Typer(
     add_completion=False,
@@ -57,10 +57,15 @@ def root(
 
 
 def experiment(name: str) -> Any:
-    """A function of the experiments, which lie a floor above: found by its entry point."""
+    """A function of the experiments, which lie a floor above: found by its entry point. Raises ConfigError."""
     from importlib.metadata import entry_points
 
-    return next(iter(entry_points(group="async_rlhf.experiments", name=name))).load()
+    found = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
+    if found is None:
+        raise ConfigError(
+            f"this installation is older than its code and knows no {name!r}: install it again, as it was installed"
+        )
+    return found.load()
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Commands that look at runs or try their parts: status, plot, trace, rollouts, rewards, loss."""
+"""Commands that look at runs or try their parts: status, plot, report, trace, rollouts, rewards, loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, Overrides, RunPath, app, errors, loss_app, rewards_app, rollouts_app, say
+from async_rlhf.cli.app import AsJson, Overrides, RunPath, app, errors, experiment, loss_app, rewards_app, rollouts_app, say
 
 
 @app.command()
@@ -48,6 +48,19 @@ def plot(
         out = out or run_dirs[0] / "plot.png"
         draw([RunDir.existing(path) for path in run_dirs], out)
         typer.echo(str(out))
+
+
+@app.command()
+def report(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run directory, or that of a sweep with what its cells measured.")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Page to write; report.html in the directory by default.")] = None,
+) -> None:
+    """Make a page of numbers and pictures, in Markdown and in HTML to print or send, from what is on disk alone."""
+    with errors():
+        for path in experiment("report")(directory, html, typer.echo):
+            typer.echo(str(path))
 
 
 @app.command()

@@ -15,6 +15,8 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_dir import RunDir
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
 _STYLES = ("-", ":", "--")
@@ -90,13 +92,13 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
 
 
-def picture(runs: Sequence[Curves]) -> Any:
-    """A matplotlib figure."""
+def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
+    """A matplotlib figure. title: above it, instead of the names of the runs."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    scale = colormaps["tab10" if len(runs) <= 10 else "tab20"]
-    pens = [_Pen(scale(i % scale.N), width) for i, width in enumerate(_widths(len(runs)))]
+    palette = COLOURS if len(runs) <= len(COLOURS) else [colormaps["tab20"](i) for i in range(20)]
+    pens = [_Pen(palette[i % len(palette)], width) for i, width in enumerate(_widths(len(runs)))]
     panels = [panel for panel in PANELS if any(any(True for _ in points(run.steps, m)) for run in runs for m in _of(panel))]
     judged = any(True for run in runs for name in _EVALUATED.values() for _ in points(run.evaluations, name))
     num_panels = len(panels) + judged
@@ -112,6 +114,9 @@ def picture(runs: Sequence[Curves]) -> Any:
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
         place.set_xlim(-0.03 * last, 1.03 * last)
+    if title is not None:
+        figure.suptitle(title, fontsize="medium", wrap=True)
+        return figure
     handles = [_line(pen, "-", run.name) for run, pen in zip(runs, pens, strict=True)]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     return figure

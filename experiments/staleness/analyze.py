@@ -9,8 +9,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ WATCHING = (
     *("stall_timeout_s", "watchdog_s", "sampled_groups", "address", "output_dir"),
     *(f"tracking.{name}" for name in TrackingConfig.model_fields),
 )
+
+# Of each step, what a curve may be drawn of; the others stay in the run's `metrics.jsonl`.
+CURVES = (
+    *("num_tokens", "staleness/mean", "is/ess", "clip_ratio/region_mean", "kl/behaviour", "kl/reference", "entropy"),
+    *("completions/mean_length", "completions/clipped_ratio", "rewards/failed_ratio", "idle/learner", "idle/actor"),
+)
+"""Metrics by name, as docs/metrics.md explains them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,12 @@ class CellResult:
     """Commit, Python and package versions."""
     failure: str = ""
     """What ended the run before its last step; nothing where it went to its end."""
+    curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """By name of those in CURVES that any step has, and `samples` (completions of its batch): a number a step, to 6 digits."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(step, mean greedy reward) of each evaluation of the held-out prompts."""
+    ledger: Mapping[str, int] = field(default_factory=dict)
+    """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
 
     @property
     def label(self) -> str:
@@ -103,10 +116,39 @@ class CellResult:
         """Sum of the steps' times."""
         return self.seconds[-1]
 
+    @property
+    def samples(self) -> tuple[float, ...]:
+        """Completions trained on up to each step; where only their sum was kept, equally many of every step."""
+        each = self.curves.get("samples") or (self.trained_samples / self.steps,) * self.steps
+        return tuple(itertools.accumulate(count or 0.0 for count in each))
 
-def read_cell(cell: Cell) -> CellResult:
-    """The result of a cell's run. Raises ConfigError when its directory holds no run; ValueError when it has no step."""
-    path = cell.config.run_dir
+    @property
+    def tokens(self) -> tuple[float, ...] | None:
+        """Completion tokens trained on up to each step, where that was kept."""
+        each = self.curves.get("num_tokens")
+        return None if each is None else tuple(itertools.accumulate(count or 0.0 for count in each))
+
+    def mean_of(self, name: str) -> float | None:
+        """Over the steps, of a curve; None where it was not kept."""
+        return _mean(self.curves.get(name, ()))
+
+    @property
+    def clip_ratio_mean(self) -> float | None:
+        """Share of the tokens whose gradient the loss's clip or truncation touched."""
+        return self.mean_of("clip_ratio/region_mean")
+
+    @property
+    def kl_reference_end(self) -> float | None:
+        """KL to the reference in nats a token, over the last quarter of the steps."""
+        return last_quarter(self.curves.get("kl/reference", ()))
+
+
+def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
+    """The result of a cell's run. moved: where its directory is, if not where its configuration says.
+
+    Raises ConfigError when the directory holds no run; ValueError when it has no step.
+    """
+    path = moved or cell.config.run_dir
     directory = RunDir.existing(path)
     config, metrics = directory.config(), directory.read_metrics()
     if not metrics:
@@ -129,7 +171,7 @@ def read_cell(cell: Cell) -> CellResult:
         held_out_end=_held_out(directory, "end"),
         rewards=tuple(rewards),
         seconds=tuple(itertools.accumulate(step["step_time"] for step in metrics)),
-        reward_last_quarter=_mean(rewards[-math.ceil(len(rewards) / 4) :]),
+        reward_last_quarter=last_quarter(rewards),
         reward_area=_area(rewards),
         staleness_tokens=tuple(ages.items()),
         staleness_mean=sum(age * count for age, count in ages.items()) / num_tokens,
@@ -148,6 +190,9 @@ def read_cell(cell: Cell) -> CellResult:
         fingerprint=fingerprint(config, ("name", "output_dir", "seed", *cell.swept)),
         whole=fingerprint(config, WATCHING),
         code=_code(path),
+        curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
+        evaluations=_evaluations(directory),
+        ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
 
 
@@ -198,10 +243,19 @@ def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     return settings
 
 
-def paired_difference(results: Sequence[CellResult], reference: Sequence[CellResult]) -> Difference | None:
-    """Final held-out reward minus that of the reference setting with the same seed (which has the same prompts)."""
-    base = {result.seed: result.held_out_end.reward for result in reference}
-    both = [(result.held_out_end.reward, base.get(result.seed)) for result in results]
+def final_reward(result: CellResult) -> float | None:
+    """On the held-out prompts."""
+    return result.held_out_end.reward
+
+
+def paired_difference(
+    results: Sequence[CellResult],
+    reference: Sequence[CellResult],
+    number: Callable[[CellResult], float | None] = final_reward,
+) -> Difference | None:
+    """A number of a setting minus that of the reference setting with the same seed (which has the same prompts)."""
+    base = {result.seed: number(result) for result in reference}
+    both = [(number(result), base.get(result.seed)) for result in results]
     pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
     return paired(*zip(*pairs, strict=True)) if pairs else None
 
@@ -218,30 +272,39 @@ class Check:
 def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     failed, results = [result.cell for result in results if result.failure], finished(results)
-    on_policy = [result for result in results if result.bound == 0]
-    exact = [result for result in results if result.exact]
     samples, prints = {r.trained_samples for r in results}, {r.fingerprint for r in results}
     code = {r.code for r in results}
+    return [
+        *checks_of_each(results),
+        Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
+        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
+        Check("every cell went to its end", not failed, ", ".join(failed) or _cells(len(results))),
+        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
+    ]
+
+
+def checks_of_each(results: Sequence[CellResult]) -> list[Check]:
+    """What must hold of every run on its own."""
+    on_policy = [result for result in results if result.bound == 0]
+    exact = [result for result in results if result.exact]
     over = [f"{r.cell}: {r.staleness_max} > {r.bound}" for r in results if r.staleness_max > r.bound]
     violations = sum(r.staleness_violations for r in results)
     found = [
-        Check(
-            "the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or f"{len(results)} cells"
-        ),
+        Check("the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))),
         Check("no violation was counted", violations == 0, f"{violations} tokens"),
         _all_of("bound 0 is staleness 0 for every token", on_policy, [r.staleness_max == 0 for r in on_policy]),
         _all_of("exact mode: every token of step t has staleness min(t, bound)", exact, [r.exact_kept for r in exact]),
-        Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
         _all_of("the ledger closes at the end", results, [r.ledger_closes for r in results]),
-        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
-        Check("every cell went to its end", not failed, ", ".join(failed) or f"{len(results)} cells"),
-        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
     ]
     return [check for check in found if check.detail != "0 of 0 cells"]
 
 
+def _cells(count: int) -> str:
+    return f"{count} cell{'' if count == 1 else 's'}"
+
+
 def _all_of(claim: str, results: Sequence[CellResult], hold: Sequence[bool]) -> Check:
-    return Check(claim, all(hold), f"{sum(hold)} of {len(results)} cells")
+    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(results))}")
 
 
 def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -260,6 +323,21 @@ def _area(rewards: Sequence[float | None]) -> float | None:
     return math.fsum(pieces) / (points[-1][0] - points[0][0])
 
 
+def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, ...]]:
+    known = [name for name in CURVES if any(step.get(name) is not None for step in metrics)]
+    return {name: tuple(_short(step.get(name)) for step in metrics) for name in known}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
+    """The last one of each step."""
+    found = {r.get("step"): r.get("mean_reward") for r in directory.read_evaluations()}
+    return tuple(sorted((step, reward) for step, reward in found.items() if type(step) is int and reward is not None))
+
+
 def _held_out(directory: RunDir, label: str) -> HeldOut:
     """The last evaluation with this label."""
     record: dict[str, Any] = next((r for r in reversed(directory.read_evaluations()) if r["label"] == label), {})
@@ -273,6 +351,11 @@ def _code(path: Path) -> tuple[str, ...]:
     found = json.loads(manifest.read_text())
     packages = (f"{name} {version}" for name, version in found.get("packages", {}).items() if name in ("torch", "transformers"))
     return (f"commit {(found.get('git_commit') or 'unknown')[:12]}", f"python {found.get('python')}", *packages)
+
+
+def last_quarter(values: Sequence[float | None]) -> float | None:
+    """Mean over the last quarter of the steps."""
+    return _mean(values[-math.ceil(len(values) / 4) :])
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,14 +1,13 @@
 """The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
 
 Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
-The only file that draws. Needs matplotlib (the extra `experiments`). Called by `sweep`.
+Needs matplotlib (the extra `experiments`). Called by `pages`; `trade_offs` draws what else was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -19,17 +18,19 @@ from matplotlib.ticker import MaxNLocator
 from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, finished
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
+from async_rlhf.inspect.plot import COLOURS
 
 # More columns than this leave no room for a number in each cell of the last panel.
 _MOST_WRITTEN_AGES = 12
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
-_FINEST_SCALE = 0.1
+FINEST_SCALE = 0.1
+"""The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """The runs of one setting: the column and the name of their curve, the name of their row, their colour."""
 
     cells: list[CellResult]
@@ -48,16 +49,11 @@ class _Setting:
         return [point for point in found if point[2]]
 
 
-def draw(results: Sequence[CellResult], sweep: SweepConfig, path: Path) -> None:
-    """Write `picture` as a PNG."""
-    picture(results, sweep).savefig(path)
-
-
-def picture(results: Sequence[CellResult], sweep: SweepConfig) -> Figure:
+def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
     num_failed, results = len(results), finished(results)
     num_failed -= len(results)
-    settings = _settings(results)
+    settings = settings_of(results)
     columns = list(dict.fromkeys(setting.column for setting in settings))
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
     learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.values)
@@ -72,15 +68,21 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig) -> Figure:
     outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
+    figure.suptitle(title(results, sweep, command, num_failed), wrap=True)
+    return figure
+
+
+def title(results: Sequence[CellResult], sweep: SweepConfig, command: str = "", num_failed: int = 0) -> str:
+    """The question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {results[0].trained_samples:,} samples trained on per run"
     if num_failed:
         details += f"; {num_failed} cells failed and are not shown"
-    figure.suptitle(f"{sweep.question}\n{details}", wrap=True)
-    return figure
+    return "\n".join([sweep.question, details, *([command] if command else [])])
 
 
-def _settings(results: Sequence[CellResult]) -> list[_Setting]:
+def settings_of(results: Sequence[CellResult]) -> list[Setting]:
+    """Every setting with its names and its colour."""
     groups = by_setting(results)
     by_column = len(results[0].setting) == 2
     curves = {label: shown(cells[0].setting[1:]) if by_column else label for label, cells in groups.items()}
@@ -90,7 +92,7 @@ def _settings(results: Sequence[CellResult]) -> list[_Setting]:
     }
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
     return [
-        _Setting(
+        Setting(
             cells=cells,
             column=shown(cells[0].setting[:1]) if by_column else "",
             curve=curves[label].replace(", ", "\n"),
@@ -102,15 +104,15 @@ def _settings(results: Sequence[CellResult]) -> list[_Setting]:
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:
-    """Words have distinct colours, numbers a scale."""
-    if any(isinstance(value, str) for value in values) and len(values) <= 10:
-        return [matplotlib.colormaps["tab10"](i) for i in range(len(values))]
+    """Words have distinct colours, numbers a scale; readers who see few colours can tell both apart."""
+    if any(isinstance(value, str) for value in values) and len(values) <= len(COLOURS):
+        return list(COLOURS[: len(values)])
     # The yellow end of the scale is not readable on white.
     scale = matplotlib.colormaps["viridis"].resampled(256)
     return [scale(0.88 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
-def _draw_learning(figure: Any, settings: Sequence[_Setting], columns: Sequence[str]) -> None:
+def _draw_learning(figure: Any, settings: Sequence[Setting], columns: Sequence[str]) -> None:
     """The same curves over learner steps and over seconds: side by side, or one above the other for each column."""
     num_rows = 1 if len(columns) == 1 else 2
     sharex: Any = "row" if num_rows == 2 else False
@@ -127,7 +129,7 @@ def _draw_learning(figure: Any, settings: Sequence[_Setting], columns: Sequence[
             over_seconds.set_title("Training reward over time")
     for axes in panels.flat:
         axes.set_xlim(left=0)
-        _tidy(axes)
+        tidy(axes)
     for axes in panels[:, 0]:
         axes.set_ylabel("mean reward of the batch")
     names: dict[str, Any] = {}
@@ -137,7 +139,7 @@ def _draw_learning(figure: Any, settings: Sequence[_Setting], columns: Sequence[
     figure.legend(names.values(), names, loc="outside right upper", frameon=False, title=title, alignment="left")
 
 
-def _draw_curve(over_steps: Any, over_seconds: Any, setting: _Setting, style: str) -> None:
+def _draw_curve(over_steps: Any, over_seconds: Any, setting: Setting, style: str) -> None:
     """Reward of each step: mean over seeds, and the range of the seeds as a band."""
     points = setting.points
     means = [sum(rewards) / len(rewards) for *_, rewards in points]
@@ -147,7 +149,7 @@ def _draw_curve(over_steps: Any, over_seconds: Any, setting: _Setting, style: st
         axes.fill_between(places, low, high, color=setting.colour, alpha=0.13, linewidth=0)
 
 
-def _draw_outcome(axes: Any, settings: Sequence[_Setting]) -> None:
+def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
     """Held-out reward at the end: a point a seed, a line at the mean, its interval where there is one."""
     for row, setting in enumerate(settings):
         ends = [cell.held_out_end.reward for cell in setting.cells if cell.held_out_end.reward is not None]
@@ -167,13 +169,12 @@ def _draw_outcome(axes: Any, settings: Sequence[_Setting]) -> None:
         xlabel="mean reward, greedy",
     )
     low, high = axes.get_xlim()
-    # A scale no finer than chance among a few hundred held-out prompts.
-    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
+    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
     axes.set_xlim(low - margin, high + margin)
-    _tidy(axes, grid="x")
+    tidy(axes, grid="x")
 
 
-def _draw_ages(axes: Any, settings: Sequence[_Setting]) -> None:
+def _draw_ages(axes: Any, settings: Sequence[Setting]) -> None:
     """Share of trained tokens by age, a row a setting, and the mean age beside it."""
     oldest = max(age for setting in settings for cell in setting.cells for age, _ in cell.staleness_tokens)
     shares = [_shares(setting.cells, oldest) for setting in settings]
@@ -199,7 +200,8 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
     return [count / total for count in counts]
 
 
-def _tidy(axes: Any, grid: str = "y") -> None:
+def tidy(axes: Any, grid: str = "y") -> None:
+    """Two spines and pale lines behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9")
     axes.set_axisbelow(True)

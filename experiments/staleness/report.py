@@ -1,6 +1,6 @@
 """What a sweep found, for people: results.csv and one page of Markdown. Formats numbers, never computes one.
 
-Called by `sweep`.
+Called by `pages`; the tables below the result are those of `measures`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.experiments.page import plain
+from async_rlhf.experiments.page import table as as_table
+from async_rlhf.experiments.staleness import measures
 from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, checks, finished, paired_difference
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, Estimate, estimate, holm, worded
+from async_rlhf.experiments.staleness.measures import difference, number
+from async_rlhf.experiments.staleness.outcomes import compared
+from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
 
 _PLAIN_COLUMNS = (
     "reward_last_quarter",
@@ -24,6 +29,8 @@ _PLAIN_COLUMNS = (
     "is_ess_mean",
     "is_ratio_max",
     "kl_behaviour_mean",
+    "clip_ratio_mean",
+    "kl_reference_end",
     "generated_tokens",
     "trained_tokens",
     "wall_s",
@@ -33,15 +40,16 @@ _PLAIN_COLUMNS = (
 
 def write_csv(results: Sequence[CellResult], path: Path) -> None:
     """One row a cell; a number that was not measured is an empty field."""
-    rows = [_row(result) for result in results]
+    rows = [row(result) for result in results]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def _row(result: CellResult) -> dict[str, Any]:
-    row = {
+def row(result: CellResult) -> dict[str, Any]:
+    """The numbers of a cell by the columns of results.csv, to 6 digits behind the point."""
+    numbers = {
         "cell": result.cell,
         **dict(result.setting),
         "seed": result.seed,
@@ -54,24 +62,39 @@ def _row(result: CellResult) -> dict[str, Any]:
         "held_out_accuracy_end": result.held_out_end.accuracy,
         **{column: getattr(result, column) for column in _PLAIN_COLUMNS},
     }
-    return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in row.items()}
+    return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}
 
 
-def render(sweep: SweepConfig, command: str, results: Sequence[CellResult], picture: str | None) -> str:
-    """The page. `command` is what the sweep was started with, `picture` a file beside the page."""
+def render(
+    sweep: SweepConfig,
+    command: str,
+    results: Sequence[CellResult],
+    picture: str | None,
+    trade_offs: str | None = None,
+    missing: int = 0,
+) -> str:
+    """The page. `command` is what the sweep was started with, `picture` and `trade_offs` are files beside the page. missing:
+    cells without a result."""
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
+    base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
+    left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
     parts = [
         f"# {sweep.question}",
         f"    {command}",
-        f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}. "
-        f"Base: `{Path(sweep.base).name}`, with {overrides}. Settings {first.fingerprint}; {', '.join(first.code)}.",
+        f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base} "
+        f"Settings {first.fingerprint}; {', '.join(first.code)}.{left}",
         "## Result",
         _legend(len(sweep.seeds)),
         table(results),
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
         *_failures(results),
+        *measures.sections(finished(results)),
+        *(
+            [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
+            * bool(trade_offs)
+        ),
         "## Checks",
         "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks(results)),
         "## What may be concluded, and what not",
@@ -84,7 +107,7 @@ def _failures(results: Sequence[CellResult]) -> Iterable[str]:
     if failed := [result for result in results if result.failure]:
         yield "## Cells that failed\n\nThey are in results.csv, and in no mean."
         yield "\n".join(
-            f"- {result.label}, seed {result.seed}, after {result.steps} steps: {result.failure}" for result in failed
+            f"- {result.label}, seed {result.seed}, after {result.steps} steps: {plain(result.failure)}" for result in failed
         )
 
 
@@ -95,21 +118,20 @@ def table(results: Sequence[CellResult]) -> str:
     reference = next(iter(groups.values()))
     columns: dict[str, Callable[[list[CellResult]], str]] = {
         "seeds": lambda cells: str(len(cells)) + (f" ({failed[cells[0].label]} failed)" if failed[cells[0].label] else ""),
-        "held-out reward, end": lambda cells: _number(estimate(c.held_out_end.reward for c in cells)),
+        "held-out reward, end": lambda cells: number(estimate(c.held_out_end.reward for c in cells)),
         f"minus that of {reference[0].label}": lambda cells: (
-            "" if cells is reference else _difference(paired_difference(cells, reference))
+            "" if cells is reference else difference(paired_difference(cells, reference))
         ),
-        "held-out accuracy, end": lambda cells: _number(estimate(c.held_out_end.accuracy for c in cells)),
-        "reward, last quarter": lambda cells: _number(estimate(c.reward_last_quarter for c in cells)),
-        "area under the reward": lambda cells: _number(estimate(c.reward_area for c in cells)),
+        "held-out accuracy, end": lambda cells: number(estimate(c.held_out_end.accuracy for c in cells)),
+        "reward, last quarter": lambda cells: number(estimate(c.reward_last_quarter for c in cells)),
+        "area under the reward": lambda cells: number(estimate(c.reward_area for c in cells)),
         "staleness, mean (max)": lambda cells: _staleness(cells),
-        "ESS": lambda cells: _number(estimate(c.is_ess_mean for c in cells)),
+        "ESS": lambda cells: number(estimate(c.is_ess_mean for c in cells)),
         "largest ratio": lambda cells: f"{_highest(c.is_ratio_max for c in cells)}",
-        "samples/s": lambda cells: _number(estimate(c.samples_per_s for c in cells), digits=0),
+        "samples/s": lambda cells: number(estimate(c.samples_per_s for c in cells), digits=0),
     }
-    lines = [["setting", *columns], ["---"] * (1 + len(columns))]
-    lines += [[label, *(shown(cells) for shown in columns.values())] for label, cells in groups.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = ([label, *(shown(cells) for shown in columns.values())] for label, cells in groups.items())
+    return as_table([["setting", *columns], *rows])
 
 
 def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
@@ -128,16 +150,14 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
                 never,
             ]
         )
-    groups = by_setting(finished(results))
-    (base, reference), *others = groups.items()
-    found = {label: paired_difference(cells, reference) for label, cells in others}
-    judged = {label: (each, each.p) for label, each in found.items() if each is not None and each.p is not None}
-    adjusted = dict(zip(judged, holm([p for _, p in judged.values()]), strict=True))
+    base, *others = by_setting(finished(results))
+    found = compared(finished(results))
+    judged = {label: each for label, each in found.items() if each.adjusted is not None}
     lines = [
-        f"- {worded(label, base, judged[label][0], adjusted[label], len(judged))}"
+        f"- {worded(label, base, judged[label].found, judged[label].adjusted or 0.0, len(judged))}"
         if label in judged
         else f"- {label} against {base}: too few held-out evaluations to say anything."
-        for label in found
+        for label in others
     ]
     lines.append(
         f"- {len(judged)} comparisons were made, and a difference is said to be there where it stands among all of them (Holm, "
@@ -166,23 +186,6 @@ def _start(results: Sequence[CellResult]) -> str:
 
 def _seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
-
-
-def _number(value: Estimate | None, *, digits: int = 3) -> str:
-    if value is None:
-        return "-"
-    mean = f"{value.mean:.{digits}f}"
-    if value.half_width is not None:
-        return f"{mean} ± {value.half_width:.{digits}f}"
-    if value.count == 1:
-        return mean
-    return f"{mean} ({value.low:.{digits}f} to {value.high:.{digits}f})"
-
-
-def _difference(found: Difference | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
 def _staleness(cells: Sequence[CellResult]) -> str:

@@ -25,9 +25,10 @@ import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
 from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, keep, kept, read_cell
+from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
+from async_rlhf.experiments.staleness.pages import write
 from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
-from async_rlhf.experiments.staleness.report import render, write_csv
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.model.gguf import model_directory
@@ -78,7 +79,7 @@ def run_sweep(
     only: Sequence[str] = (),
     dry_run: bool = False,
 ) -> bool:
-    """Run what is left of a sweep and write results.csv, results.png and report.md beside its cells.
+    """Run what is left of a sweep and write its tables, pictures and pages beside its cells (`pages`).
 
     path: a TOML file, or the name of a shipped sweep. overrides: `KEY=VALUE` of `--set`. jobs: cells that run at once. only:
     `AXIS=VALUE`; cells with other values are left for later. dry_run: say what would be run, and run nothing. True when every
@@ -101,11 +102,12 @@ def run_sweep(
             say(f"{job.head}: finished before, skipped")
     if dry_run:
         return False
+    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
+    keep_sweep(sweep, command)
     running = _Running()
     ended = running.all([(job, state) for job, state in mine if state != "finished"], jobs, say)
     left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
     failures = {head: reason for head, reason in ended.items() if reason}
-    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
     if running.signals > 1:
         raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {command}")
     if left:
@@ -113,8 +115,10 @@ def run_sweep(
         say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {command}")
         return False
     results = list(_results(all_jobs, failures))
+    keep_failed(results, sweep.results_dir)
     if finished(results):
-        _write(sweep, command, results, say)
+        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results)), sweep.results_dir, say)
+        say(f"report: {markdown}")
     if failures:
         text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())
         raise AsyncRLHFError(f"{len(failures)} of {len(cells)} cells failed, and the same command tries them again: {text}")
@@ -255,21 +259,3 @@ def _summary(result: CellResult) -> str:
         reward = f"held-out reward {'' if start is None else f'{start:.3f} -> '}{end:.3f}"
     staleness = f"staleness {result.staleness_mean:.2f} (max {result.staleness_max}, bound {result.bound})"
     return f"{result.steps} steps in {result.wall_s:.0f} s, {reward}, {staleness}"
-
-
-def _write(sweep: SweepConfig, command: str, results: Sequence[CellResult], say: Callable[[str], None]) -> None:
-    """Tables and picture; without matplotlib everything but the picture."""
-    directory = sweep.results_dir
-    write_csv(results, directory / "results.csv")
-    picture: str | None = "results.png"
-    try:
-        from async_rlhf.experiments.staleness.plot import draw
-
-        draw(results, sweep, directory / "results.png")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        picture = None
-        say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
-    (directory / "report.md").write_text(render(sweep, command, results, picture))
-    say(f"report: {directory / 'report.md'}")

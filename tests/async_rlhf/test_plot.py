@@ -50,6 +50,11 @@ def test_a_panel_with_one_of_its_measures_names_it() -> None:
     assert "KL divergence, to the sampling policy" in [axes.get_title() for axes in figure.axes]
 
 
+def test_a_title_stands_in_the_place_of_the_names() -> None:
+    figure = picture([Curves("one", steps(), [])], "Run one")
+    assert figure.get_suptitle() == "Run one" and not figure.legends
+
+
 def test_only_finite_numbers_are_points() -> None:
     records = [{"step": 1, "x": 2}, {"step": 2, "x": None}, {"step": 3, "x": float("inf")}, {"x": 1}, {"step": 5}]
     assert list(points(records, "x")) == [(1, 2.0)]

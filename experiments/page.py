@@ -1,0 +1,82 @@
+"""A page for people, twice: Markdown as it is written, and HTML that holds its pictures and asks nothing of the outside.
+
+Only the Markdown that reports use is known: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
+Everything else, HTML and links too, stays text. Called by every report.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+_RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
+# No script, no style, font or picture from elsewhere: the browser holds the page to it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #111; background: #fff }
+body { max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+pre, code { font: 0.9em ui-monospace, monospace; background: #f4f4f4 } pre { padding: 0.6rem; white-space: pre-wrap }
+table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto }
+th, td { border-bottom: 1px solid #ccc; padding: 0.25rem 0.6rem; text-align: left; vertical-align: top }
+th { border-bottom: 2px solid #555 } svg { max-width: 100%; height: auto }
+@page { margin: 1.2cm }
+@media print {
+  body { font-size: 9pt; max-width: none; margin: 0; padding: 0 } table { display: table; font-size: 6.5pt }
+  th, td { padding: 0.15rem 0.3rem } tr, svg, pre { break-inside: avoid } h2 { break-after: avoid }
+}
+"""
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Markdown of a table; the first row is its head."""
+    head, *others = [[_in_a_cell(cell) for cell in row] for row in rows]
+    lines = [head, ["---"] * len(head), *others]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plain(text: str) -> str:
+    """Foreign text as one line that Markdown shows as it is."""
+    return re.sub(r"([\\`*<>\[\]|!#])", r"\\\1", " ".join(text.split()))
+
+
+def to_html(markdown: str, pictures: Mapping[str, str]) -> str:
+    """The whole page. pictures: SVG by the address that an image has in the Markdown; of any other image its text is shown."""
+
+    def image(_: Any, tokens: Sequence[Any], place: int, *__: Any) -> str:
+        words = html.escape(tokens[place].content)
+        drawn = pictures.get(str(tokens[place].attrs["src"]))
+        if drawn is None:
+            return words
+        # the prologue names the address of a grammar, which HTML needs not
+        return drawn[drawn.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+
+    reader = MarkdownIt("zero", {"html": False}).enable(_RULES)
+    reader.add_render_rule("image", image)
+    first = next((line.removeprefix("# ") for line in markdown.splitlines() if line.startswith("# ")), "Report")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{html.escape(first)}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n{reader.render(markdown)}</body>\n</html>\n"
+    )
+
+
+def svg(figure: Any, name: str) -> str:
+    """A matplotlib figure; the same text for the same figure and name. name: tells apart what two pictures of a page define."""
+    import matplotlib
+
+    out = io.StringIO()
+    # text stays text, and no date, random name or address makes two equal pictures differ
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return out.getvalue()
+
+
+def _in_a_cell(text: str) -> str:
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))

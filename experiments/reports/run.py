@@ -1,0 +1,145 @@
+"""The page of one run: its numbers, its curves, the ages that really occurred, and where its time went.
+
+report.md, report.html with the picture inside, plot.png and plot.svg in the run directory. Of live runs too. Without
+matplotlib everything but the picture. Called by `command`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.page import plain, svg, table, to_html
+from async_rlhf.experiments.staleness.analyze import CellResult, checks_of_each, read_cell
+from async_rlhf.experiments.staleness.config import Cell
+from async_rlhf.inspect.plot import Curves, picture
+from async_rlhf.run.run_dir import RunDir
+
+# Rows of the table of curves; a longer one is no table.
+_PARTS = 10
+_LEDGER = ("credited", "trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
+
+
+def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
+    """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
+    try:
+        result = read_cell(Cell(run.config(), {}), run.path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    command = shlex.join(["async-rlhf", "report", str(run.path)])
+    drawn = _draw(run, result, command, say)
+    end = run.end()
+    how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
+    text = render(result, command, how, "plot.png" if drawn else None)
+    markdown, page = run.path / "report.md", html or run.path / "report.html"
+    markdown.write_text(text, encoding="utf-8")
+    page.write_text(to_html(text, {"plot.png": drawn} if drawn else {}), encoding="utf-8")
+    return [*([run.path / "plot.png", run.path / "plot.svg"] if drawn else []), markdown, page]
+
+
+def render(result: CellResult, command: str, how: str, drawn: str | None) -> str:
+    """The page. how: how the run ended; drawn: the picture beside it."""
+    parts = [
+        f"# Run {result.cell}",
+        f"    {command}",
+        f"{_made(result)} Settings {result.whole}; {', '.join(result.code)}. How it ended: {plain(how)}.",
+        *(
+            [f"![Reward, evaluations, staleness, lengths, divergences, ratios and idle time over steps]({drawn})"]
+            if drawn
+            else []
+        ),
+        "## Numbers",
+        table([["number", "value"], *([name, value] for name, value in _numbers(result) if value)]),
+        "## Curves",
+        f"Means over {min(_PARTS, result.steps)} parts of the run; samples, tokens and seconds are those at the end of a part.",
+        table(_curves(result)),
+        "## Realised staleness",
+        "Age of the trained tokens in learner steps.",
+        table([["age", "tokens", "share"], *_ages(result)]),
+        *_groups(result),
+        "## Checks",
+        "\n".join(
+            f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks_of_each([result])
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _made(result: CellResult) -> str:
+    tokens = f"{result.trained_tokens:,}"
+    return f"Seed {result.seed}; {result.steps} steps; {result.trained_samples:,} samples and {tokens} tokens trained on."
+
+
+def _draw(run: RunDir, result: CellResult, command: str, say: Callable[[str], None]) -> str | None:
+    """The picture as SVG."""
+    try:
+        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations())
+        figure = picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
+        return None
+    figure.savefig(run.path / "plot.png")
+    drawn = svg(figure, "plot")
+    (run.path / "plot.svg").write_text(drawn, encoding="utf-8")
+    return drawn
+
+
+def _numbers(result: CellResult) -> Iterator[tuple[str, str]]:
+    yield "held-out reward, start", _shown(result.held_out_start.reward)
+    yield "held-out reward, end", _shown(result.held_out_end.reward)
+    yield "held-out accuracy, start", _shown(result.held_out_start.accuracy)
+    yield "held-out accuracy, end", _shown(result.held_out_end.accuracy)
+    yield "reward, last quarter", _shown(result.reward_last_quarter)
+    yield "area under the reward, as a mean height", _shown(result.reward_area)
+    yield "staleness, mean (max, bound) [steps]", f"{result.staleness_mean:.2f} ({result.staleness_max}, {result.bound})"
+    yield "effective sample size, share of tokens", _shown(result.is_ess_mean)
+    yield "largest ratio learner / sampler", _shown(result.is_ratio_max)
+    yield "clipped, share of tokens", _shown(result.clip_ratio_mean)
+    yield "KL to the sampling policy [nats a token]", _shown(result.kl_behaviour_mean)
+    yield "KL to the reference, last quarter [nats a token]", _shown(result.kl_reference_end)
+    yield "idle share of the learner", _shown(result.mean_of("idle/learner"))
+    yield "idle share of the actors", _shown(result.mean_of("idle/actor"))
+    yield "seconds, sum of the steps' times", f"{result.wall_s:.1f}"
+    yield "samples/s after the first step", _shown(result.samples_per_s)
+    yield "tokens generated", "" if result.generated_tokens is None else f"{result.generated_tokens:,}"
+
+
+def _shown(value: float | None) -> str:
+    """Nothing for what was not measured."""
+    return "" if value is None else f"{value:,.3f}"
+
+
+def _curves(result: CellResult) -> Iterator[Sequence[str]]:
+    names = [name for name in ("staleness/mean", "is/ess", "kl/behaviour", "kl/reference", "completions/mean_length")
+             if name in result.curves]  # fmt: skip
+    yield ["steps", "samples", "tokens", "seconds", "reward", *(f"`{name}`" for name in names)]
+    tokens = result.tokens or (0.0,) * result.steps
+    count = min(_PARTS, result.steps)
+    for part in range(count):
+        begin, end = part * result.steps // count, (part + 1) * result.steps // count
+        means = [_mean(values[begin:end]) for values in (result.rewards, *(result.curves[name] for name in names))]
+        steps = f"{begin + 1} to {end}" if end > begin + 1 else f"{end}"
+        last = (f"{result.samples[end - 1]:,.0f}", f"{tokens[end - 1]:,.0f}", f"{result.seconds[end - 1]:,.1f}")
+        yield [steps, *last, *("-" if mean is None else f"{mean:.3f}" for mean in means)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _ages(result: CellResult) -> Iterator[Sequence[str]]:
+    for age, tokens in result.staleness_tokens:
+        yield [str(age), f"{tokens:,}", f"{tokens / result.trained_tokens:.1%}".replace("%", " %")]
+
+
+def _groups(result: CellResult) -> Iterator[str]:
+    if result.ledger:
+        yield "## What became of the groups"
+        yield "Attempts to make a group, by where they are or how they ended."
+        known = [word for word in _LEDGER if word in result.ledger]
+        yield table([[word.replace("_", " ") for word in known], [f"{result.ledger[word]:,}" for word in known]])

@@ -1,0 +1,128 @@
+"""A sweep on disk: what it was (`sweep.json`), what its cells measured, and the same read again.
+
+    sweep.json         the command, the grid, the seeds, the base and what was laid upon it
+    cells/RUN.json     what a finished cell measured        failed/RUN.json   what one measured that failed
+
+All of it may be moved, and is enough to make every table and picture again. Called by `sweep`, `frames` and the reports.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.experiments.staleness.analyze import CellResult, keep, kept
+from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.run.run_files import read_small
+
+# Where tables and runs lie is where the file lies.
+_ELSEWHERE = {"output_dir", "results"}
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A sweep and its results, in its order. command: what it was started with; missing: cells that have no result yet."""
+
+    sweep: SweepConfig
+    command: str
+    results: Sequence[CellResult]
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    command: str
+    sweep: dict[str, Any]
+
+
+_KEPT = TypeAdapter(_Kept)
+
+
+def keep_sweep(sweep: SweepConfig, command: str) -> None:
+    """Write `sweep.json` where the sweep's results lie. Raises OSError."""
+    values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
+    path = sweep.results_dir / "sweep.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}), indent=1) + b"\n")
+
+
+def keep_failed(results: Sequence[CellResult], directory: Path) -> None:
+    """What failed cells measured; of cells that have ended well meanwhile it is removed."""
+    for result in results:
+        path = directory / "failed" / f"{result.cell}.json"
+        if result.failure:
+            keep(result, path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def holds_cells(directory: Path) -> bool:
+    return any((directory / "cells").glob("*.json"))
+
+
+def read_sweep(directory: Path) -> Archive:
+    """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell is, DamagedError.
+
+    Without `sweep.json` the grid is that of the cells: numbers ascend, and the command is the one that makes the report.
+    """
+    found = [
+        result
+        for kind in ("cells", "failed")
+        for path in sorted((directory / kind).glob("*.json"))
+        if (result := kept(path)) is not None
+    ]
+    if not any(not result.failure for result in found):
+        raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
+    path = directory / "sweep.json"
+    command, sweep = (
+        _read(path) if path.exists() else (shlex.join(["async-rlhf", "report", str(directory)]), _grid_of(directory, found))
+    )
+    places = {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
+    cells = {_place(result, sweep, places): result for result in reversed(found) if _belongs(result, sweep, places)}
+    if not any(not result.failure for result in cells.values()):
+        raise ConfigError(f"{str(path)!r} is of another sweep: it has none of the cells beside it")
+    num_cells = len(sweep.seeds) * math.prod(map(len, places.values()))
+    return Archive(sweep, command, [cells[place] for place in sorted(cells)], num_cells - len(cells))
+
+
+def _read(path: Path) -> tuple[str, SweepConfig]:
+    try:
+        found = _KEPT.validate_json(read_small(path))
+        return found.command, SweepConfig.model_validate(found.sweep, strict=False)
+    except ValidationError as error:
+        raise DamagedError(
+            f"{path} describes no sweep: {error.errors()[0]['msg']}. Without it the grid is read from the cells"
+        ) from error
+
+
+def _grid_of(directory: Path, results: Sequence[CellResult]) -> SweepConfig:
+    values: dict[str, list[Any]] = {}
+    for result in results:
+        for axis, value in result.setting:
+            if value not in values.setdefault(axis, []):
+                values[axis].append(value)
+    for several in values.values():
+        if all(isinstance(value, int | float) for value in several):
+            several.sort()
+    seeds = tuple(sorted({result.seed for result in results}))
+    return SweepConfig.model_construct(name=directory.resolve().name, base="", seeds=seeds, values=values)
+
+
+def _belongs(result: CellResult, sweep: SweepConfig, places: dict[str, list[Any]]) -> bool:
+    setting = dict(result.setting)
+    grid = setting.keys() == places.keys() and all(setting[axis] in values for axis, values in places.items())
+    return grid and result.seed in sweep.seeds
+
+
+def _place(result: CellResult, sweep: SweepConfig, places: dict[str, list[Any]]) -> tuple[int, ...]:
+    """Seed first, then the grid, as `load_sweep` orders cells; of two results in one place the finished one counts."""
+    setting = dict(result.setting)
+    return (sweep.seeds.index(result.seed), *(values.index(setting[axis]) for axis, values in places.items()))

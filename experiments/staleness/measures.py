@@ -1,0 +1,188 @@
+"""The tables of a sweep's page below its result: area and final reward, a target's cost, corrections, ends of groups, power.
+
+A table for which no cell kept a number is left out. Formats numbers, never computes one. Called by `report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from async_rlhf.experiments.page import table
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting
+from async_rlhf.experiments.staleness.outcomes import (
+    SMOOTHED,
+    TARGET_SHARE,
+    Comparison,
+    Reached,
+    area,
+    compared,
+    power,
+    reached,
+    target,
+)
+from async_rlhf.experiments.statistics import Difference, Estimate, estimate
+
+Column = Callable[[list[CellResult]], str]
+# How an attempt to make a group may have ended, in the words of docs/metrics.md.
+_ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
+
+
+def sections(results: Sequence[CellResult]) -> list[str]:
+    """Headings and paragraphs, of cells that went to their end."""
+    return [*_areas(results), *_costs(results), *_corrections(results), *_ends(results), *_powers(results)]
+
+
+def number(value: Estimate | None, *, digits: int = 3) -> str:
+    """A mean, with its interval, its range, or alone where there is one seed."""
+    if value is None:
+        return "-"
+    mean = f"{round(value.mean, digits) + 0.0:,.{digits}f}"
+    if value.half_width is not None:
+        return f"{mean} ± {value.half_width:,.{digits}f}"
+    if value.count == 1:
+        return mean
+    return f"{mean} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
+
+
+def difference(found: Difference | None) -> str:
+    """With its interval."""
+    if found is None:
+        return "-"
+    return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+
+
+def _areas(results: Sequence[CellResult]) -> Iterator[str]:
+    groups = by_setting(results)
+    base = next(iter(groups))
+    ends, areas = compared(results), compared(results, area)
+    if not areas:
+        return
+    yield "## Final reward and area under the curve"
+    yield (
+        f"Differences are to {base}, within a seed; p is Holm's over the {len(groups) - 1} settings that are compared, for "
+        "either outcome on its own. The area is the mean height of the training reward: it says how fast a setting learned, "
+        "and lags by its staleness."
+    )
+    head = ["setting", "held-out reward, end", "difference", "p", "area under the reward", "difference", "p"]
+    rows = [
+        [
+            label,
+            number(estimate(cell.held_out_end.reward for cell in cells)),
+            *_compared(ends.get(label)),
+            number(estimate(cell.reward_area for cell in cells)),
+            *_compared(areas.get(label)),
+        ]
+        for label, cells in groups.items()
+    ]
+    yield table([head, *rows])
+
+
+def _compared(found: Comparison | None) -> list[str]:
+    if found is None:
+        return ["", ""]
+    return [difference(found.found), "-" if found.adjusted is None else f"{found.adjusted:.3f}"]
+
+
+def _costs(results: Sequence[CellResult]) -> Iterator[str]:
+    if (goal := target(results)) is None:
+        return
+    yield "## What a target cost"
+    yield (
+        f"The target is a training reward of {goal.value:.3f}: {TARGET_SHARE * 100:.0f} % of the way from {goal.start:.3f}, "
+        f"the reward of the first step, to {goal.end:.3f}, that of the last quarter, both of {goal.reference}. It is reached "
+        f"by the first {SMOOTHED} steps whose mean is not below it. Means are over the seeds, and given where all reached it."
+    )
+    found = {label: [reached(cell, goal.value) for cell in cells] for label, cells in by_setting(results).items()}
+    rows = [[label, f"{sum(each is not None for each in runs)} of {len(runs)}", *_cost(runs)] for label, runs in found.items()]
+    yield table([["setting", "seeds that reached it", "steps", "samples", "tokens", "seconds"], *rows])
+
+
+def _cost(runs: Sequence[Reached | None]) -> list[str]:
+    whole = [run for run in runs if run is not None]
+    if len(whole) < len(runs):
+        return ["-"] * 4
+    return [
+        number(estimate(run.steps for run in whole), digits=0),
+        number(estimate(run.samples for run in whole), digits=0),
+        number(estimate(run.tokens for run in whole), digits=0),
+        number(estimate(run.seconds for run in whole), digits=1),
+    ]
+
+
+def _corrections(results: Sequence[CellResult]) -> Iterator[str]:
+    columns: dict[str, Column] = {
+        "staleness, mean": lambda cells: number(estimate(c.staleness_mean for c in cells), digits=2),
+        "ESS, share of tokens": lambda cells: number(estimate(c.is_ess_mean for c in cells)),
+        "clipped, share of tokens": lambda cells: number(estimate(c.clip_ratio_mean for c in cells)),
+        "KL to the sampling policy": lambda cells: number(estimate(c.kl_behaviour_mean for c in cells), digits=4),
+        "KL to the reference, last quarter": lambda cells: number(estimate(c.kl_reference_end for c in cells), digits=4),
+    }
+    yield "## How far from the policy that sampled"
+    yield "Divergences are estimates in nats a token. What was not measured, or not kept, is a dash."
+    yield _by_column(results, columns)
+
+
+def _ends(results: Sequence[CellResult]) -> Iterator[str]:
+    if not any(cell.ledger for cell in results):
+        return
+    columns: dict[str, Column] = {
+        **{f"groups {word}": _ended(word) for word in _ENDS},
+        "tokens stale": _ended("tokens_stale"),
+        "tokens filtered": _ended("tokens_filtered"),
+        "mean length, trained": lambda cells: number(_length(cells), digits=1),
+        "cut off, share": lambda cells: number(_curve(cells, "completions/clipped_ratio")),
+        "scores that failed, share": lambda cells: number(_curve(cells, "rewards/failed_ratio")),
+    }
+    yield "## What became of the groups"
+    yield (
+        "Attempts to make a group by how they ended, sums over the seeds. Tokens are those of groups that had reached the "
+        "queue: of attempts that were lost before, no length is known. Lengths (in tokens) and shares are of the completions "
+        "that were trained on."
+    )
+    yield _by_column(results, columns)
+
+
+def _ended(word: str) -> Column:
+    def shown(cells: list[CellResult]) -> str:
+        known = [cell.ledger[word] for cell in cells if word in cell.ledger]
+        return f"{sum(known):,}" if known else "-"
+
+    return shown
+
+
+def _length(cells: Sequence[CellResult]) -> Estimate | None:
+    return estimate(cell.trained_tokens / cell.trained_samples for cell in cells)
+
+
+def _curve(cells: Sequence[CellResult], name: str) -> Estimate | None:
+    return estimate(cell.mean_of(name) for cell in cells)
+
+
+def _powers(results: Sequence[CellResult]) -> Iterator[str]:
+    found = {
+        (label, what): power(each.found)
+        for what, compared_by in (("held-out reward, end", compared(results)), ("area", compared(results, area)))
+        for label, each in compared_by.items()
+    }
+    if not found:
+        return
+    yield "## What so many seeds can show"
+    known = {place: each for place, each in found.items() if each is not None}
+    if not known:
+        yield "With one seed a setting no difference of any size can be told from chance, and none is."
+        return
+    yield (
+        "From the deviation of the differences between seeds: the smallest true difference that so many seeds show four times "
+        "in five (two-sided, 0.05, looked at alone), and how many seeds show half of it."
+    )
+    head = ["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]
+    rows = [
+        [label, what, f"{each.deviation:.3f}", str(each.seeds), f"{each.detectable:.3f}", str(each.for_half or "-")]
+        for (label, what), each in known.items()
+    ]
+    yield table([head, *rows])
+
+
+def _by_column(results: Sequence[CellResult], columns: dict[str, Column]) -> str:
+    rows = [[label, *(shown(cells) for shown in columns.values())] for label, cells in by_setting(results).items()]
+    return table([["setting", *columns], *rows])

@@ -1,0 +1,111 @@
+"""What came of each setting besides its final reward: area under the curve, what a target cost, how small a difference shows.
+
+Pure. The first setting of a sweep is the reference of every comparison, as in `analyze.paired_difference`. Called by
+`measures` and `trade_offs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward, paired_difference
+from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, seeds_needed
+
+TARGET_SHARE = 0.9
+"""Of the way from the first step's reward to the last quarter's."""
+SMOOTHED = 5
+"""Steps over which a reward is averaged before it is held against the target: a single batch says little."""
+
+Number = Callable[[CellResult], float | None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A training reward that runs are compared by. start, end: of the reference setting, means over its seeds."""
+
+    value: float
+    start: float
+    end: float
+    reference: str
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What it took until the target was reached; tokens None where they were not kept."""
+
+    steps: int
+    samples: float
+    tokens: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of a setting with the reference. adjusted: p after Holm over all settings of the sweep; None where there is no p."""
+
+    found: Difference
+    adjusted: float | None
+
+
+@dataclass(frozen=True)
+class Power:
+    """What `seeds` seeds can show, four times in five, of a difference whose deviation over seeds is `deviation`."""
+
+    seeds: int
+    deviation: float
+    detectable: float
+    for_half: int | None
+    """Seeds that show half of it; None where the seeds did not differ at all."""
+
+
+def area(result: CellResult) -> float | None:
+    """Under the training reward, as a mean height."""
+    return result.reward_area
+
+
+def target(results: Sequence[CellResult]) -> Target | None:
+    """TARGET_SHARE of what the reference setting learned. None where it learned nothing, or has no rewards."""
+    (label, cells), *_ = by_setting(results).items()
+    start, end = estimate(smoothed(cell)[0] for cell in cells), estimate(cell.reward_last_quarter for cell in cells)
+    if start is None or end is None or end.mean <= start.mean:
+        return None
+    return Target(start.mean + TARGET_SHARE * (end.mean - start.mean), start.mean, end.mean, label)
+
+
+def smoothed(result: CellResult) -> list[float | None]:
+    """Of each step the mean reward of it and those before it, SMOOTHED together; at the start so many as there are."""
+    found: list[float | None] = []
+    for step in range(1, result.steps + 1):
+        known = [reward for reward in result.rewards[max(0, step - SMOOTHED) : step] if reward is not None]
+        found.append(math.fsum(known) / len(known) if known else None)
+    return found
+
+
+def reached(result: CellResult, value: float) -> Reached | None:
+    """When the mean reward of SMOOTHED whole steps was `value` or above for the first time; None where it never was."""
+    fewest = min(SMOOTHED, result.steps)
+    for i, reward in enumerate(smoothed(result)):
+        if i + 1 >= fewest and reward is not None and reward >= value:
+            tokens = result.tokens
+            return Reached(i + 1, result.samples[i], None if tokens is None else tokens[i], result.seconds[i])
+    return None
+
+
+def compared(results: Sequence[CellResult], number: Number = final_reward) -> dict[str, Comparison]:
+    """By setting, all but the reference; those that share no measured seed with it are left out."""
+    (_, reference), *others = by_setting(results).items()
+    found = {label: paired_difference(cells, reference, number) for label, cells in others}
+    known = {label: each for label, each in found.items() if each is not None}
+    judged = {label: each.p for label, each in known.items() if each.p is not None}
+    adjusted = dict(zip(judged, holm(list(judged.values())), strict=True))
+    return {label: Comparison(each, adjusted.get(label)) for label, each in known.items()}
+
+
+def power(difference: Difference) -> Power | None:
+    """None with a single seed: no difference of any size can then be told from chance."""
+    if difference.count < 2 or math.isnan(difference.deviation):
+        return None
+    seen = detectable(difference.deviation, difference.count)
+    return Power(difference.count, difference.deviation, seen, seeds_needed(difference.deviation, seen / 2) if seen else None)

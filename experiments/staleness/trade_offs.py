@@ -1,0 +1,204 @@
+"""The second picture of a sweep: what reward cost in samples and tokens, what corrections did, how far the policy moved.
+
+Panels for which no cell kept a number are left out. Needs matplotlib (the extra `experiments`). Called by `pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from async_rlhf.experiments.staleness.analyze import CellResult, finished
+from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.outcomes import SMOOTHED, Reached, reached, smoothed, target
+from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
+from async_rlhf.inspect.plot import COLOURS
+
+_LEGEND_COLUMNS = 4
+_MOST_TICKS = 5
+_MOST_SOLID = 5
+# Settings that share a colour differ in these, by the value of the first key.
+_STYLES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+Settings = Sequence[Setting]
+Draw = Callable[[Any, Settings], None]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """shown: whether any cell has its numbers."""
+
+    draw: Draw
+    shown: bool = True
+
+
+def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
+    """A panel for each quantity that was kept, in the colours of the first picture; dashes and marks are its columns."""
+    results = finished(results)
+    settings = settings_of(results)
+    goal = target(results)
+    panels = [panel.draw for panel in _panels(results, None if goal is None else goal.value) if panel.shown]
+    columns = 2 if len(panels) == 4 else 3
+    rows = -(-len(panels) // columns)
+    lines = sum(1 + setting.row.count("\n") for setting in settings)
+    height, below = max(3.6, 1.0 + 0.15 * lines), 0.18 * -(-lines // _LEGEND_COLUMNS)
+    figure = Figure(figsize=(14.5, height * rows + below + 1.0), dpi=110, layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in places[len(panels) :]:
+        spare.remove()
+    for draw, axes in zip(panels, places, strict=False):
+        draw(axes, settings)
+        tidy(axes, grid="both")
+        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
+        axes.title.set_fontsize("medium")
+    handles = [
+        Line2D([], [], color=setting.colour, linestyle=style, marker=marker, markersize=4, label=setting.row)
+        for setting, (style, marker) in zip(settings, _looks(settings), strict=True)
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=3.5, frameon=False, fontsize="small"
+    )
+    figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
+    return figure
+
+
+def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
+    whole = [cell for cell in results if cell.tokens is not None]
+    # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
+    stale = [cell for cell in results if cell.staleness_mean > 0]
+    to_reference = [cell for cell in results if _to_reference(cell)]
+    judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
+    costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
+    return [
+        _Panel(_over("samples", "completions trained on", lambda cell: cell.samples, goal)),
+        _Panel(_over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal), bool(whole)),
+        _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
+        _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
+        _Panel(_draw_to_sampler, bool(judged)),
+        _Panel(_draw_to_reference, bool(to_reference)),
+        _Panel(_cost("Samples to the target", "completions trained on", lambda found: found.samples, goal), bool(costs)),
+        _Panel(_cost("Seconds to the target", "training time [s]", lambda found: found.seconds, goal), bool(costs)),
+    ]
+
+
+def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]], goal: float | None) -> Draw:
+    def draw(axes: Any, settings: Settings) -> None:
+        for setting, (style, _) in zip(settings, _looks(settings), strict=True):
+            cells = [(places(cell), smoothed(cell)) for cell in setting.cells if places(cell)]
+            # a step of every seed, at the mean of their places
+            steps = [(xs, ys) for xs, ys in _step_by_step(cells) if all(y is not None for y in ys)]
+            xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
+            axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
+        if goal is not None:
+            axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
+            box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
+            axes.annotate(f"target {goal:.2f}", (1, goal), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                          fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
+        axes.set_xlim(left=0)
+        axes.set(
+            title=f"Training reward over {what}\nmean of the seeds and of {SMOOTHED} steps", xlabel=label, ylabel="mean reward"
+        )
+
+    return draw
+
+
+def _step_by_step(cells: Sequence[tuple[Sequence[float], Sequence[float | None]]]) -> list[tuple[list[float], list[Any]]]:
+    by_place = zip(*(xs for xs, _ in cells), strict=False)
+    by_reward = zip(*(ys for _, ys in cells), strict=False)
+    return [(list(xs), list(ys)) for xs, ys in zip(by_place, by_reward, strict=False)]
+
+
+def _draw_corrections(axes: Any, settings: Settings) -> None:
+    """A mark a cell, over what its staleness really was."""
+    measures = (("effective sample size", "o", COLOURS[0]), ("clipped", "^", COLOURS[1]))
+    for (name, marker, colour), number in zip(measures, (_ess, _clipped), strict=True):
+        known = [(c.staleness_mean, y) for s in settings for c in s.cells if (y := number(c)) is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), marker, color=colour, label=name, alpha=0.7, markersize=5)
+    axes.set_ylim(-0.03, 1.03)
+    axes.legend(fontsize="x-small", frameon=False)
+    axes.set(
+        title="Effective and clipped tokens by staleness\na mark a run",
+        xlabel="mean staleness of the run [learner steps]",
+        ylabel="share of tokens",
+    )
+
+
+def _ess(cell: CellResult) -> float | None:
+    return cell.is_ess_mean
+
+
+def _clipped(cell: CellResult) -> float | None:
+    return cell.clip_ratio_mean
+
+
+def _draw_to_sampler(axes: Any, settings: Settings) -> None:
+    for setting, (_, marker) in zip(settings, _looks(settings), strict=True):
+        known = [(c.kl_behaviour_mean, c.held_out_end.reward) for c in setting.cells if c.held_out_end.reward is not None]
+        points = [(kl, reward) for kl, reward in known if kl is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=setting.colour, markersize=6, alpha=0.85)
+    _widen(axes)
+    axes.set(
+        title="Held-out reward over KL to the sampling policy\na mark a run",
+        xlabel="KL(sampler, learner), mean over steps [nats a token]",
+        ylabel="held-out reward, end",
+    )
+
+
+def _draw_to_reference(axes: Any, settings: Settings) -> None:
+    for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
+        for points in filter(None, map(_to_reference, setting.cells)):
+            kls, rewards = zip(*points, strict=True)
+            axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
+    _widen(axes)
+    axes.set(
+        title="Held-out reward over KL to the reference\na line a run, through its evaluations",
+        xlabel="KL(policy, reference) [nats a token]",
+        ylabel="held-out reward",
+    )
+
+
+def _widen(axes: Any) -> None:
+    low, high = axes.get_ylim()
+    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _to_reference(cell: CellResult) -> list[tuple[float, float]]:
+    """(divergence, held-out reward) of each evaluation after a step, divergence over that step and those before it."""
+    curve = cell.curves.get("kl/reference", ())
+    near = [(curve[max(0, step - SMOOTHED) : step], reward) for step, reward in cell.evaluations if 0 < step <= len(curve)]
+    known = [([value for value in values if value is not None], reward) for values, reward in near]
+    return [(sum(values) / len(values), reward) for values, reward in known if values]
+
+
+def _cost(words: str, label: str, number: Callable[[Reached], float], goal: float | None) -> Draw:
+    def draw(axes: Any, settings: Settings) -> None:
+        for row, setting in enumerate(settings):
+            runs = [reached(cell, goal) for cell in setting.cells] if goal is not None else []
+            known = [number(run) for run in runs if run is not None]
+            axes.plot(known, [row] * len(known), "o", color=setting.colour, markersize=5, alpha=0.85)
+            if len(known) < len(runs):
+                axes.annotate(f"{len(known)} of {len(runs)}", (1.0, row - 0.15), xycoords=("axes fraction", "data"), ha="right",
+                              va="bottom", fontsize="x-small")  # fmt: skip
+        axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
+        axes.set_ylim(len(settings) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.set(title=f"{words} of {goal:.3f}\na mark a run; on the right how many reached it", xlabel=label)
+
+    return draw
+
+
+def _looks(settings: Settings) -> list[tuple[str, str]]:
+    """The dashes and the marker of each setting."""
+    columns = list(dict.fromkeys(setting.column for setting in settings))
+    if len(columns) == 1:
+        return [("--" if i % 2 and len(settings) > _MOST_SOLID else "-", "o") for i in range(len(settings))]
+    places = [columns.index(setting.column) for setting in settings]
+    return [(_STYLES[place % len(_STYLES)], _MARKERS[place % len(_MARKERS)]) for place in places]

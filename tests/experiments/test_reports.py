@@ -1,0 +1,210 @@
+"""Reports from what is on disk alone: of a sweep whose cells are kept, of a run, and of a directory that is neither."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.cli.app import experiment
+from async_rlhf.experiments.page import to_html
+from async_rlhf.experiments.reports.command import report
+from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, keep, kept, read_cell
+from async_rlhf.experiments.staleness.archive import keep_failed, keep_sweep, read_sweep
+from async_rlhf.experiments.staleness.config import Cell, SweepConfig
+from async_rlhf.experiments.staleness.frames import curves, results
+from async_rlhf.experiments.staleness.report import render
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import REPOSITORY
+
+SEARCH = REPOSITORY / "experiments" / "staleness" / "search"
+COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
+
+
+@pytest.fixture
+def run(small: Any) -> RunDir:
+    """A run of 12 steps with 4 groups of 4 each."""
+    run = RunDir.create(small())
+    lines = [
+        {
+            "step": i, "reward": min(1.0, i / 10), "groups": [0, 1, 2, 3], "num_tokens": 100 + i, "step_time": 2.0,
+            "staleness/histogram": {"0": 30, "1": 70 + i}, "staleness/violations": 0, "staleness/mean": 0.7,
+            "is/ess": 0.9, "is/ratio_max": 2.0, "clip_ratio/region_mean": 0.2, "kl/behaviour": 0.1, "kl/reference": 0.1 * i,
+        }
+        for i in range(1, 13)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluations = [("start", 0, 0.2), ("step", 6, 0.5), ("end", 12, 0.8)]
+    run.evaluations.write_text(
+        "".join(json.dumps({"label": a, "step": b, "mean_reward": c, "accuracy": c}) + "\n" for a, b, c in evaluations)
+    )
+    ledger = {"credited": 50, "trained": 48, "stale": 2, "tokens_stale": 31, "tokens_put": 1300, "closes": True}
+    run.ledger.write_text(json.dumps({"ledger": ledger}))
+    run.retire()
+    return run
+
+
+@pytest.fixture
+def measured(run: RunDir) -> CellResult:
+    return read_cell(Cell(run.config(), {}))
+
+
+@pytest.fixture
+def sweep(measured: CellResult, tmp_path: Path) -> Path:
+    """The directory of a sweep of two bounds with three seeds, its runs removed."""
+    directory = tmp_path / "swept"
+    config = SweepConfig(
+        name="s", base="../b.toml", seeds=(0, 1, 2), values={"queue.max_staleness": [1, 0]}, overrides={"max_steps": 12},
+        results=str(directory),
+    )  # fmt: skip
+    keep_sweep(config, COMMAND)
+    for bound in (0, 1):
+        for seed in config.seeds:
+            end = HeldOut(0.8 - 0.1 * bound + 0.01 * seed * (1 + bound), None)
+            cell = replace(
+                measured, cell=f"b{bound}_{seed}", setting=(("queue.max_staleness", bound),), seed=seed, bound=1,
+                held_out_end=end, rewards=tuple((each or 0.0) - 0.05 * bound * seed for each in measured.rewards),
+            )  # fmt: skip
+            keep(cell, config.kept(cell.cell))
+    return directory
+
+
+def test_a_sweep_is_reported_from_its_directory_wherever_that_was_moved(sweep: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.move(sweep, moved)
+    written = report(moved, None, [].append)
+    assert {path.name for path in written} == {
+        "results.csv", "results.png", "results.svg", "trade_offs.png", "trade_offs.svg", "report.md", "report.html",
+    }  # fmt: skip
+    page = (moved / "report.md").read_text()
+    assert f"    {COMMAND}\n" in page and "Base: `b.toml`, with `max_steps = 12`." in page
+    first, second, *_ = re.findall(r"(?m)^\| queue.max_staleness = (\d) \|", page)
+    assert (first, second) == ("1", "0"), "in the order of the sweep"
+    assert "have no result yet" not in page
+    shown = (moved / "report.html").read_text()
+    assert shown.count("<svg ") == 2
+    for name in ("results", "trade_offs"):
+        drawn = (moved / f"{name}.svg").read_text()
+        for words in (COMMAND, "3 seeds", "192 samples trained on per run"):
+            assert words in drawn, "a figure says of what it is"
+
+
+def page_of(directory: Path) -> str:
+    found = read_sweep(directory)
+    return render(found.sweep, found.command, found.results, None, missing=found.missing)
+
+
+def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_went(sweep: Path) -> None:
+    page = page_of(sweep)
+    cost = page[page.index("## What a target cost") : page.index("## How far")]
+    assert "| queue.max_staleness = 0 | 3 of 3 | 12 ± 0 | 192 ± 0 | 1,278 ± 0 | 24.0 ± 0.0 |" in cost
+    assert "| queue.max_staleness = 1 | 1 of 3 | - | - | - | - |" in cost, "no mean over those alone that reached it"
+    power = page[page.index("## What so many seeds can show") :]
+    assert "| queue.max_staleness = 0 | held-out reward, end | 0.010 | 3 |" in power
+    assert "| queue.max_staleness = 0 | area | 0.000 | 3 | 0.000 | - |" in power
+    ends = page[page.index("## What became of the groups") : page.index("## What so many")]
+    assert "| queue.max_staleness = 1 | 144 | 6 | - | - | - | 93 | - |" in ends
+
+
+def test_cells_without_a_result_and_cells_that_failed_are_named(sweep: Path) -> None:
+    failed = kept(sweep / "cells" / "b1_2.json")
+    assert failed is not None
+    (sweep / "cells" / "b1_2.json").unlink()
+    (sweep / "cells" / "b0_1.json").unlink()
+    keep_failed([replace(failed, failure="it [ended](http://x.org)")], sweep)
+    page = page_of(sweep)
+    assert "**1 of 6 cells have no result yet.**" in page
+    assert r"- queue.max_staleness = 1, seed 2, after 12 steps: it \[ended\](http://x.org)" in page
+    assert "it [ended](http://x.org)" in to_html(page, {})
+
+    keep(failed, sweep / "cells" / "b1_2.json")
+    assert not any(result.failure for result in read_sweep(sweep).results), "tried again, it ended well"
+    keep_failed([failed], sweep)
+    assert not list((sweep / "failed").iterdir())
+
+
+def test_cells_kept_before_a_number_was_kept_are_read_without_it(tmp_path: Path) -> None:
+    shutil.copytree(SEARCH / "cells", tmp_path / "cells")
+    archive = read_sweep(tmp_path)
+    assert len(archive.results) == 12 and archive.missing == 0
+    assert [value for value, _ in archive.sweep.levels["learner.learning_rate"]] == [1e-4, 4e-4, 1.6e-3], "numbers ascend"
+    assert archive.results[0].samples[-1] == pytest.approx(12_800) and archive.results[0].tokens is None
+    frame = curves(tmp_path)
+    assert len(frame) == 1200 and "num_tokens" not in frame and frame["tokens"].isna().all()
+    pages = report(tmp_path, tmp_path / "page.html", [].append)
+    assert pages[-1] == tmp_path / "page.html" and pages[-1].exists() and not (tmp_path / "report.html").exists()
+    page = (tmp_path / "report.md").read_text()
+    assert "With one seed a setting no difference of any size can be told from chance" in page
+    assert f"    async-rlhf report {tmp_path}\n" in page and "Base:" not in page
+
+
+def test_a_run_is_reported_with_its_numbers_curves_and_ages(run: RunDir) -> None:
+    written = report(run.path, None, [].append)
+    assert [path.name for path in written] == ["plot.png", "plot.svg", "report.md", "report.html"]
+    page = (run.path / "report.md").read_text()
+    assert f"    async-rlhf report {run.path}\n" in page
+    assert "12 steps; 192 samples and 1,278 tokens trained on." in page and "its end is not recorded" in page
+    assert "| held-out reward, end | 0.800 |" in page and "| KL to the reference, last quarter [nats a token] | 1.100 |" in page
+    assert "| 11 to 12 | 192 | 1,278 | 24.0 | 1.000 |" in page, "the last of ten parts"
+    assert "| 0 | 360 | 28.2 % |" in page
+    assert (
+        "seed 0" in (run.path / "plot.svg").read_text().lower()
+        and f"async-rlhf report {run.path}" in (run.path / "plot.svg").read_text()
+    )
+    assert (run.path / "report.html").read_text().count("<svg ") == 1
+
+
+def test_without_matplotlib_the_pages_are_there_and_say_how_to_get_pictures(
+    sweep: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("plot", "trade_offs"):
+        monkeypatch.delitem(sys.modules, f"async_rlhf.experiments.staleness.{name}", raising=False)
+    for directory in (sweep, run.path):
+        said = list[str]()
+        report(directory, None, said.append)
+        assert "pip install 'async-rlhf[experiments]'" in said[0]
+        assert "<svg" not in (directory / "report.html").read_text() and "![" not in (directory / "report.md").read_text()
+
+
+def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(small: Any, sweep: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no directory of a sweep \(it has no cells/\*\.json\) and of no run"):
+        report(tmp_path, None, [].append)
+    with pytest.raises(ConfigError, match="has no finished step"):
+        report(RunDir.create(small(name="stepless")).path, None, [].append)
+    with pytest.raises(ConfigError, match=r"--html .* does not exist"):
+        report(sweep, tmp_path / "no" / "page.html", [].append)
+    (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')
+    with pytest.raises(DamagedError, match=r"sweep\.json describes no sweep"):
+        report(sweep, None, [].append)
+    (sweep / "cells" / "b1_2.json").write_text("{")
+    with pytest.raises(DamagedError, match="is no result of a cell"):
+        report(sweep, None, [].append)
+
+
+def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir) -> None:
+    frame = results(sweep)
+    assert list(frame["queue.max_staleness"]) == [1, 0] * 3 and list(frame["seed"]) == [0, 0, 1, 1, 2, 2]
+    assert frame["held_out_reward_end"].dtype == "float64" and frame["held_out_accuracy_end"].isna().all()
+    steps = curves(sweep)
+    assert len(steps) == 6 * 12 and steps["samples"].max() == 192 and steps["tokens"].max() == 1278
+    assert list(curves(run.path)["kl/reference"])[:2] == [0.1, 0.2]
+    assert len(results(run.path)) == 1
+
+
+def test_data_frames_without_pandas_say_what_to_install(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[experiments\]'"):
+        results(sweep)
+
+
+def test_an_installation_that_is_older_than_its_code_is_told_of() -> None:
+    with pytest.raises(ConfigError, match="knows no 'telescope': install it again"):
+        experiment("telescope")

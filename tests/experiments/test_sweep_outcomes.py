@@ -1,0 +1,120 @@
+"""What a target cost, what areas differ by, and how small a difference shows: exactly, from results made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
+from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, power, reached, target
+from async_rlhf.experiments.staleness.trade_offs import picture
+from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
+from tests.conftest import REPOSITORY
+
+CELLS = REPOSITORY / "experiments" / "staleness" / "search" / "cells"
+
+
+@pytest.fixture
+def result() -> CellResult:
+    """Ten steps of 8 samples and 50 tokens, a second each, with rewards from 0.1 to 1."""
+    found = kept(next(iter(sorted(CELLS.glob("*.json")))))
+    assert found is not None
+    return replace(
+        found, setting=(("loss.kind", "a"),), steps=10, trained_samples=80, rewards=tuple(i / 10 for i in range(1, 11)),
+        seconds=tuple(float(i) for i in range(1, 11)), reward_last_quarter=0.9, reward_area=0.55, staleness_mean=1.5,
+        curves={"samples": (8.0,) * 10, "num_tokens": (50.0,) * 10, "clip_ratio/region_mean": (0.1, None, *(0.3,) * 8)},
+    )  # fmt: skip
+
+
+def other(result: CellResult, kind: str, seed: int = 0, **more: object) -> CellResult:
+    return replace(result, setting=(("loss.kind", kind),), seed=seed, **more)  # type: ignore[arg-type]
+
+
+def test_the_target_is_nine_tenths_of_what_the_first_setting_learned(result: CellResult) -> None:
+    goal = target([result, other(result, "b", reward_last_quarter=5.0)])
+    assert goal is not None
+    assert (goal.start, goal.end, goal.reference) == (0.1, 0.9, "loss.kind = a")
+    assert goal.value == pytest.approx(0.1 + 0.9 * 0.8)
+    lower = replace(result, rewards=tuple(each - 5 for each in result.rewards if each is not None), reward_last_quarter=-4.1)
+    below = target([lower])
+    assert below is not None and below.value == pytest.approx(goal.value - 5), "whatever a reward's zero is"
+    assert target([replace(result, reward_last_quarter=0.1)]) is None, "nothing was learned"
+
+
+def test_a_target_is_reached_by_the_mean_of_five_steps_and_by_no_single_one(result: CellResult) -> None:
+    assert reached(result, 0.49) == Reached(steps=7, samples=56.0, tokens=350.0, seconds=7.0)
+    assert reached(result, 0.81) is None
+    assert reached(replace(result, rewards=(1.0, *(0.0,) * 9)), 0.5) is None, "four steps are not there to be averaged"
+    old = reached(replace(result, curves={}), 0.49)
+    assert old is not None and (old.samples, old.tokens) == (56.0, None), "equally many samples a step, tokens unknown"
+
+
+def test_steps_without_a_reward_are_left_out_of_the_mean(result: CellResult) -> None:
+    found = reached(replace(result, rewards=(None, None, 0.5, 0.7, None, None, None, None, None, None)), 0.59)
+    assert found is not None and found.steps == 5
+
+
+def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellResult) -> None:
+    results = [
+        other(result, kind, seed, reward_area=0.5 + 0.01 * seed + gap * (1 + 0.1 * seed))
+        for seed in range(3)
+        for kind, gap in (("a", 0.0), ("b", 0.1), ("c", 0.001))
+    ]
+    found = compared(results, area)
+    alone = [paired([0.5 + 0.01 * s + gap * (1 + 0.1 * s) for s in range(3)], [0.5 + 0.01 * s for s in range(3)])
+             for gap in (0.1, 0.001)]  # fmt: skip
+    assert list(found) == ["loss.kind = b", "loss.kind = c"]
+    assert [each.found.mean for each in found.values()] == pytest.approx([0.11, 0.0011])
+    assert [each.adjusted for each in found.values()] == pytest.approx(holm([each.p or 0.0 for each in alone]))
+    blind = [replace(each, held_out_end=HeldOut(None, None)) for each in results]
+    assert compared(blind) == {}, "nothing was measured"
+
+
+def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
+    found = power(Difference(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
+    assert found is not None and found.for_half is not None
+    assert found.detectable == detectable(0.04, 5)
+    assert detectable(0.04, found.for_half) <= found.detectable / 2 < detectable(0.04, found.for_half - 1)
+    assert power(Difference(0.1, 0.1, 0.1, 1, None)) is None, "one seed shows nothing"
+    same = power(Difference(0.1, 0.1, 0.1, 3, 0.0, deviation=0.0))
+    assert same is not None and (same.detectable, same.for_half) == (0.0, None)
+
+
+def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:
+    """The first lines of the panels' titles."""
+    return [axes.get_title().partition("\n")[0] for axes in picture(results, sweep).axes]
+
+
+def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: CellResult) -> None:
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
+    results = [
+        result,
+        other(result, "b", evaluations=((0, 0.1), (10, 0.9)), curves={**result.curves, "kl/reference": (0.5,) * 10}),
+    ]
+    whole = [
+        "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
+        "Effective and clipped tokens by staleness", "Held-out reward over KL to the sampling policy",
+        "Held-out reward over KL to the reference",
+    ]  # fmt: skip
+    assert titles(results, sweep) == whole, "no run reached the target"
+    results[0] = replace(result, reward_last_quarter=0.8)
+    assert titles(results, sweep) == [*whole, "Samples to the target of 0.730", "Seconds to the target of 0.730"]
+    bare = [replace(each, curves={}, evaluations=(), kl_behaviour_mean=None, is_ess_mean=None) for each in results]
+    assert titles(bare, sweep)[:2] == [whole[0], whole[2]] and len(titles(bare, sweep)) == 4
+
+
+def test_settings_that_share_a_colour_differ_in_dashes_and_marks(result: CellResult) -> None:
+    values = {"queue.max_staleness": [0, 4], "loss.kind": ["a", "b"]}
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values=values)
+    results = [
+        replace(result, setting=(("queue.max_staleness", age), ("loss.kind", kind)))
+        for age in values["queue.max_staleness"]
+        for kind in values["loss.kind"]
+    ]
+    figure = picture(results, sweep)
+    lines = figure.axes[0].get_lines()[:4]
+    assert len({(str(line.get_color()), line.get_linestyle()) for line in lines}) == 4
+    assert len({str(line.get_color()) for line in lines}) == 2
+    assert figure.legends[0].get_texts()[0].get_text() == "queue.max_staleness = 0\nloss.kind = a"
