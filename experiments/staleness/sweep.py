@@ -203,10 +203,13 @@ def _job(sweep: SweepConfig, cell: Cell, number: int, of: int) -> Job:
 
 
 def _results(jobs: Sequence[Job], failures: Mapping[str, str]) -> Iterator[CellResult]:
-    """Of the cells that made a step."""
+    """Of the cells that made a step; what they measured is kept, also where only the run was left."""
     for job in jobs:
         if job.head not in failures:
-            yield job.result() or read_cell(job.cell)
+            found = job.result()
+            if found is None:
+                keep(found := read_cell(job.cell), job.kept)
+            yield found
         elif RunDir(job.cell.config.run_dir).read_metrics():
             yield replace(read_cell(job.cell), failure=failures[job.head])
 
