@@ -1,0 +1,176 @@
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR [--step N] [--completions N] [--corrections FILE] [--out DIR]`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.cli.app import errors, say
+from async_rlhf.experiments.counterfactual.fresh import fresh_groups
+from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
+from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, between, fresh_batches
+from async_rlhf.experiments.counterfactual.page import (
+    ENOUGH,
+    Row,
+    correction_row,
+    draw,
+    fresh_row,
+    render,
+    shortfall,
+    write_csv,
+)
+from async_rlhf.experiments.counterfactual.recorded import SHIPPED, Moment, corrections, plain, recorded
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_dir import RunDir
+
+app = typer.Typer(add_completion=False)
+# Of the reference: enough for a jackknife, and few enough that their gradients lie in memory together.
+_BLOCKS = 32
+_LINE_EVERY_S = 15.0
+Report = Callable[[str, int, int], None]
+
+
+@app.command()
+def main(
+    run_dir: Annotated[Path, typer.Argument(help="Run that has ended, with kept checkpoints and batches.")],
+    step: Annotated[
+        list[int] | None, typer.Option(min=1, help="A step with a checkpoint; again for another. All of them without.")
+    ] = None,
+    completions: Annotated[
+        int, typer.Option(min=1, help="Fresh completions at each step, rounded up to whole batches of the run.")
+    ] = ENOUGH,
+    chosen: Annotated[
+        Path, typer.Option("--corrections", help="TOML file of losses, as corrections.toml of this experiment.")
+    ] = SHIPPED,
+    out: Annotated[Path | None, typer.Option(help="Directory, made; counterfactual/ of the run without.")] = None,
+) -> None:
+    """How far is each correction's gradient on a stale batch from the gradient that the same weights have on fresh data?
+
+    Leaves results.csv, picture.png, picture.svg and report.md.
+    """
+    with errors():
+        run, config, moments = recorded(run_dir, step or [])
+        losses = corrections(chosen, config.loss)
+        num_batches = batches_for(config, completions)
+        if warning := shortfall(num_batches * config.learner.batch_size):
+            say(f"warning: {warning}", err=True)
+        directory = out or run.path / "counterfactual"
+        directory.mkdir(parents=True, exist_ok=True)
+        rows: list[Row] = []
+        with Shown() as shown:
+            for moment in moments:
+                rows += compare(run, config, moment, losses, num_batches, shown.at)
+                write_csv(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
+        draw(rows, directory)
+        (directory / "report.md").write_text(render(rows))
+        typer.echo(str(directory / "report.md"))
+
+
+def batches_for(config: Config, completions: int) -> int:
+    """Batches of the run's size that hold at least so many completions. Raises ConfigError for fewer than four: a jackknife
+    leaves one out of each half of the reference."""
+    found, size = -(-completions // config.learner.batch_size), config.learner.batch_size
+    if found < 4:
+        raise ConfigError(
+            f"--completions {completions}: fewer than 4 batches of {size} (learner.batch_size); at least {4 * size} are "
+            f"needed, {max(ENOUGH, 4 * size)} are advised"
+        )
+    return found
+
+
+def compare(
+    run: RunDir, config: Config, moment: Moment, losses: Mapping[str, LossConfig], num_batches: int, report: Report
+) -> list[Row]:
+    """A row for a fresh batch and for each correction, at one step. The first correction is what the others are compared with.
+
+    report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed.
+    """
+    where = f"step {moment.step}"
+    groups = fresh_groups(
+        run,
+        config,
+        moment.checkpoint,
+        moment.step,
+        num_batches * config.groups_per_batch,
+        lambda done, of: report(f"{where}: fresh completions", done, of),
+    )
+    rewards, stale_rewards = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
+    failed = sum(reward is None for group in rewards for reward in group) / (len(groups) * len(groups[0].rollouts))
+    if failed > config.rewards.max_failed_ratio:
+        raise RewardError(
+            f"{where}: {failed:.0%} of the scores of fresh completions failed, {config.rewards.max_failed_ratio:.0%} are "
+            "allowed (rewards.max_failed_ratio)"
+        )
+    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
+    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
+    references: dict[str, tuple[LossConfig, list[str]]] = {}
+    for name, loss in losses.items():  # those whose on-policy gradient is the same have one reference
+        references.setdefault(plain(loss).model_dump_json(), (plain(loss), []))[1].append(name)
+    rows: dict[str, Row] = {}
+    estimates: dict[str, Estimate] = {}
+    for on_policy, names in references.values():
+
+        def measured(done: int, of: int, what: str = f"{where}: reference of {', '.join(names)}") -> None:
+            report(what, done, of)
+
+        fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, measured)
+        reference = Reference.of(fresh)
+        of_batches = fresh_batches(reference, blocks_a_batch)
+        rows.setdefault("", fresh_row(moment, len(groups) * len(groups[0].rollouts), reference, of_batches))
+        for number, name in enumerate(names):
+            stale = gradients.sums(moment.groups, stale_rewards, losses[name])
+            estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
+            rows[name] = correction_row(name, rows[""], estimates[name], of_batches)
+            report(f"{where}: corrections", number + 1, len(names))
+    base, *others = losses
+    for name in others:
+        found = between(Estimate.cosine, estimates[name], estimates[base])
+        rows[name] = rows[name].compared(base, found)
+    return [rows[name] for name in ("", *losses)]
+
+
+class Shown:
+    """How far the work is: a bar on a terminal, else a line when something begins and every 15 seconds."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(stderr=True, highlight=False)
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("", total=None)
+        self._what, self._last = "", float("-inf")
+
+    def __enter__(self) -> Shown:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def at(self, what: str, done: int, of: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=what, completed=done, total=of)
+            return
+        now = time.monotonic()
+        if what != self._what or now - self._last >= _LINE_EVERY_S:
+            self._what, self._last = what, now
+            say(f"{what}: {done}/{of}", err=True)
+
+
+def _blocks_a_batch(groups_a_batch: int, num_batches: int) -> int:
+    """Into how many blocks of whole groups a batch is cut: as few as make `_BLOCKS` blocks in all."""
+    cuts: Sequence[int] = [cut for cut in range(1, groups_a_batch + 1) if groups_a_batch % cut == 0]
+    return next((cut for cut in cuts if cut * num_batches >= _BLOCKS), groups_a_batch)
+
+
+if __name__ == "__main__":
+    app()
