@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -15,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
-from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, between, fresh_batches
+from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, Sums, between, fresh_batches
 from async_rlhf.experiments.counterfactual.page import (
     ENOUGH,
     Row,
@@ -26,8 +28,9 @@ from async_rlhf.experiments.counterfactual.page import (
     shortfall,
     write_csv,
 )
-from async_rlhf.experiments.counterfactual.recorded import SHIPPED, Moment, corrections, plain, recorded
+from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, recorded
 from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
@@ -91,50 +94,63 @@ def compare(
 ) -> list[Row]:
     """A row for a fresh batch and for each correction, at one step. The first correction is what the others are compared with.
 
-    report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed.
+    report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed, and
+    ConfigError where there is nothing to learn from.
     """
-    where = f"step {moment.step}"
-    groups = fresh_groups(
-        run,
-        config,
-        moment.checkpoint,
-        moment.step,
-        num_batches * config.groups_per_batch,
-        lambda done, of: report(f"{where}: fresh completions", done, of),
-    )
-    rewards, stale_rewards = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
-    failed = sum(reward is None for group in rewards for reward in group) / (len(groups) * len(groups[0].rollouts))
+    where, count = f"step {moment.step}", num_batches * config.groups_per_batch
+    groups = fresh_groups(run, config, moment.checkpoint, moment.step, count, partial(report, f"{where}: fresh completions"))
+    rewards, of_stale = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
+    _check_scores(config, where, rewards)
+    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
+    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
+    rows: dict[str, Row] = {}
+    estimates: dict[str, Estimate] = {}
+    for on_policy, names in _by_reference(losses):
+        told = partial(report, f"{where}: reference of {', '.join(names)}")
+        fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
+        reference = _reference(fresh, where)
+        batches = fresh_batches(reference, blocks_a_batch)
+        rows.setdefault("", fresh_row(moment, count * config.generation.group_size, reference, batches))
+        for name in names:
+            stale = gradients.sums(moment.groups, of_stale, losses[name], progress=partial(report, f"{where}: {name}"))
+            _check_groups(stale, where)
+            estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
+            rows[name] = correction_row(name, rows[""], estimates[name], batches)
+    base, *others = losses
+    for name in others:
+        rows[name] = rows[name].compared(base, between(Estimate.cosine, estimates[name], estimates[base]))
+    return [rows[name] for name in ("", *losses)]
+
+
+def _by_reference(losses: Mapping[str, LossConfig]) -> list[tuple[LossConfig, list[str]]]:
+    """Those whose on-policy gradient is the same have one reference."""
+    found: dict[str, tuple[LossConfig, list[str]]] = {}
+    for name, loss in losses.items():
+        found.setdefault(plain(loss).model_dump_json(), (plain(loss), []))[1].append(name)
+    return list(found.values())
+
+
+def _reference(fresh: Sums, where: str) -> Reference:
+    reference = Reference.of(fresh)
+    if not reference.blocks_BB.any():
+        raise ConfigError(f"{where}: the rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
+    return reference
+
+
+def _check_groups(stale: Sums, where: str) -> None:
+    if (counting := int((stale.counts_K > 0).sum())) < MIN_GROUPS:
+        raise ConfigError(
+            f"{where}: {counting} groups of the batch are learned from, an interval needs {MIN_GROUPS}; choose another step"
+        )
+
+
+def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
+    failed = fmean(reward is None for group in rewards for reward in group)
     if failed > config.rewards.max_failed_ratio:
         raise RewardError(
             f"{where}: {failed:.0%} of the scores of fresh completions failed, {config.rewards.max_failed_ratio:.0%} are "
             "allowed (rewards.max_failed_ratio)"
         )
-    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
-    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
-    references: dict[str, tuple[LossConfig, list[str]]] = {}
-    for name, loss in losses.items():  # those whose on-policy gradient is the same have one reference
-        references.setdefault(plain(loss).model_dump_json(), (plain(loss), []))[1].append(name)
-    rows: dict[str, Row] = {}
-    estimates: dict[str, Estimate] = {}
-    for on_policy, names in references.values():
-
-        def measured(done: int, of: int, what: str = f"{where}: reference of {', '.join(names)}") -> None:
-            report(what, done, of)
-
-        fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, measured)
-        reference = Reference.of(fresh)
-        of_batches = fresh_batches(reference, blocks_a_batch)
-        rows.setdefault("", fresh_row(moment, len(groups) * len(groups[0].rollouts), reference, of_batches))
-        for number, name in enumerate(names):
-            stale = gradients.sums(moment.groups, stale_rewards, losses[name])
-            estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
-            rows[name] = correction_row(name, rows[""], estimates[name], of_batches)
-            report(f"{where}: corrections", number + 1, len(names))
-    base, *others = losses
-    for name in others:
-        found = between(Estimate.cosine, estimates[name], estimates[base])
-        rows[name] = rows[name].compared(base, found)
-    return [rows[name] for name in ("", *losses)]
 
 
 class Shown:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.engines import load_engine
 from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
@@ -47,7 +47,7 @@ def fresh_groups(
     first = _NUMBERS * (step + 1)
     try:
         gathering = _Gathering(work, range(first, first + count))
-        engine.submit([request for number in gathering.numbers for request in work.requests(number, 0)[2]])
+        engine.submit(gathering.requests)
         heard = time.monotonic()
         while gathering.num_judged < gathering.num_wanted:
             for completion in engine.step():
@@ -74,11 +74,15 @@ class _Gathering:
     """Completions and their scores, on the way to groups."""
 
     def __init__(self, work: Work, numbers: range) -> None:
-        self.numbers, self._work = numbers, work
+        self._work = work
         self.num_wanted, self.num_judged = len(numbers) * work.group_size, 0
         self._begun = {number: work.requests(number, 0) for number in numbers}
         self._completions: dict[RolloutKey, tuple[Completion, str]] = {}
         self._rollouts: dict[RolloutKey, Rollout] = {}
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for _, _, own in self._begun.values() for request in own]
 
     def fields(self, completion: Completion) -> dict[str, object]:
         """What its judges get."""

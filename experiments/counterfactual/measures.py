@@ -65,7 +65,8 @@ class Reference:
         even_B = np.arange(len(weights_B)) % 2 == 0
         one_B, other_B = weights_B * even_B, weights_B * ~even_B
         inner = float(one_B @ self.blocks_BB @ other_B) / float((one_B @ self.counts_B) * (other_B @ self.counts_B))
-        return inner / math.sqrt(self.square(one_B) * self.square(other_B)), inner
+        size = math.sqrt(self.square(one_B) * self.square(other_B))
+        return inner / size if size > 0 else 0.0, inner
 
     def ceiling(self, weights_B: Array) -> float:
         return ceiling(self.halves(weights_B)[0])
@@ -124,7 +125,8 @@ def products(one_KP: npt.NDArray[np.float32], other_LP: npt.NDArray[np.float32])
 
 def jackknife(measure: Callable[[Array, Array], float], num_parts: int, num_blocks: int) -> Difference:
     """A measure of an estimate with its 95 % interval, and p against 0. measure: of weights [K] and [B], which are 1 for what
-    counts and 0 for what is left out. Degrees of freedom: of the fewer. `count` of what comes back is K.
+    counts and 0 for what is left out. Degrees of freedom: of the fewer. `count` of what comes back is K; p is None where a
+    value is not a number.
 
     Raises ValueError for fewer than two parts or four blocks (a half of one block cannot lose one).
     """
@@ -134,6 +136,8 @@ def jackknife(measure: Callable[[Array, Array], float], num_parts: int, num_bloc
     found = measure(all_K, all_B)
     variance = _spread([measure(left_K, all_B) for left_K in all_K - np.eye(num_parts)])
     variance += _spread([measure(all_K, left_B) for left_B in all_B - np.eye(num_blocks)])
+    if not math.isfinite(found + variance):  # somewhere the reference has no direction
+        return Difference(found, math.nan, math.nan, num_parts, None)
     error, degrees = math.sqrt(variance), min(num_parts, num_blocks) - 1
     half = t_quantile(1 - LEVEL / 2, degrees) * error
     t = abs(found) / error if error > 0 else (math.inf if found else 0.0)

@@ -74,10 +74,22 @@ def fresh_row(moment: Moment, completions: int, reference: Reference, batches: S
     """The yardstick: what batches as large as the stale one reach when they are fresh. batches: of `fresh_batches`."""
     values = np.array(batches)
     low, high = np.quantile(values, [0.05, 0.95], axis=0)
-    found = [Interval(*map(float, each)) for each in zip(values.mean(0), low, high, strict=True)]
+    cosine, norm_ratio, share = (Interval(*map(float, each)) for each in zip(values.mean(0), low, high, strict=True))
     all_B = np.ones(len(reference.counts_B))
     halves, (mean, oldest) = reference.halves(all_B)[0], moment.staleness
-    return Row(moment.step, FRESH, mean, oldest, len(moment.groups), completions, halves, reference.ceiling(all_B), *found)
+    return Row(
+        moment.step,
+        FRESH,
+        mean,
+        oldest,
+        len(moment.groups),
+        completions,
+        halves,
+        reference.ceiling(all_B),
+        cosine,
+        norm_ratio,
+        share,
+    )
 
 
 def correction_row(name: str, fresh: Row, estimate: Estimate, batches: Sequence[tuple[float, float, float]]) -> Row:
@@ -135,7 +147,7 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5, 12), layout="constrained")
-    panels = figure.subplots(len(_MEASURES), 2, sharey="row", squeeze=False)
+    panels: Any = figure.subplots(len(_MEASURES), 2, sharey="row", squeeze=False)
     for line, measure in enumerate(_MEASURES):
         for axes, (x, words) in zip(panels[line], (("step", "learner step"), ("staleness", "mean staleness")), strict=True):
             _panel(axes, rows, measure, x)

@@ -27,7 +27,8 @@ SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
 # What is optimised, not how it is corrected: the same in the reference and in every correction.
 _OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta")
 _REDUCTION = ("reduction", "fixed_length")
-_MIN_GROUPS = 3
+MIN_GROUPS = 3
+"""Of a batch: with fewer there is no interval worth printing."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ def _check_kind(config: Config) -> None:
             f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
             "experiment is for estimators without one, group_relative or leave_one_out"
         )
-    if config.groups_per_batch < _MIN_GROUPS:
+    if config.groups_per_batch < MIN_GROUPS:
         raise ConfigError(
-            f"a batch of the run has {config.groups_per_batch} groups, too few for an interval; at least {_MIN_GROUPS} are "
+            f"a batch of the run has {config.groups_per_batch} groups, too few for an interval; at least {MIN_GROUPS} are "
             "needed (learner.batch_size / generation.group_size)"
         )
 
