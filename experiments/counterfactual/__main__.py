@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from transformers.utils import logging as transformers_logging
 
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.cli.app import errors, say
@@ -65,6 +66,7 @@ def main(
         num_batches = batches_for(config, completions)
         if warning := shortfall(num_batches * config.learner.batch_size):
             say(f"warning: {warning}", err=True)
+        transformers_logging.disable_progress_bar()
         directory = out or run.path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
         rows: list[Row] = []
@@ -106,7 +108,7 @@ def compare(
     rows: dict[str, Row] = {}
     estimates: dict[str, Estimate] = {}
     for on_policy, names in _by_reference(losses):
-        told = partial(report, f"{where}: reference of {', '.join(names)}")
+        told = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
         fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
         reference = _reference(fresh, where)
         batches = fresh_batches(reference, blocks_a_batch)

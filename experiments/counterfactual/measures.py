@@ -39,10 +39,14 @@ _COLUMNS = 1 << 17
 @dataclass(frozen=True)
 class Sums:
     """A gradient in parts. sums_KP: float32 [K, P], of each part its gradient before the division; counts_K: float64 [K], what
-    it is divided by. The whole is sums_KP.sum(0) / counts_K.sum()."""
+    it is divided by."""
 
     sums_KP: npt.NDArray[np.float32]
     counts_K: Array
+
+    def whole(self) -> Array:
+        """float64 [P]"""
+        return np.asarray(self.sums_KP.sum(0, dtype=np.float64) / self.counts_K.sum())
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,8 @@ def _flat(row: Row) -> dict[str, Any]:
             found |= {f"{field.name}_{part}": parts.get(part) for part in ("mean", "low", "high", "p", "deviation")}
         else:
             found[field.name] = value
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in found.items()}
+    known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
 
 
 def draw(rows: Sequence[Row], directory: Path) -> None:
@@ -183,7 +184,7 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
     for i, name in enumerate(names):
         mine = sorted((row for row in rows if row.estimate == name), key=lambda row: float(getattr(row, x)))
         found = [getattr(row, measure) for row in mine]
-        shift = 0.55 * width * ((i + 0.5) / len(names) - 0.5)
+        shift = 0.4 * width * ((i + 0.5) / len(names) - 0.5)
         errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
         # steps of one staleness stand in one place: a line through them would say nothing
         joined = len({getattr(row, x) for row in mine}) == len(mine)
@@ -201,6 +202,9 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
             linewidth=1.0,
             elinewidth=0.8,
         )
+    if measure == "norm_ratio":
+        axes.set_yscale("log", nonpositive="clip")
+    axes.set_xticks(sorted(set(places)), [f"{place:g}" for place in sorted(set(places))])
     axes.axhline(0.0 if measure == "cosine" else 1.0, color="0.5", linewidth=0.8)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
@@ -224,17 +228,36 @@ def render(rows: Sequence[Row]) -> str:
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
-    from 1; after Holm over all of these."""
+    from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
+    alike = _alike(rows)
+    firsts = [row for row in rows if row in [same[0] for same in alike]]
     asked = [
-        *((row, "cosine", row.base, row.difference) for row in rows if row.difference is not None),
-        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in rows if row.bias is not None),
+        *((row, "cosine", row.base, row.difference) for row in firsts if row.difference is not None),
+        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts if row.bias is not None),
     ]
     known = [(row, what, base, found) for row, what, base, found in asked if found.p is not None and math.isfinite(found.mean)]
     adjusted = holm([found.p for _, _, _, found in known if found.p is not None])
     return [
-        worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), unit="groups")
-        for (row, what, base, found), p in zip(known, adjusted, strict=True)
+        *(
+            f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
+            for first, *others in alike
+            if others
+        ),
+        *(
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), unit="groups")
+            for (row, what, base, found), p in zip(known, adjusted, strict=True)
+        ),
     ]
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """The corrections of each step, together where all measures are equal to the digits that are written."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        if row.estimate != FRESH:
+            digits = tuple(f"{each.value:.6g}" for each in (row.cosine, row.norm_ratio, row.share))
+            found.setdefault((row.step, digits), []).append(row)
+    return list(found.values())
 
 
 _HEAD = """# Gradients on a stale batch, against fresh ones at the same weights
@@ -267,4 +290,6 @@ def _section(rows: Sequence[Row]) -> str:
 
 
 def _words(found: Interval) -> str:
+    if math.isnan(found.value):
+        return "unknown: the halves of the reference have no common direction"
     return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
