@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -33,6 +34,7 @@ from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, 
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.run.config import Config
+from async_rlhf.run.memory import written
 from async_rlhf.run.run_dir import RunDir
 
 app = typer.Typer(add_completion=False)
@@ -97,14 +99,15 @@ def compare(
     """A row for a fresh batch and for each correction, at one step. The first correction is what the others are compared with.
 
     report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed, and
-    ConfigError where there is nothing to learn from.
+    ConfigError where there is nothing to learn from, or no room.
     """
     where, count = f"step {moment.step}", num_batches * config.groups_per_batch
+    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
+    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
+    check_memory(gradients.num_parameters, num_batches * blocks_a_batch, psutil.virtual_memory().available)
     groups = fresh_groups(run, config, moment.checkpoint, moment.step, count, partial(report, f"{where}: fresh completions"))
     rewards, of_stale = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
     _check_scores(config, where, rewards)
-    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
-    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
     rows: dict[str, Row] = {}
     estimates: dict[str, Estimate] = {}
     for on_policy, names in _by_reference(losses):
@@ -122,6 +125,16 @@ def compare(
     for name in others:
         rows[name] = rows[name].compared(base, between(Estimate.cosine, estimates[name], estimates[base]))
     return [rows[name] for name in ("", *losses)]
+
+
+def check_memory(num_parameters: int, num_blocks: int, available: int) -> None:
+    """Raises ConfigError where the gradients of all blocks have no room beside each other. available: bytes."""
+    needed = 4 * num_parameters * num_blocks
+    if needed > available:
+        raise ConfigError(
+            f"{num_blocks} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} are "
+            "free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
+        )
 
 
 def _by_reference(losses: Mapping[str, LossConfig]) -> list[tuple[LossConfig, list[str]]]:

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.counterfactual.__main__ import app, batches_for
+from async_rlhf.experiments.counterfactual.__main__ import app, batches_for, check_memory
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
 from async_rlhf.experiments.counterfactual.measures import (
     Array,
@@ -247,6 +247,9 @@ def test_what_cannot_be_asked_is_refused_before_any_work(
     alive.retire()
     with pytest.raises(ConfigError, match=r"fewer than 4 batches of 16 .*at least 64 are needed, 4096 are advised"):
         batches_for(small(), 48)
+    with pytest.raises(ConfigError, match=r"32 gradients of 100,000,000 parameters need 11\.9 GiB at once, 8\.0 GiB are free"):
+        check_memory(100_000_000, 32, 8 << 30)
+    check_memory(1_000_000, 32, 8 << 30)
     done = CliRunner().invoke(app, [str(tmp_path)])
     assert done.exit_code == 3 and "error: " in done.output
 
