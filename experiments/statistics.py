@@ -142,11 +142,12 @@ def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int
     return count
 
 
-def worded(what: str, base: str, found: Difference, adjusted: float, comparisons: int) -> str:
-    """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`."""
+def worded(what: str, base: str, found: Difference, adjusted: float, comparisons: int, unit: str = "seeds") -> str:
+    """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`.
+    unit: what `found.count` counts."""
     numbers = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
     if found.p is None:
-        return f"{what} against {base}: {numbers} is the range of {found.count} seeds, too few for an interval."
+        return f"{what} against {base}: {numbers} is the range of {found.count} {unit}, too few for an interval."
     if found.p < LEVEL:
         side = "above" if found.mean > 0 else "below"
         if adjusted < LEVEL:
@@ -158,7 +159,7 @@ def worded(what: str, base: str, found: Difference, adjusted: float, comparisons
     seen = detectable(found.deviation, found.count)
     return (
         f"{what} against {base}: {numbers}, no difference shown; differences outside {found.low:+.3f} to {found.high:+.3f} are "
-        f"unlikely; {found.count} seeds show one of {seen:.3f} four times in five."
+        f"unlikely; {found.count} {unit} show one of {seen:.3f} four times in five."
     )
 
 

@@ -14,6 +14,7 @@ _VLLM = re.compile(r"/test_vllm_|[\[-]vllm[\]-]")
 _TOGETHER = (
     "tests/async_rlhf/test_going_back.py",
     "tests/async_rlhf/test_ray.py",
+    "tests/experiments/test_counterfactual.py",
     "tests/learner/test_ranks.py",
     "tests/buffers/hub/test_refusals.py",
 )

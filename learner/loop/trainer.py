@@ -39,6 +39,7 @@ from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessCont
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
     AdvantageEstimates,
+    Rewards,
     baseline_rewards,
     estimate_advantages,
     num_masked,
@@ -187,17 +188,8 @@ class Trainer:
         return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
 
     def _estimate(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[AdvantageEstimates, bool]:
-        """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
-        config = self._config
-        scored = any(reward is not None for group in rewards for reward in group)
-        rewards = baseline_rewards(groups, rewards, config.loss)
-        chosen = select_members(groups, rewards, config.advantage, config.loss)
-        constant = scored and all(reward is None for group in chosen for reward in group)
-        # what the divergence takes from a reward it also takes from the baselines that the reward is in
-        asked = rewards if config.loss.kl_in_reward and not config.advantage.needs_critic else chosen
-        rows = make_rows(groups, asked, self._backend.row_tokens) if config.loss.needs_evaluation(config.advantage) else []
-        evaluated = self._backend.evaluate(rows) if rows else {}
-        return estimate_advantages(groups, rewards, chosen, evaluated, config.advantage, config.loss), constant
+        """As `estimated`, by this run's settings."""
+        return estimated(groups, rewards, self._backend, self._config.advantage, self._config.loss)
 
     def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[Row]]:
         """Whole groups split into the updates of this step in order, in every pass over the batch."""
@@ -277,6 +269,21 @@ class Trainer:
             raise CheckpointError(f"{writer.reason}; make room, then --resume goes on from step {writer.durable}")
         self._session.commit(self.step if for_good else writer.floor)
         self._session.end(self.step)
+
+
+def estimated(
+    groups: Sequence[Group], rewards: Rewards, backend: Backend, advantage: AdvantageConfig, loss: LossConfig
+) -> tuple[AdvantageEstimates, bool]:
+    """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
+    scored = any(reward is not None for group in rewards for reward in group)
+    rewards = baseline_rewards(groups, rewards, loss)
+    chosen = select_members(groups, rewards, advantage, loss)
+    constant = scored and all(reward is None for group in chosen for reward in group)
+    # what the divergence takes from a reward it also takes from the baselines that the reward is in
+    asked = rewards if loss.kl_in_reward and not advantage.needs_critic else chosen
+    rows = make_rows(groups, asked, backend.row_tokens) if loss.needs_evaluation(advantage) else []
+    evaluated = backend.evaluate(rows) if rows else {}
+    return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), constant
 
 
 @contextmanager

@@ -91,6 +91,11 @@ class Controller:
         """See `Backend.rehearse`."""
         self._step.rehearse(self._distribute("rehearse", updates, step=step), step)
 
+    def gradient(self, rows: Sequence[Row], step: int) -> torch.Tensor:
+        """float32 [P]: see `Step.gradient`."""
+        (update,) = self._distribute("gradient", [rows], step=step)
+        return self._step.gradient(update, step)
+
     def tensors(self) -> Mapping[str, RawTensor]:
         """See `Backend.tensors`."""
         self._together("tensors")
@@ -177,6 +182,9 @@ def _carry_out(parts: RankParts, header: Mapping[str, Any], tensors: Sequence[Te
             parts.step.train(_updates(header, tensors), header["step"])
         case "rehearse":
             parts.step.rehearse(_updates(header, tensors), header["step"])
+        case "gradient":
+            (update,) = _updates(header, tensors)
+            parts.step.gradient(update, header["step"])
         case "evaluate":
             parts.ranks.gather(_packed(parts.step.evaluate(_updates(header, tensors)[0].batches)))
         case "load":

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rlhf.buffers.errors import NonFiniteError
+from async_rlhf.buffers.errors import ConfigError, NonFiniteError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
@@ -101,6 +101,11 @@ class Machine(ABC):
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add this rank's gradient; after the `last` of an update it is summed over the ranks."""
+
+    def gradient(self) -> Tensor:
+        """float32 [P], a copy: what `backward` has summed, of every parameter that learns, one after the other; 0 for one that
+        the loss does not reach. Raises ConfigError where ranks hold only parts of it."""
+        raise ConfigError(f"learner.backend = {self.config.backend!r} gives no whole gradient; 'torch' does")
 
     @abstractmethod
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:

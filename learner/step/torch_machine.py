@@ -63,6 +63,10 @@ class TorchMachine(Machine):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             self._ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
+    def gradient(self) -> Tensor:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._learning()]
+        return torch.cat([grad.detach().float().reshape(-1) for grad in grads])
+
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
         norm = torch.nn.utils.clip_grad_norm_(self._learning(), self.config.max_grad_norm)
         if not finite or not bool(torch.isfinite(norm)):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.batch.partition import Update
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -63,6 +64,16 @@ class Step:
         replace(self, applies=False).train(updates, step)
         self.machine.begin()
 
+    def gradient(self, update: Update, step: int) -> Tensor:
+        """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
+        policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
+        loss = self._accumulate(update, None, step, StepSums())
+        found_P = self.machine.gradient()
+        self.machine.begin()
+        if not (math.isfinite(loss) and bool(torch.isfinite(found_P).all())):
+            raise NonFiniteError(f"step {step}: the loss is {loss}, and the gradient has numbers that are not finite")
+        return found_P
+
     def _proximal(self, updates: Sequence[Update]) -> dict[int, list[Tensor]]:
         """Log-probabilities before the first update, of what is not computed then anyway; by the number of the update."""
         if self.loss.proximal == "interpolate":  # the loss finds it between the other two
@@ -76,6 +87,13 @@ class Step:
 
     def _update(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> bool:
         """One optimizer update; False, and nothing changed, when loss or gradient is not finite."""
+        loss = self._accumulate(update, proximal, step, sums)
+        norm, applied = self.machine.apply(step, finite=self.applies and math.isfinite(loss))
+        sums.ended(loss, norm)
+        return applied or not self.applies
+
+    def _accumulate(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> float:
+        """The gradient of an update, left in the machine; its loss comes back, over all ranks."""
         self.machine.begin()
         loss = 0.0
         for index, batch in enumerate(self._placed(update.batches)):
@@ -92,10 +110,7 @@ class Step:
                 total = logp_N.sum() + entropy_N.sum() + (0.0 if value_N is None else value_N.sum())
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)
-        loss = self.ranks.total(loss)
-        norm, applied = self.machine.apply(step, finite=self.applies and math.isfinite(loss))
-        sums.ended(loss, norm)
-        return applied or not self.applies
+        return self.ranks.total(loss)
 
     def _placed(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """One after the other, with all its tensors, on the machine's device."""

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, NonFiniteError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -78,6 +78,24 @@ def test_a_step_changes_every_weight_and_is_the_same_each_time(model_dir: Path) 
     assert all(weights(one)[name] != before[name] for name in before)
     assert weights(one) == weights(other)
     assert_equal(optimizer_state(one), optimizer_state(other))
+
+
+def test_a_gradient_is_what_a_step_would_be_made_from_and_asking_for_it_changes_nothing(model_dir: Path) -> None:
+    one, other = make_backend(model_dir, max_grad_norm=1e-3), make_backend(model_dir, max_grad_norm=1e-3)
+    (rows,) = make_updates()
+    found = one.gradient(rows, 0)
+    learning = [p for p in one.machine.policy.parameters() if p.requires_grad]
+    assert found.shape == (sum(p.numel() for p in learning),) and found.dtype == torch.float32
+    report = one.step([rows], 0)
+    assert float(found.norm()) == pytest.approx(report.metrics["grad_norm"], rel=1e-5)  # before it is clipped
+    assert report == other.step([rows], 0) and weights(one) == weights(other)
+
+
+def test_a_gradient_that_is_not_a_number_is_refused(model_dir: Path) -> None:
+    backend = make_backend(model_dir)
+    (rows,) = make_updates(1, GROUPS, [[float("nan"), -1.5, 0.5]] * 4)
+    with pytest.raises(NonFiniteError, match="step 3: the loss is nan"):
+        backend.gradient(rows, 3)
 
 
 def test_a_step_makes_the_praised_likelier_and_the_blamed_less_likely(model_dir: Path) -> None:

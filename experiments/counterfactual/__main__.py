@@ -1,0 +1,207 @@
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR [--step N] [--completions N] [--corrections FILE] [--out DIR]`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from transformers.utils import logging as transformers_logging
+
+from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.cli.app import errors, say
+from async_rlhf.experiments.counterfactual.fresh import fresh_groups
+from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
+from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, Sums, between, fresh_batches
+from async_rlhf.experiments.counterfactual.page import (
+    ENOUGH,
+    Row,
+    correction_row,
+    draw,
+    fresh_row,
+    render,
+    shortfall,
+    write_csv,
+)
+from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, recorded
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective.estimation import Rewards
+from async_rlhf.run.config import Config
+from async_rlhf.run.memory import written
+from async_rlhf.run.run_dir import RunDir
+
+app = typer.Typer(add_completion=False)
+# Of the reference: enough for a jackknife, and few enough that their gradients lie in memory together.
+_BLOCKS = 32
+_LINE_EVERY_S = 15.0
+Report = Callable[[str, int, int], None]
+
+
+@app.command()
+def main(
+    run_dir: Annotated[Path, typer.Argument(help="Run that has ended, with kept checkpoints and batches.")],
+    step: Annotated[
+        list[int] | None, typer.Option(min=1, help="A step with a checkpoint; again for another. All of them without.")
+    ] = None,
+    completions: Annotated[
+        int, typer.Option(min=1, help="Fresh completions at each step, rounded up to whole batches of the run.")
+    ] = ENOUGH,
+    chosen: Annotated[
+        Path, typer.Option("--corrections", help="TOML file of losses, as corrections.toml of this experiment.")
+    ] = SHIPPED,
+    out: Annotated[Path | None, typer.Option(help="Directory, made; counterfactual/ of the run without.")] = None,
+) -> None:
+    """How far is each correction's gradient on a stale batch from the gradient that the same weights have on fresh data?
+
+    Leaves results.csv, picture.png, picture.svg and report.md.
+    """
+    with errors():
+        run, config, moments = recorded(run_dir, step or [])
+        losses = corrections(chosen, config.loss)
+        num_batches = batches_for(config, completions)
+        if warning := shortfall(num_batches * config.learner.batch_size):
+            say(f"warning: {warning}", err=True)
+        transformers_logging.disable_progress_bar()
+        directory = out or run.path / "counterfactual"
+        directory.mkdir(parents=True, exist_ok=True)
+        rows: list[Row] = []
+        with Shown() as shown:
+            for moment in moments:
+                rows += compare(run, config, moment, losses, num_batches, shown.at)
+                write_csv(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
+        draw(rows, directory)
+        (directory / "report.md").write_text(render(rows))
+        typer.echo(str(directory / "report.md"))
+
+
+def batches_for(config: Config, completions: int) -> int:
+    """Batches of the run's size that hold at least so many completions. Raises ConfigError for fewer than four: a jackknife
+    leaves one out of each half of the reference."""
+    found, size = -(-completions // config.learner.batch_size), config.learner.batch_size
+    if found < 4:
+        raise ConfigError(
+            f"--completions {completions}: fewer than 4 batches of {size} (learner.batch_size); at least {4 * size} are "
+            f"needed, {max(ENOUGH, 4 * size)} are advised"
+        )
+    return found
+
+
+def compare(
+    run: RunDir, config: Config, moment: Moment, losses: Mapping[str, LossConfig], num_batches: int, report: Report
+) -> list[Row]:
+    """A row for a fresh batch and for each correction, at one step. The first correction is what the others are compared with.
+
+    report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed, and
+    ConfigError where there is nothing to learn from, or no room.
+    """
+    where, count = f"step {moment.step}", num_batches * config.groups_per_batch
+    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
+    gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
+    check_memory(gradients.num_parameters, num_batches * blocks_a_batch, psutil.virtual_memory().available)
+    groups = fresh_groups(run, config, moment.checkpoint, moment.step, count, partial(report, f"{where}: fresh completions"))
+    rewards, of_stale = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
+    _check_scores(config, where, rewards)
+    rows: dict[str, Row] = {}
+    estimates: dict[str, Estimate] = {}
+    for on_policy, names in _by_reference(losses):
+        told = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
+        fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
+        reference = _reference(fresh, where)
+        batches = fresh_batches(reference, blocks_a_batch)
+        rows.setdefault("", fresh_row(moment, count * config.generation.group_size, reference, batches))
+        for name in names:
+            stale = gradients.sums(moment.groups, of_stale, losses[name], progress=partial(report, f"{where}: {name}"))
+            _check_groups(stale, where)
+            estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
+            rows[name] = correction_row(name, rows[""], estimates[name], batches)
+    base, *others = losses
+    for name in others:
+        rows[name] = rows[name].compared(base, between(Estimate.cosine, estimates[name], estimates[base]))
+    return [rows[name] for name in ("", *losses)]
+
+
+def check_memory(num_parameters: int, num_blocks: int, available: int) -> None:
+    """Raises ConfigError where the gradients of all blocks have no room beside each other. available: bytes."""
+    needed = 4 * num_parameters * num_blocks
+    if needed > available:
+        raise ConfigError(
+            f"{num_blocks} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} are "
+            "free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
+        )
+
+
+def _by_reference(losses: Mapping[str, LossConfig]) -> list[tuple[LossConfig, list[str]]]:
+    """Those whose on-policy gradient is the same have one reference."""
+    found: dict[str, tuple[LossConfig, list[str]]] = {}
+    for name, loss in losses.items():
+        found.setdefault(plain(loss).model_dump_json(), (plain(loss), []))[1].append(name)
+    return list(found.values())
+
+
+def _reference(fresh: Sums, where: str) -> Reference:
+    reference = Reference.of(fresh)
+    if not reference.blocks_BB.any():
+        raise ConfigError(f"{where}: the rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
+    return reference
+
+
+def _check_groups(stale: Sums, where: str) -> None:
+    if (counting := int((stale.counts_K > 0).sum())) < MIN_GROUPS:
+        raise ConfigError(
+            f"{where}: {counting} groups of the batch are learned from, an interval needs {MIN_GROUPS}; choose another step"
+        )
+
+
+def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
+    failed = fmean(reward is None for group in rewards for reward in group)
+    if failed > config.rewards.max_failed_ratio:
+        raise RewardError(
+            f"{where}: {failed:.0%} of the scores of fresh completions failed, {config.rewards.max_failed_ratio:.0%} are "
+            "allowed (rewards.max_failed_ratio)"
+        )
+
+
+class Shown:
+    """How far the work is: a bar on a terminal, else a line when something begins and every 15 seconds."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(stderr=True, highlight=False)
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("", total=None)
+        self._what, self._last = "", float("-inf")
+
+    def __enter__(self) -> Shown:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def at(self, what: str, done: int, of: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=what, completed=done, total=of)
+            return
+        now = time.monotonic()
+        if what != self._what or now - self._last >= _LINE_EVERY_S:
+            self._what, self._last = what, now
+            say(f"{what}: {done}/{of}", err=True)
+
+
+def _blocks_a_batch(groups_a_batch: int, num_batches: int) -> int:
+    """Into how many blocks of whole groups a batch is cut: as few as make `_BLOCKS` blocks in all."""
+    cuts: Sequence[int] = [cut for cut in range(1, groups_a_batch + 1) if groups_a_batch % cut == 0]
+    return next((cut for cut in cuts if cut * num_batches >= _BLOCKS), groups_a_batch)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,84 @@
+"""Gradients at the weights of a checkpoint, by the learner's own step and without an update, in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from async_rlhf.buffers.composition import Statistics
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Group
+from async_rlhf.experiments.counterfactual.measures import Sums
+from async_rlhf.learner.batch.partition import count
+from async_rlhf.learner.batch.rows import Row, by_group, make_rows
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.loop.trainer import estimated
+from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.learner.objective.estimation import Rewards
+from async_rlhf.learner.objective.loss import denominator
+from async_rlhf.learner.step.controller import Controller, RankParts, assemble
+from async_rlhf.run.config import Config
+
+# What holds the whole gradient in one process, however many the run had.
+_ALONE = {"ranks": 1, "sequence_parallel": 1, "tensor_parallel": 1, "backend": "torch", "compile": False}
+
+
+class Gradients:
+    """A learner of this configuration that holds the weights of a checkpoint and never moves them.
+
+    loss: any that optimises what the run does; it decides whether the frozen reference is loaded. Raises ConfigError,
+    CheckpointError.
+    """
+
+    def __init__(self, config: Config, checkpoint: Path, step: int, loss: LossConfig) -> None:
+        self._config, self._step = config, step
+        self._parts = assemble(
+            Path(model_directory(config.model)),
+            config.learner.model_copy(update=_ALONE),
+            loss,
+            reference_recorded=config.scoring.reference_is_stage,
+        )
+        self._parts.step.machine.load(checkpoint)
+        policy = self._parts.step.machine.policy
+        self.num_parameters = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+
+    def sums(
+        self,
+        groups: Sequence[Group],
+        rewards: Rewards,
+        loss: LossConfig,
+        groups_a_part: int = 1,
+        progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> Sums:
+        """The gradient of `loss` on these groups as one update would be made from them all: the first of a step, in which the
+        proximal policy is the present one. Cut, in order, into parts of so many groups (the last may have fewer).
+
+        Advantages, and masks that look at the whole batch, are made from all groups before the cut. progress: groups that are
+        done, and of how many. Raises NonFiniteError.
+        """
+        backend = Controller(RankParts(replace(self._parts.step, loss=loss), self._parts.ranks))
+        estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
+        rows = make_rows(groups, estimates.advantages, backend.row_tokens, estimates.targets)
+        of_group = {each[0].group.number: each for each in by_group(rows)}
+        num_parts = -(-len(groups) // groups_a_part)
+        sums_KP, counts_K = np.zeros((num_parts, self.num_parameters), np.float32), np.zeros(num_parts)
+        waiting = iter(groups)
+        for part in range(num_parts):
+            own: list[Row] = [row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])]
+            if own:  # else no completion of these groups is learned from
+                counts_K[part] = denominator(loss, count(own))
+                sums_KP[part] = backend.gradient(own, self._step).cpu().numpy() * counts_K[part]
+            progress(min(len(groups), (part + 1) * groups_a_part), len(groups))
+        if not counts_K.any():
+            raise ConfigError(f"step {self._step}: no completion of {len(groups)} groups is learned from; choose another step")
+        return Sums(sums_KP, counts_K)
+
+
+def rewards_of(config: Config, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
+    """Of each member of each group, by the run's composition; None where a score failed. statistics: as they are, not moved."""
+    rule = config.rewards.composition
+    return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]

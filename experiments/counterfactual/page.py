@@ -1,0 +1,295 @@
+"""What was measured, as rows, as a picture and as a page whose sentences are worded by intervals.
+
+Corrections differ in colour, marker and dashes at once (the colours are those of Okabe and Ito). Needs matplotlib (the extra
+`experiments`).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, jackknife
+from async_rlhf.experiments.counterfactual.recorded import Moment
+from async_rlhf.experiments.statistics import Difference, holm, worded
+
+ENOUGH = 4096
+"""Fresh completions below which a reference is called too small."""
+FRESH = "fresh batch"
+_MEASURES = {
+    "cosine": "cosine with the reference",
+    "norm_ratio": "norm / norm of the reference",
+    "share": "share: length along the true gradient\n(1: unbiased)",
+}
+_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D1F")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)))
+
+
+class Interval(NamedTuple):
+    """Of a correction: its value and the 95 % interval of the jackknife. Of a fresh batch: the mean over fresh batches, and
+    where nine in ten of them lie."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One estimate at one step. staleness, oldest: mean over the stale batch's tokens and the largest, in learner steps.
+
+    completions: fresh ones, of the reference. halves: cosine of its halves. fresh_below: share of fresh batches whose cosine is
+    lower. base: the correction it is compared with, and `difference` that of the cosines; None where it is not compared.
+    bias: of share - 1, from 0; None for a fresh batch.
+    """
+
+    step: int
+    estimate: str
+    staleness: float
+    oldest: int
+    groups: int
+    completions: int
+    halves: float
+    ceiling: float
+    cosine: Interval
+    norm_ratio: Interval
+    share: Interval
+    fresh_below: float | None = None
+    bias: Difference | None = None
+    base: str = ""
+    difference: Difference | None = None
+
+    def compared(self, base: str, difference: Difference) -> Row:
+        return replace(self, base=base, difference=difference)
+
+
+def fresh_row(moment: Moment, completions: int, reference: Reference, batches: Sequence[tuple[float, float, float]]) -> Row:
+    """The yardstick: what batches as large as the stale one reach when they are fresh. batches: of `fresh_batches`."""
+    values = np.array(batches)
+    low, high = np.quantile(values, [0.05, 0.95], axis=0)
+    cosine, norm_ratio, share = (Interval(*map(float, each)) for each in zip(values.mean(0), low, high, strict=True))
+    all_B = np.ones(len(reference.counts_B))
+    halves, (mean, oldest) = reference.halves(all_B)[0], moment.staleness
+    return Row(
+        moment.step,
+        FRESH,
+        mean,
+        oldest,
+        len(moment.groups),
+        completions,
+        halves,
+        reference.ceiling(all_B),
+        cosine,
+        norm_ratio,
+        share,
+    )
+
+
+def correction_row(name: str, fresh: Row, estimate: Estimate, batches: Sequence[tuple[float, float, float]]) -> Row:
+    """What the stale batch of `fresh.step` gives by this correction. batches: as for `fresh_row`, by the same reference."""
+    parts, blocks = len(estimate.counts_K), len(estimate.reference.counts_B)
+    cosine, norm_ratio = (jackknife(each, parts, blocks) for each in (estimate.cosine, estimate.norm_ratio))
+    bias = jackknife(lambda weights_K, weights_B: estimate.share(weights_K, weights_B) - 1, parts, blocks)
+    all_B = np.ones(blocks)
+    return replace(
+        fresh,
+        estimate=name,
+        halves=estimate.reference.halves(all_B)[0],
+        ceiling=estimate.reference.ceiling(all_B),
+        cosine=Interval(cosine.mean, cosine.low, cosine.high),
+        norm_ratio=Interval(norm_ratio.mean, norm_ratio.low, norm_ratio.high),
+        share=Interval(1 + bias.mean, 1 + bias.low, 1 + bias.high),
+        fresh_below=float(np.mean([each[0] < cosine.mean for each in batches])),
+        bias=bias,
+    )
+
+
+def shortfall(completions: int) -> str:
+    """What is said of a reference that is too small; empty for one that is not."""
+    if completions >= ENOUGH:
+        return ""
+    return f"only {completions} fresh completions, {ENOUGH} are advised: the ceiling is low and the reference rough"
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """A line a row, numbers to 6 digits; an interval is three columns, a difference five. An empty field was not measured."""
+    with path.open("w", newline="") as file:
+        flat = [_flat(row) for row in rows]
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for each in flat for key in each)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(row):
+        value = getattr(row, field.name)
+        if isinstance(value, Interval):
+            found |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
+        elif field.name in ("bias", "difference"):
+            parts = asdict(value) if value is not None else {}
+            found |= {f"{field.name}_{part}": parts.get(part) for part in ("mean", "low", "high", "p", "deviation")}
+        else:
+            found[field.name] = value
+    known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
+
+
+def draw(rows: Sequence[Row], directory: Path) -> None:
+    """`picture.png` and `picture.svg`: each measure over steps and over mean staleness; the same bytes for the same rows."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 12), layout="constrained")
+    panels: Any = figure.subplots(len(_MEASURES), 2, sharey="row", squeeze=False)
+    for line, measure in enumerate(_MEASURES):
+        for axes, (x, words) in zip(panels[line], (("step", "learner step"), ("staleness", "mean staleness")), strict=True):
+            _panel(axes, rows, measure, x)
+            axes.set_xlabel(words)
+        panels[line][0].set_ylabel(_MEASURES[measure])
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    title = (
+        f"Gradients of one stale batch of {rows[0].groups} groups against {rows[0].completions} fresh completions\n"
+        "bars: 95 % intervals (jackknife over groups and blocks); grey: nine in ten fresh batches of the same size"
+    )
+    warning = shortfall(rows[0].completions)
+    figure.suptitle(f"{title}\nWARNING: {warning}" if warning else title, fontsize="medium")
+    figure.savefig(directory / "picture.png", dpi=100)
+    # text stays text, and no date or random name makes two equal pictures differ
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "counterfactual"}):
+        figure.savefig(directory / "picture.svg", metadata={"Date": None})
+
+
+def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
+    fresh = sorted((row for row in rows if row.estimate == FRESH), key=lambda row: float(getattr(row, x)))
+    places = [float(getattr(row, x)) for row in fresh]
+    width = (max(places) - min(places) or 1.0) / len(places)
+    # a band wide enough to be seen where there is one place only
+    at = [places[0] - width / 3, *places, places[-1] + width / 3]
+    band = [getattr(row, measure) for row in (fresh[0], *fresh, fresh[-1])]
+    low, high = [each.low for each in band], [each.high for each in band]
+    axes.fill_between(at, low, high, color="0.88", linewidth=0, label="fresh batches")
+    axes.plot(at, [each.value for each in band], color="0.55", linewidth=1.2, label="mean of fresh batches")
+    if measure == "cosine":
+        ceilings = [row.ceiling for row in (fresh[0], *fresh, fresh[-1])]
+        axes.plot(at, ceilings, color="#B00000", linewidth=1.6, label="ceiling: the true gradient itself")
+    names = list(dict.fromkeys(row.estimate for row in rows if row.estimate != FRESH))
+    for i, name in enumerate(names):
+        mine = sorted((row for row in rows if row.estimate == name), key=lambda row: float(getattr(row, x)))
+        found = [getattr(row, measure) for row in mine]
+        shift = 0.4 * width * ((i + 0.5) / len(names) - 0.5)
+        errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+        # steps of one staleness stand in one place: a line through them would say nothing
+        joined = len({getattr(row, x) for row in mine}) == len(mine)
+        style = _DASHES[i % len(_DASHES)] if joined else "none"
+        axes.errorbar(
+            [float(getattr(row, x)) + shift for row in mine],
+            [each.value for each in found],
+            yerr=errors,
+            label=name,
+            color=_COLOURS[i % len(_COLOURS)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            linestyle=style,
+            markersize=4.5,
+            capsize=2,
+            linewidth=1.0,
+            elinewidth=0.8,
+        )
+    if measure == "norm_ratio":
+        axes.set_yscale("log", nonpositive="clip")
+    axes.set_xticks(sorted(set(places)), [f"{place:g}" for place in sorted(set(places))])
+    axes.axhline(0.0 if measure == "cosine" else 1.0, color="0.5", linewidth=0.8)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page; the picture lies beside it."""
+    steps = list(dict.fromkeys(row.step for row in rows))
+    warning = shortfall(rows[0].completions)
+    parts = [
+        _HEAD,
+        *([f"**Warning: {warning}.**"] if warning else []),
+        "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
+        *(_section([row for row in rows if row.step == step]) for step in steps),
+        "## What is shown",
+        "\n".join(f"- {sentence}" for sentence in sentences(rows)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
+    from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
+    alike = _alike(rows)
+    firsts = [row for row in rows if row in [same[0] for same in alike]]
+    asked = [
+        *((row, "cosine", row.base, row.difference) for row in firsts if row.difference is not None),
+        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts if row.bias is not None),
+    ]
+    known = [(row, what, base, found) for row, what, base, found in asked if found.p is not None and math.isfinite(found.mean)]
+    adjusted = holm([found.p for _, _, _, found in known if found.p is not None])
+    return [
+        *(
+            f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
+            for first, *others in alike
+            if others
+        ),
+        *(
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), unit="groups")
+            for (row, what, base, found), p in zip(known, adjusted, strict=True)
+        ),
+    ]
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """The corrections of each step, together where all measures are equal to the digits that are written."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        if row.estimate != FRESH:
+            digits = tuple(f"{each.value:.6g}" for each in (row.cosine, row.norm_ratio, row.share))
+            found.setdefault((row.step, digits), []).append(row)
+    return list(found.values())
+
+
+_HEAD = """# Gradients on a stale batch, against fresh ones at the same weights
+
+Written by `python -m async_rlhf.experiments.counterfactual`; no sentence below is written by hand. At each step the reference
+is the on-policy gradient of the checkpoint's weights, from fresh completions of the run's prompts; every correction gives the
+first update's gradient of the batch that the run trained on from there, the same batch for all.
+
+Numbers are values and, in brackets, 95 % intervals of a jackknife over the groups of the batch and the blocks of the
+reference; of fresh batches: the mean, and where nine in ten of them lie. The *ceiling* is the cosine that the true gradient
+itself would have with the reference. The *share* is the estimate's length along the true gradient, in lengths of that: 1 on
+average without bias. A difference is said to be there when its p value, after Holm's correction over all sentences, is below
+0.05."""
+
+
+def _section(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    lines = [["estimate", "cosine", "norm ratio", "share", "fresh batches below", "ceiling"], ["---"] * 6]
+    for row in rows:
+        below = "" if row.fresh_below is None else f"{row.fresh_below:.0%}"
+        lines.append([row.estimate, *map(_words, (row.cosine, row.norm_ratio, row.share)), below, f"{row.ceiling:.3f}"])
+    return "\n\n".join(
+        [
+            f"## Step {first.step}: mean staleness {first.staleness:.2f}, oldest token {first.oldest}",
+            f"{first.groups} groups in the batch, {first.completions} fresh completions; cosine of the reference's halves "
+            f"{first.halves:.3f}.",
+            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+        ]
+    )
+
+
+def _words(found: Interval) -> str:
+    if math.isnan(found.value):
+        return "unknown: the halves of the reference have no common direction"
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"

@@ -1,0 +1,150 @@
+"""A run that was recorded: its batches, the weights each of them was trained from, and the corrections to ask about them.
+
+Reads; writes and starts nothing. A batch of step t was trained on with the weights of checkpoint t, which is in the run
+directory where `checkpoint.keep_every` kept it; the batch is in the journal where `queue.keep_rollouts` did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_rlhf.buffers.composition import Statistics
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.queue.recovery import read_batches
+from async_rlhf.buffers.record import Group, staleness
+from async_rlhf.learner.checkpoint.store import complete, step_of, verified
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.registry import loss_spec
+from async_rlhf.run.config import Config, read_toml
+from async_rlhf.run.run_dir import RunDir
+
+SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
+# What is optimised, not how it is corrected: the same in the reference and in every correction.
+_OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta")
+_REDUCTION = ("reduction", "fixed_length")
+MIN_GROUPS = 3
+"""Of a batch: with fewer there is no interval worth printing."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The learner just before step `step`: its checkpoint, and the batch that it then trained on."""
+
+    step: int
+    checkpoint: Path
+    groups: tuple[Group, ...]
+    statistics: Statistics
+    """What normalises rewards, as it was when this batch was trained on."""
+
+    @property
+    def staleness(self) -> tuple[float, int]:
+        """Mean and largest over the tokens, in learner steps."""
+        ages = [(staleness(span.version, self.step), span.num_tokens) for group in self.groups for span in group.spans()]
+        return sum(age * count for age, count in ages) / sum(count for _, count in ages), max(age for age, _ in ages)
+
+
+def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, list[Moment]]:
+    """The run, its configuration and the moments at these steps, ascending; without steps, at all there are.
+
+    Raises ConfigError where there is no run, one that still lives, no kept checkpoint or batch, or none of a step that is asked
+    for, and for what this experiment cannot ask about; DamagedError for files that are not as they were written.
+    """
+    run = RunDir.existing(directory)
+    config = run.config()
+    if run.is_alive():
+        raise ConfigError(
+            f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
+        )
+    _check_kind(config)
+    checkpoints = {step_of(path): path for path in complete(run.path / "checkpoints")}
+    if not checkpoints:
+        raise ConfigError(f"{str(directory)!r} has no checkpoint; a run with checkpoint.keep_every = 10 keeps every tenth")
+    for step in steps:
+        if step not in checkpoints:
+            nearest = min(checkpoints, key=lambda other: abs(other - step))
+            there = ", ".join(map(str, checkpoints))
+            raise ConfigError(
+                f"--step {step}: {str(directory)!r} has no checkpoint of it, the nearest is of step {nearest}; there are "
+                f"{there} (checkpoint.keep_every decides which are kept)"
+            )
+    batches = _batches(run.path, set(steps) or set(checkpoints))
+    if missing := sorted(set(steps) - set(batches)):
+        raise ConfigError(
+            f"--step {missing[0]}: no batch was trained on from that checkpoint, or it is no longer there. Steps with both: "
+            f"{', '.join(map(str, sorted(_batches(run.path, set(checkpoints))))) or 'none'}"
+        )
+    if not batches:
+        raise ConfigError(
+            f"{str(directory)!r} has no batch that was trained on from one of its checkpoints (of steps "
+            f"{', '.join(map(str, checkpoints))}): only a run with queue.keep_rollouts = true keeps its batches, and none "
+            "follows the last checkpoint"
+        )
+    return run, config, [_moment(config, step, checkpoints[step], batches[step]) for step in sorted(batches)]
+
+
+def corrections(path: Path, own: LossConfig) -> dict[str, LossConfig]:
+    """The losses of a file, by name, in its order. own: the run's, which says what is optimised. Raises ConfigError."""
+    content = read_toml(path, "corrections", f"the shipped ones are in {SHIPPED.name} of this experiment")
+    if len(content) < 2:
+        raise ConfigError(f"{str(path)!r} names {len(content)} corrections: at least 2 are needed, the first is compared with")
+    return {name: _correction(path, name, table, own) for name, table in content.items()}
+
+
+def plain(loss: LossConfig) -> LossConfig:
+    """The on-policy policy gradient that this correction estimates: no weight, no mask, and its own reduction.
+
+    At ratio 1 all losses of tokens have the gradient of A log p, so one stands for all of them; those of whole completions
+    differ in what a completion's length counts, so each is its own, without what corrects it.
+    """
+    kept = {name: getattr(loss, name) for name in (*_OBJECTIVE, *_REDUCTION)}
+    kind = loss.kind if loss_spec(loss.kind).level == "sequence" else "decoupled_ppo"
+    return LossConfig(**kept, kind=kind, is_cap=None, allow_uncorrected=True)
+
+
+def _check_kind(config: Config) -> None:
+    if config.advantage.needs_critic:
+        raise ConfigError(
+            f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
+            "experiment is for estimators without one, group_relative or leave_one_out"
+        )
+    if config.groups_per_batch < MIN_GROUPS:
+        raise ConfigError(
+            f"a batch of the run has {config.groups_per_batch} groups, too few for an interval; at least {MIN_GROUPS} are "
+            "needed (learner.batch_size / generation.group_size)"
+        )
+
+
+def _batches(run: Path, steps: set[int]) -> dict[int, tuple[Group, ...]]:
+    if not any((run / "queue").glob("[0-9]*.log")):
+        raise ConfigError(f"{str(run)!r} has no archive of batches; a run with queue.keep_rollouts = true keeps one")
+    return {batch.step: batch.groups for batch in read_batches(run / "queue") if batch.step in steps}
+
+
+def _moment(config: Config, step: int, checkpoint: Path, groups: tuple[Group, ...]) -> Moment:
+    statistics = Statistics(verified(checkpoint).get("rewards"))
+    statistics.observe(config.rewards.composition, (rollout.scores for group in groups for rollout in group.rollouts))
+    return Moment(step, checkpoint, groups, statistics)
+
+
+def _correction(path: Path, name: str, table: Any, own: LossConfig) -> LossConfig:
+    where = f"{path.name}, [{name}]"
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is no table; write the keys of [loss] under it")
+    for key in table:
+        if key in _OBJECTIVE:
+            raise ConfigError(f"{where}: {key} is what is optimised, and the run's own; leave it out")
+        if key not in LossConfig.model_fields:
+            raise ConfigError(f"{where}: unknown key {key!r}: {did_you_mean(key, LossConfig.model_fields)}")
+    try:
+        loss = LossConfig(**{**{key: getattr(own, key) for key in (*_OBJECTIVE, *_REDUCTION)}, **table})
+        spec = loss_spec(loss.kind)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+    if spec.learns_from != "all" or spec.level == "pair":
+        raise ConfigError(f"{where}: loss {loss.kind!r} does not estimate the policy gradient of all completions; leave it out")
+    return loss
