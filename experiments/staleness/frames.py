@@ -1,7 +1,7 @@
 """What a sweep or a run measured, as pandas data frames, for a notebook.
 
     from async_rlhf.experiments.staleness.frames import curves, results
-    curves("runs/sweeps/losses").groupby(["loss.kind", "step"])["reward"].mean().unstack(0).plot()
+    curves("experiments/staleness/ages").groupby(["queue.max_staleness", "step"])["reward"].mean().unstack(0).plot()
 
 Needs pandas (the extra `experiments`), only when one is made. Reads what is kept on disk, starts nothing.
 """
