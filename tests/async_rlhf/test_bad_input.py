@@ -85,7 +85,9 @@ def test_a_missing_file_a_directory_that_is_no_model_and_an_empty_data_set(
     small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     code, output = invoke("train", str(tmp_path / "nowhere.toml"))
-    assert code == 3 and re.search("nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, chaos, chat", output)
+    assert code == 3 and re.search(
+        "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, chaos, chat", output
+    )
     code, output = invoke("train", "qick")
     assert code == 3 and "'qick' is no file, and none of this name is shipped; did you mean 'quick'?" in output
     broken = tmp_path / "broken.toml"
