@@ -46,6 +46,10 @@ class HeldOut:
 
     reward: float | None
     accuracy: float | None
+    length: float | None = None
+    """Mean, in tokens."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Mean of each reward function, before weights: also of one that is measured and not rewarded."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,15 @@ class CellResult:
     whole: str
     """Of the configuration with them, but without how the run was watched."""
     code: tuple[str, ...]
-    """Commit, Python and package versions."""
+    """Digest of the sources, Python and package versions."""
     failure: str = ""
     """What ended the run before its last step; nothing where it went to its end."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """By name of those in CURVES that any step has, and `samples` (completions of its batch): a number a step, to 6 digits."""
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, mean greedy reward) of each evaluation of the held-out prompts."""
+    evaluated: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """The same of each reward function, where there are several: (step, mean score)."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
 
@@ -191,7 +197,8 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         whole=fingerprint(config, WATCHING),
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
-        evaluations=_evaluations(directory),
+        evaluations=_evaluations(directory.read_evaluations(), lambda record: record.get("mean_reward")),
+        evaluated=_evaluated(directory.read_evaluations()),
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
 
@@ -332,16 +339,24 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
+def _evaluations(
+    records: Iterable[dict[str, Any]], number: Callable[[dict[str, Any]], float | None]
+) -> tuple[tuple[int, float], ...]:
     """The last one of each step."""
-    found = {r.get("step"): r.get("mean_reward") for r in directory.read_evaluations()}
-    return tuple(sorted((step, reward) for step, reward in found.items() if type(step) is int and reward is not None))
+    found = {record.get("step"): number(record) for record in records}
+    return tuple(sorted((step, value) for step, value in found.items() if type(step) is int and value is not None))
+
+
+def _evaluated(records: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[int, float], ...]]:
+    names = sorted({name for record in records for name in record.get("rewards", {})})
+    found = {name: _evaluations(records, lambda record, name=name: record.get("rewards", {}).get(name)) for name in names}  # type: ignore[misc]
+    return found if len(found) > 1 else {}
 
 
 def _held_out(directory: RunDir, label: str) -> HeldOut:
     """The last evaluation with this label."""
     record: dict[str, Any] = next((r for r in reversed(directory.read_evaluations()) if r["label"] == label), {})
-    return HeldOut(record.get("mean_reward"), record.get("accuracy"))
+    return HeldOut(record.get("mean_reward"), record.get("accuracy"), record.get("mean_length"), record.get("rewards", {}))
 
 
 def _code(path: Path) -> tuple[str, ...]:
@@ -350,7 +365,7 @@ def _code(path: Path) -> tuple[str, ...]:
         return ("unknown",)
     found = json.loads(manifest.read_text())
     packages = (f"{name} {version}" for name, version in found.get("packages", {}).items() if name in ("torch", "transformers"))
-    return (f"commit {(found.get('git_commit') or 'unknown')[:12]}", f"python {found.get('python')}", *packages)
+    return (f"sources {found.get('sources') or 'unknown'}", f"python {found.get('python')}", *packages)
 
 
 def last_quarter(values: Sequence[float | None]) -> float | None:

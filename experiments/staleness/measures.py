@@ -6,16 +6,20 @@ A table for which no cell kept a number is left out. Formats numbers, never comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from async_rlhf.experiments.page import table
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward
 from async_rlhf.experiments.staleness.outcomes import (
     SMOOTHED,
     TARGET_SHARE,
     Comparison,
+    Number,
     Reached,
     area,
     compared,
+    contrasts,
+    fall,
     power,
     reached,
     target,
@@ -29,7 +33,15 @@ _ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
 
 def sections(results: Sequence[CellResult]) -> list[str]:
     """Headings and paragraphs, of cells that went to their end."""
-    return [*_areas(results), *_costs(results), *_corrections(results), *_ends(results), *_powers(results)]
+    return [
+        *_areas(results),
+        *_contrasts(results),
+        *_scores(results),
+        *_costs(results),
+        *_corrections(results),
+        *_ends(results),
+        *_powers(results),
+    ]
 
 
 def number(value: Estimate | None, *, digits: int = 3) -> str:
@@ -75,6 +87,55 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
         for label, cells in groups.items()
     ]
     yield table([head, *rows])
+
+
+def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
+    axes = [key for key, _ in results[0].setting]
+    outcomes: dict[str, Number] = {f"{name}, end": partial(_score, name=name) for name in _names(results)}
+    outcomes = outcomes or {"held-out reward, end": final_reward}
+    for axis in axes if len(axes) > 1 else ():
+        found = {what: contrasts(results, axis, number) for what, number in outcomes.items()}
+        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
+        if not labels:
+            continue
+        first = dict(results[0].setting)[axis]
+        yield f"## Against {axis} = {first}, all else equal"
+        yield (
+            f"Differences within a seed to the setting that has {axis} = {first} and is the same otherwise; p is Holm's over "
+            "all comparisons of a column."
+        )
+        head = ["setting", *(word for what in outcomes for word in (f"{what}: difference", "p"))]
+        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+        yield table([head, *rows])
+
+
+def _scores(results: Sequence[CellResult]) -> Iterator[str]:
+    if not (names := _names(results)):
+        return
+    yield "## Scores apart"
+    yield (
+        "Mean greedy score of the held-out prompts by each reward function, before weights. The peak is the evaluation that is "
+        "highest in the mean of the seeds: it is chosen by the same numbers, so chance alone makes an end a little lower."
+    )
+    rows = [
+        [label, name, number(estimate(_score(cell, name) for cell in cells)), *_fallen(fall(cells, name))]
+        for label, cells in by_setting(results).items()
+        for name in names
+    ]
+    yield table([["setting", "score", "end", "highest after step", "end minus that"], *rows])
+
+
+def _fallen(found: tuple[int, Difference] | None) -> list[str]:
+    return ["-", "-"] if found is None else [str(found[0]), difference(found[1])]
+
+
+def _names(results: Sequence[CellResult]) -> list[str]:
+    """Of the reward functions, where there are several."""
+    return sorted({name for cell in results for name in cell.evaluated})
+
+
+def _score(cell: CellResult, name: str) -> float | None:
+    return cell.held_out_end.scores.get(name)
 
 
 def _compared(found: Comparison | None) -> list[str]:

@@ -1,17 +1,17 @@
 """What came of each setting besides its final reward: area under the curve, what a target cost, how small a difference shows.
 
-Pure. The first setting of a sweep is the reference of every comparison, as in `analyze.paired_difference`. Called by
-`measures` and `trade_offs`.
+Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key, and
+`fall` a score's end with its peak. Called by `measures` and `trade_offs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward, paired_difference
-from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, seeds_needed
+from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
@@ -97,10 +97,42 @@ def compared(results: Sequence[CellResult], number: Number = final_reward) -> di
     """By setting, all but the reference; those that share no measured seed with it are left out."""
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
-    known = {label: each for label, each in found.items() if each is not None}
-    judged = {label: each.p for label, each in known.items() if each.p is not None}
+    return _adjusted({label: each for label, each in found.items() if each is not None})
+
+
+def _adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
+    judged = {label: each.p for label, each in found.items() if each.p is not None}
     adjusted = dict(zip(judged, holm(list(judged.values())), strict=True))
-    return {label: Comparison(each, adjusted.get(label)) for label, each in known.items()}
+    return {label: Comparison(each, adjusted.get(label)) for label, each in found.items()}
+
+
+def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Comparison]:
+    """By setting: with the one that has the first value of this axis, in the order of the sweep, and all others equal. p after
+    Holm over all of them."""
+    groups = {cells[0].setting: cells for cells in by_setting(results).values()}
+    first = dict(next(iter(groups)))[axis]
+    found: dict[str, Difference] = {}
+    for setting, cells in groups.items():
+        reference = groups.get(tuple((key, first if key == axis else value) for key, value in setting))
+        if reference is None or dict(setting)[axis] == first:
+            continue
+        if (each := paired_difference(cells, reference, number)) is not None:
+            found[cells[0].label] = each
+    return _adjusted(found)
+
+
+def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
+    """Of one setting and one score: the step whose evaluations are highest in the mean of the seeds, and the end minus them.
+
+    The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two evaluations
+    that all seeds have.
+    """
+    curves = [dict(cell.evaluated.get(name, ())) for cell in cells]
+    steps = sorted(set.intersection(*map(set, curves)))
+    if len(steps) < 2:
+        return None
+    peak = max(steps, key=lambda step: math.fsum(curve[step] for curve in curves))
+    return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
 
 
 def power(difference: Difference) -> Power | None:

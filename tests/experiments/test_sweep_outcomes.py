@@ -8,7 +8,7 @@ import pytest
 
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, power, reached, target
+from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, contrasts, fall, power, reached, target
 from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
 from tests.conftest import REPOSITORY
@@ -70,6 +70,34 @@ def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellRes
     assert [each.adjusted for each in found.values()] == pytest.approx(holm([each.p or 0.0 for each in alone]))
     blind = [replace(each, held_out_end=HeldOut(None, None)) for each in results]
     assert compared(blind) == {}, "nothing was measured"
+
+
+def test_settings_are_compared_with_the_one_that_differs_in_a_single_key(result: CellResult) -> None:
+    results = [
+        replace(
+            result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), seed=seed,
+            held_out_end=HeldOut(0.5 + 0.01 * seed - (0.01 + 0.001 * seed) * age * (kind == "a"), None),
+        )
+        for seed in range(3) for kind in ("a", "b") for age in (0, 4, 16)
+    ]  # fmt: skip
+    by_age = contrasts(results, "queue.max_staleness")
+    assert [(label, round(each.found.mean, 6)) for label, each in by_age.items()] == [
+        ("loss.kind = a, queue.max_staleness = 4", -0.044), ("loss.kind = a, queue.max_staleness = 16", -0.176),
+        ("loss.kind = b, queue.max_staleness = 4", 0.0), ("loss.kind = b, queue.max_staleness = 16", 0.0),
+    ]  # fmt: skip
+    by_kind = contrasts(results, "loss.kind")
+    assert [round(each.found.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
+    alone = [each.found.p for each in by_age.values() if each.found.p is not None]
+    assert [each.adjusted for each in by_age.values() if each.found.p is not None] == holm(alone), "one family"
+
+
+def test_a_score_falls_from_the_evaluation_that_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
+    curves = [((0, 0.0), (4, 0.9), (8, 0.6)), ((0, 0.0), (4, 0.5), (6, 1.0), (8, 0.6))]
+    cells = [replace(result, seed=seed, evaluated={"gold": curve}) for seed, curve in enumerate(curves)]
+    found = fall(cells, "gold")
+    assert found is not None and found[0] == 4, "step 6 was evaluated with one seed only"
+    assert found[1].mean == pytest.approx(0.6 - 0.7)
+    assert fall(cells, "another") is None
 
 
 def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
