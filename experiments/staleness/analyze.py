@@ -21,7 +21,7 @@ from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.staleness.config import Cell, shown
 from async_rlhf.experiments.statistics import Difference, paired
 from async_rlhf.run.agreement import portable
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, dotted
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import MAX_LOG_BYTES, read_small
 from async_rlhf.run.watching import TrackingConfig
@@ -99,6 +99,8 @@ class CellResult:
     """Of the configuration without the swept keys, seed and place."""
     whole: str
     """Of the configuration with them, but without how the run was watched."""
+    settings: Mapping[str, Any]
+    """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
     """Digest of the sources, Python and package versions."""
     failure: str = ""
@@ -195,6 +197,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         ledger_closes=bool(ledger.get("closes")),
         fingerprint=fingerprint(config, ("name", "output_dir", "seed", *cell.swept)),
         whole=fingerprint(config, WATCHING),
+        settings=given(config),
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
         evaluations=_evaluations(directory.read_evaluations(), lambda record: record.get("mean_reward")),
@@ -224,14 +227,17 @@ def kept(path: Path) -> CellResult | None:
 def fingerprint(config: Config, without: Iterable[str] = ()) -> str:
     """12 hexadecimal digits that two configurations share when they differ at most in the dotted keys `without`, and in the
     folders that files lie in."""
-    values: Any = portable(config.model_dump(mode="json"))
-    for dotted in without:
-        *sections, key = dotted.split(".")
-        place = values
-        for section in sections:
-            place = place[section]
-        place.pop(key, None)
+    left_out = set(without)
+    values = {key: value for key, value in given(config).items() if key not in left_out}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def given(config: Config) -> dict[str, Any]:
+    """Dotted keys that have another value than their default, without the folders that files lie in.
+
+    A key that the program has more than it had changes nothing here; a default that it has changed is seen in its sources.
+    """
+    return dotted(portable(config.model_dump(mode="json", exclude_defaults=True)))
 
 
 _RESULT = TypeAdapter(CellResult)

@@ -24,7 +24,7 @@ from typing import Literal
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, keep, kept, read_cell
+from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.pages import write
@@ -58,10 +58,14 @@ class Job:
     def result(self) -> CellResult | None:
         """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
         found = kept(self.kept)
-        if found is not None and found.whole != fingerprint(_resolved(self.cell.config), WATCHING):
+        config = _resolved(self.cell.config)
+        if found is not None and found.whole != fingerprint(config, WATCHING):
+            old, new = found.settings, given(config)
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in WATCHING]
+            changed = "; ".join(f"{key}: {old.get(key, 'default')!r} -> {new.get(key, 'default')!r}" for key in keys[:5])
             raise ConfigError(
-                f"{str(self.kept)!r} is the result of other settings. Restore them, those of --set too; or keep both sweeps, "
-                "with --set sweep.name=NAME; or remove it and run the cell again"
+                f"{str(self.kept)!r} is the result of other settings ({changed}). Restore them, those of --set too; or keep "
+                "both sweeps, with --set sweep.name=NAME; or remove it and run the cell again"
             )
         return found
 
