@@ -9,6 +9,7 @@ import pytest
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, contrasts, fall, power, reached, target
+from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
 from tests.conftest import REPOSITORY
@@ -146,3 +147,10 @@ def test_settings_that_share_a_colour_differ_in_dashes_and_marks(result: CellRes
     assert len({(str(line.get_color()), line.get_linestyle()) for line in lines}) == 4
     assert len({str(line.get_color()) for line in lines}) == 2
     assert figure.legends[0].get_texts()[0].get_text() == "queue.max_staleness = 0\nloss.kind = a"
+
+
+def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:
+    results = [replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", 16))) for kind in ("a", "b", "c")]
+    settings = settings_of(results)
+    assert [each.curve for each in settings] == ["loss.kind = a", "loss.kind = b", "loss.kind = c"]
+    assert len({str(each.colour) for each in settings}) == 3 and {each.column for each in settings} == {""}
