@@ -5,6 +5,7 @@ A table for which no cell kept a number is left out. Formats numbers, never comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -17,9 +18,11 @@ from async_rlhf.experiments.staleness.outcomes import (
     Number,
     Reached,
     area,
+    at_equal_time,
     compared,
     contrasts,
     fall,
+    log_seconds,
     power,
     reached,
     target,
@@ -31,11 +34,12 @@ Column = Callable[[list[CellResult]], str]
 _ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
 
 
-def sections(results: Sequence[CellResult]) -> list[str]:
-    """Headings and paragraphs, of cells that went to their end."""
+def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
+    """Headings and paragraphs, of cells that went to their end. alone: one ran at a time, so that seconds are compared."""
     return [
         *_areas(results),
         *_contrasts(results),
+        *(_times(results) if alone else ()),
         *_scores(results),
         *_costs(results),
         *_corrections(results),
@@ -107,6 +111,33 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
         head = ["setting", *(word for what in outcomes for word in (f"{what}: difference", "p"))]
         rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
         yield table([head, *rows])
+
+
+def _times(results: Sequence[CellResult]) -> Iterator[str]:
+    for axis, _ in results[0].setting:
+        first = dict(results[0].setting)[axis]
+        longer, sooner = contrasts(results, axis, log_seconds), contrasts(results, axis, at_equal_time(results, axis))
+        if not longer:
+            continue
+        yield f"## Time, against {axis} = {first}"
+        yield (
+            "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; the rewards are those of "
+            f"training ({SMOOTHED} steps together) when the first of the compared runs had ended, within a seed. p is Holm's."
+        )
+        rows = [
+            [label, *_ratio(longer.get(label)), *_compared(sooner.get(label))]
+            for label in by_setting(results)
+            if label in longer
+        ]
+        yield table([["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"], *rows])
+
+
+def _ratio(found: Comparison | None) -> list[str]:
+    """Of a difference of logarithms."""
+    if found is None:
+        return ["", ""]
+    mean, low, high = (math.exp(each) for each in (found.found.mean, found.found.low, found.found.high))
+    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", "-" if found.adjusted is None else f"{found.adjusted:.3f}"]
 
 
 def _scores(results: Sequence[CellResult]) -> Iterator[str]:

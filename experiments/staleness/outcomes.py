@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward, paired_difference
 from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, paired, seeds_needed
@@ -119,6 +120,28 @@ def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_r
         if (each := paired_difference(cells, reference, number)) is not None:
             found[cells[0].label] = each
     return _adjusted(found)
+
+
+def log_seconds(result: CellResult) -> float:
+    """Natural logarithm of the sum of the steps' times, whose differences are ratios of times."""
+    return math.log(result.wall_s)
+
+
+def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
+    """The smoothed training reward when the first of the runs that differ only in this axis had ended."""
+
+    def group(result: CellResult) -> tuple[Any, ...]:
+        return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
+
+    first = {group(result): math.inf for result in results}
+    for result in results:
+        first[group(result)] = min(first[group(result)], result.wall_s)
+
+    def number(result: CellResult) -> float | None:
+        done = sum(second <= first[group(result)] for second in result.seconds)
+        return smoothed(result)[done - 1] if done else None
+
+    return number
 
 
 def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:

@@ -74,9 +74,10 @@ def render(
     picture: str | None,
     trade_offs: str | None = None,
     missing: int = 0,
+    alone: bool = False,
 ) -> str:
     """The page. `command` is what the sweep was started with, `picture` and `trade_offs` are files beside the page. missing:
-    cells without a result."""
+    cells without a result. alone: one cell ran at a time."""
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
@@ -92,7 +93,7 @@ def render(
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
         *_failures(results),
-        *measures.sections(finished(results)),
+        *measures.sections(finished(results), alone),
         *(
             [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
             * bool(trade_offs)

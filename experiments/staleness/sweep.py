@@ -107,7 +107,7 @@ def run_sweep(
     if dry_run:
         return False
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
-    keep_sweep(sweep, command)
+    alone = keep_sweep(sweep, command, jobs)
     running = _Running()
     ended = running.all([(job, state) for job, state in mine if state != "finished"], jobs, say)
     left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
@@ -121,7 +121,7 @@ def run_sweep(
     results = list(_results(all_jobs, failures))
     keep_failed(results, sweep.results_dir)
     if finished(results):
-        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results)), sweep.results_dir, say)
+        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results), alone), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
         text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())

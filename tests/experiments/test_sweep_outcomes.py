@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, contrasts, fall, power, reached, target
+from async_rlhf.experiments.staleness.outcomes import (
+    Reached,
+    area,
+    at_equal_time,
+    compared,
+    contrasts,
+    fall,
+    log_seconds,
+    power,
+    reached,
+    target,
+)
 from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
@@ -90,6 +102,16 @@ def test_settings_are_compared_with_the_one_that_differs_in_a_single_key(result:
     assert [round(each.found.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
     alone = [each.found.p for each in by_age.values() if each.found.p is not None]
     assert [each.adjusted for each in by_age.values() if each.found.p is not None] == holm(alone), "one family"
+
+
+def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_had_ended(result: CellResult) -> None:
+    slow = other(result, "b", seconds=tuple(2.0 * i for i in range(1, 11)))
+    quick_seed = [replace(each, seed=1, seconds=tuple(s / 2 for s in each.seconds)) for each in (result, slow)]
+    number = at_equal_time([result, slow, *quick_seed], "loss.kind")
+    assert number(result) == pytest.approx(0.8), "the mean of its last five steps"
+    assert [number(slow), number(quick_seed[1])] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
+    longer = contrasts([result, slow], "loss.kind", log_seconds)["loss.kind = b"]
+    assert longer.found.mean == pytest.approx(math.log(2))
 
 
 def test_a_score_falls_from_the_evaluation_that_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
