@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ CURVES = (
     *("completions/mean_length", "completions/clipped_ratio", "rewards/failed_ratio", "idle/learner", "idle/actor"),
 )
 """Metrics by name, as docs/metrics.md explains them."""
+SCORE = "rewards/{}/mean"
+"""The metric of one reward function; kept too where there are several."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,10 @@ class CellResult:
     failure: str = ""
     """What ended the run before its last step; nothing where it went to its end."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """By name of those in CURVES that any step has, and `samples` (completions of its batch): a number a step, to 6 digits."""
+    """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step, to 6
+    digits."""
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, mean greedy reward) of each evaluation of the held-out prompts."""
-    evaluated: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    """The same of each reward function, where there are several: (step, mean score)."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
 
@@ -139,6 +141,11 @@ class CellResult:
     def mean_of(self, name: str) -> float | None:
         """Over the steps, of a curve; None where it was not kept."""
         return _mean(self.curves.get(name, ()))
+
+    @property
+    def scores(self) -> list[str]:
+        """Reward functions whose scores are kept apart: where there are several, also those that are not rewarded."""
+        return sorted(name for name in self.held_out_end.scores if SCORE.format(name) in self.curves)
 
     @property
     def clip_ratio_mean(self) -> float | None:
@@ -200,8 +207,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         settings=given(config),
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
-        evaluations=_evaluations(directory.read_evaluations(), lambda record: record.get("mean_reward")),
-        evaluated=_evaluated(directory.read_evaluations()),
+        evaluations=_evaluations(directory),
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
 
@@ -337,7 +343,9 @@ def _area(rewards: Sequence[float | None]) -> float | None:
 
 
 def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, ...]]:
-    known = [name for name in CURVES if any(step.get(name) is not None for step in metrics)]
+    scores = sorted({name for step in metrics for name in step if re.fullmatch(SCORE.format(r"[^/]+"), name)})
+    wanted = (*CURVES, *(scores if len(scores) > 1 else ()))
+    known = [name for name in wanted if any(step.get(name) is not None for step in metrics)]
     return {name: tuple(_short(step.get(name)) for step in metrics) for name in known}
 
 
@@ -345,18 +353,10 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _evaluations(
-    records: Iterable[dict[str, Any]], number: Callable[[dict[str, Any]], float | None]
-) -> tuple[tuple[int, float], ...]:
+def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
     """The last one of each step."""
-    found = {record.get("step"): number(record) for record in records}
-    return tuple(sorted((step, value) for step, value in found.items() if type(step) is int and value is not None))
-
-
-def _evaluated(records: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[int, float], ...]]:
-    names = sorted({name for record in records for name in record.get("rewards", {})})
-    found = {name: _evaluations(records, lambda record, name=name: record.get("rewards", {}).get(name)) for name in names}  # type: ignore[misc]
-    return found if len(found) > 1 else {}
+    found = {r.get("step"): r.get("mean_reward") for r in directory.read_evaluations()}
+    return tuple(sorted((step, reward) for step, reward in found.items() if type(step) is int and reward is not None))
 
 
 def _held_out(directory: RunDir, label: str) -> HeldOut:

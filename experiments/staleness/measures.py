@@ -12,6 +12,7 @@ from functools import partial
 from async_rlhf.experiments.page import table
 from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward
 from async_rlhf.experiments.staleness.outcomes import (
+    BLOCK,
     SMOOTHED,
     TARGET_SHARE,
     Comparison,
@@ -145,15 +146,16 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
         return
     yield "## Scores apart"
     yield (
-        "Mean greedy score of the held-out prompts by each reward function, before weights. The peak is the evaluation that is "
-        "highest in the mean of the seeds: it is chosen by the same numbers, so chance alone makes an end a little lower."
+        "Mean score by each reward function, before weights: greedy on the held-out prompts at the end, and along training "
+        f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
+        "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
     )
     rows = [
         [label, name, number(estimate(_score(cell, name) for cell in cells)), *_fallen(fall(cells, name))]
         for label, cells in by_setting(results).items()
         for name in names
     ]
-    yield table([["setting", "score", "end", "highest after step", "end minus that"], *rows])
+    yield table([["setting", "score", "held out, end", "in training highest at step", "end minus that"], *rows])
 
 
 def _fallen(found: tuple[int, Difference] | None) -> list[str]:
@@ -162,7 +164,7 @@ def _fallen(found: tuple[int, Difference] | None) -> list[str]:
 
 def _names(results: Sequence[CellResult]) -> list[str]:
     """Of the reward functions, where there are several."""
-    return sorted({name for cell in results for name in cell.evaluated})
+    return sorted({name for cell in results for name in cell.scores})
 
 
 def _score(cell: CellResult, name: str) -> float | None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward, paired_difference
+from async_rlhf.experiments.staleness.analyze import SCORE, CellResult, by_setting, final_reward, paired_difference
 from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
 SMOOTHED = 5
 """Steps over which a reward is averaged before it is held against the target: a single batch says little."""
+BLOCK = 256
+"""Completions that a point of a path stands for, at least."""
 
 Number = Callable[[CellResult], float | None]
 
@@ -144,13 +146,37 @@ def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
     return number
 
 
-def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
-    """Of one setting and one score: the step whose evaluations are highest in the mean of the seeds, and the end minus them.
+@dataclass(frozen=True)
+class Point:
+    """Of steps together, by the weights that sampled their batches: the last step, the mean score, and the mean divergence
+    from the reference in nats a token, where it was measured."""
 
-    The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two evaluations
-    that all seeds have.
+    step: int
+    score: float
+    kl: float | None
+
+
+def path(cell: CellResult, name: str) -> list[Point]:
+    """One score along training, of the reward where `name` is empty: steps together until they have BLOCK completions."""
+    scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards
+    kls = cell.curves.get("kl/reference", ()) or (None,) * len(scores)
+    together = max(1, -(-BLOCK * cell.steps // cell.trained_samples))
+    found = []
+    for end in range(together, len(scores) + 1, together):
+        known = [score for score in scores[end - together : end] if score is not None]
+        far = [kl for kl in kls[end - together : end] if kl is not None]
+        if known:
+            found.append(Point(end, math.fsum(known) / len(known), math.fsum(far) / len(far) if far else None))
+    return found
+
+
+def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
+    """Of one setting and one score in training: the step at which it is highest in the mean of the seeds, and the end minus it.
+
+    The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two points that
+    all seeds have.
     """
-    curves = [dict(cell.evaluated.get(name, ())) for cell in cells]
+    curves = [{point.step: point.score for point in path(cell, name)} for cell in cells]
     steps = sorted(set.intersection(*map(set, curves)))
     if len(steps) < 2:
         return None

@@ -61,7 +61,7 @@ def row(result: CellResult) -> dict[str, Any]:
         "held_out_accuracy_start": result.held_out_start.accuracy,
         "held_out_accuracy_end": result.held_out_end.accuracy,
         "held_out_length_end": result.held_out_end.length,
-        **{f"held_out_{name}_end": result.held_out_end.scores.get(name) for name in result.evaluated},
+        **{f"held_out_{name}_end": result.held_out_end.scores.get(name) for name in result.scores},
         **{column: getattr(result, column) for column in _PLAIN_COLUMNS},
     }
     return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}

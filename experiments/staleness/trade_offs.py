@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from async_rlhf.experiments.staleness.analyze import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import SMOOTHED, Reached, reached, smoothed, target
+from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, smoothed, target
 from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
 from async_rlhf.inspect.plot import COLOURS
 
@@ -71,7 +71,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
     whole = [cell for cell in results if cell.tokens is not None]
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     stale = [cell for cell in results if cell.staleness_mean > 0]
-    scores = sorted({name for cell in results for name in cell.evaluated}) or [""]
+    scores = sorted({name for cell in results for name in cell.scores}) or [""]
     judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
     costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
     return [
@@ -160,11 +160,11 @@ def _over_reference(name: str) -> Draw:
                 kls, rewards = zip(*points, strict=True)
                 axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
         _widen(axes)
-        what = f"held-out {name or 'reward'}"
+        what = name or "reward"
         axes.set(
-            title=f"{what.capitalize()} over KL to the reference\na line a run, through its evaluations",
-            xlabel="KL(policy, reference) [nats a token]",
-            ylabel=what,
+            title=f"Training {what} over KL to the reference\na line a run, {BLOCK} completions a mark",
+            xlabel="KL(policy that sampled, reference) [nats a token]",
+            ylabel=f"mean {what}",
         )
 
     return draw
@@ -177,13 +177,7 @@ def _widen(axes: Any) -> None:
 
 
 def _to_reference(cell: CellResult, name: str) -> list[tuple[float, float]]:
-    """(divergence, held-out score) of each evaluation. The divergence is that of the policy that sampled a step's batch: the
-    weights after step k sampled the batch of step k + 1 + staleness."""
-    curve = cell.curves.get("kl/reference", ())
-    evaluations = cell.evaluated.get(name, ()) if name else cell.evaluations
-    places = [(step + round(cell.staleness_mean), reward) for step, reward in evaluations]
-    known = [(curve[place], reward) for place, reward in places if place < len(curve)]
-    return [(kl, reward) for kl, reward in known if kl is not None]
+    return [(point.kl, point.score) for point in path(cell, name) if point.kl is not None]
 
 
 def _cost(words: str, label: str, number: Callable[[Reached], float], goal: float | None) -> Draw:

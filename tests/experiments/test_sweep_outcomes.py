@@ -10,6 +10,7 @@ import pytest
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
+    Point,
     Reached,
     area,
     at_equal_time,
@@ -17,6 +18,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     contrasts,
     fall,
     log_seconds,
+    path,
     power,
     reached,
     target,
@@ -114,11 +116,17 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert longer.found.mean == pytest.approx(math.log(2))
 
 
-def test_a_score_falls_from_the_evaluation_that_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
-    curves = [((0, 0.0), (4, 0.9), (8, 0.6)), ((0, 0.0), (4, 0.5), (6, 1.0), (8, 0.6))]
-    cells = [replace(result, seed=seed, evaluated={"gold": curve}) for seed, curve in enumerate(curves)]
+def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
+    """Ten steps of 128 completions: two of them are a point."""
+    curves = [(0.0, 0.2, 0.9, 0.9, 0.0, 0.0, 0.5, 0.7, 0.6, 0.6), (0.0, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.7)]
+    kls = (None, 0.1, *(0.2,) * 8)
+    cells = [
+        replace(result, seed=seed, trained_samples=1280, curves={"rewards/gold/mean": curve, "kl/reference": kls})
+        for seed, curve in enumerate(curves)
+    ]
+    assert path(cells[0], "gold")[0] == Point(2, 0.1, 0.1)
     found = fall(cells, "gold")
-    assert found is not None and found[0] == 4, "step 6 was evaluated with one seed only"
+    assert found is not None and found[0] == 4
     assert found[1].mean == pytest.approx(0.6 - 0.7)
     assert fall(cells, "another") is None
 
@@ -142,12 +150,12 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
     results = [
         result,
-        other(result, "b", evaluations=((0, 0.1), (10, 0.9)), curves={**result.curves, "kl/reference": (0.5,) * 10}),
+        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10}, trained_samples=5120),
     ]
     whole = [
         "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
         "Effective and clipped tokens by staleness", "Held-out reward over KL to the sampling policy",
-        "Held-out reward over KL to the reference",
+        "Training reward over KL to the reference",
     ]  # fmt: skip
     assert titles(results, sweep) == whole, "no run reached the target"
     results[0] = replace(result, reward_last_quarter=0.8)
