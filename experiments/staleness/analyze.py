@@ -109,8 +109,8 @@ class CellResult:
     failure: str = ""
     """What ended the run before its last step; nothing where it went to its end."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step, to 6
-    digits."""
+    """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
+    to 6 digits."""
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, mean greedy reward) of each evaluation of the held-out prompts."""
     ledger: Mapping[str, int] = field(default_factory=dict)
