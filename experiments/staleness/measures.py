@@ -19,6 +19,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     Number,
     Reached,
     area,
+    at_equal_kl,
     at_equal_time,
     compared,
     contrasts,
@@ -42,6 +43,7 @@ def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
         *_contrasts(results),
         *(_times(results) if alone else ()),
         *_scores(results),
+        *_at_equal_kl(results),
         *_costs(results),
         *_corrections(results),
         *_ends(results),
@@ -110,6 +112,23 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
             "all comparisons of a column."
         )
         head = ["setting", *(word for what in outcomes for word in (f"{what}: difference", "p"))]
+        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+        yield table([head, *rows])
+
+
+def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
+    names = _names(results) or [""]
+    for axis, _ in results[0].setting:
+        found = {name or "reward": contrasts(results, axis, at_equal_kl(results, axis, name)) for name in names}
+        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
+        if not labels:
+            continue
+        yield f"## At equal divergence from the reference, against {axis} = {dict(results[0].setting)[axis]}"
+        yield (
+            "The score in training where the divergence first is what all the runs reach that differ only in this key: what a "
+            "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
+        )
+        head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
         rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
         yield table([head, *rows])
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from async_rlhf.experiments.staleness.analyze import SCORE, CellResult, by_setting, final_reward, paired_difference
-from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, paired, seeds_needed
+from async_rlhf.experiments.statistics import Array, Difference, detectable, estimate, first_at, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
@@ -132,18 +134,44 @@ def log_seconds(result: CellResult) -> float:
 def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
     """The smoothed training reward when the first of the runs that differ only in this axis had ended."""
 
-    def group(result: CellResult) -> tuple[Any, ...]:
-        return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
-
-    first = {group(result): math.inf for result in results}
-    for result in results:
-        first[group(result)] = min(first[group(result)], result.wall_s)
+    first = _least(results, axis, lambda result: result.wall_s)
 
     def number(result: CellResult) -> float | None:
-        done = sum(second <= first[group(result)] for second in result.seconds)
+        done = sum(second <= first[_group(result, axis)] for second in result.seconds)
         return smoothed(result)[done - 1] if done else None
 
     return number
+
+
+def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
+    """One score along training where the divergence from the reference first is what all of the runs reach that differ only in
+    this axis."""
+
+    def points(result: CellResult) -> tuple[Array, Array]:
+        known = [(point.kl, point.score) for point in path(result, name) if point.kl is not None]
+        return np.array([kl for kl, _ in known]), np.array([score for _, score in known])
+
+    reached_by_all = _least(results, axis, lambda result: float(points(result)[0].max(initial=-math.inf)))
+
+    def number(result: CellResult) -> float | None:
+        kls, scores = points(result)
+        level = reached_by_all[_group(result, axis)]
+        return first_at(kls, scores, level) if math.isfinite(level) else None
+
+    return number
+
+
+def _least(results: Sequence[CellResult], axis: str, number: Callable[[CellResult], float]) -> dict[Any, float]:
+    """Among the runs of each group."""
+    found: dict[Any, float] = {}
+    for result in results:
+        found[_group(result, axis)] = min(found.get(_group(result, axis), math.inf), number(result))
+    return found
+
+
+def _group(result: CellResult, axis: str) -> Any:
+    """The same for runs that differ only in this axis."""
+    return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
 
 
 @dataclass(frozen=True)

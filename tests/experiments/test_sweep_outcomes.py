@@ -10,9 +10,11 @@ import pytest
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
+    BLOCK,
     Point,
     Reached,
     area,
+    at_equal_kl,
     at_equal_time,
     compared,
     contrasts,
@@ -129,6 +131,17 @@ def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result:
     assert found is not None and found[0] == 4
     assert found[1].mean == pytest.approx(0.6 - 0.7)
     assert fall(cells, "another") is None
+
+
+def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(result: CellResult) -> None:
+    def run(kind: str, scores: tuple[float, ...], kls: tuple[float, ...]) -> CellResult:
+        curves = {"rewards/gold/mean": scores, "kl/reference": kls}
+        return other(result, kind, steps=4, trained_samples=4 * BLOCK, curves=curves)
+
+    far, near = run("a", (0.0, 1.0, 2.0, 3.0), (0.0, 2.0, 4.0, 6.0)), run("b", (0.0, 0.5, 1.0, 1.0), (0.0, 1.0, 3.0, 2.0))
+    number = at_equal_kl([far, near], "loss.kind", "gold")
+    assert [number(far), number(near)] == pytest.approx([1.5, 1.0]), "at 3 nats, between two points of the first"
+    assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
 
 
 def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
