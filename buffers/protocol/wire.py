@@ -207,12 +207,14 @@ class Registered(MessageBase):
 
 
 class Take(MessageBase):
-    """`target_staleness`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
+    """`target_staleness`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound.
+    `enough`: no batch is wanted, neither this nor a later one; answered with Ended."""
 
     type: Literal["take"] = "take"
     fence: Count
     step: Count
     target_staleness: Count | None = None
+    enough: bool = False
 
 
 class Batch(MessageBase):
@@ -251,7 +253,7 @@ class Waiting(MessageBase):
 
 
 class Ended(MessageBase):
-    """No batch will come: the data ended, or the run drains."""
+    """No batch will come: the data ended, the run drains, or the learner has enough."""
 
     type: Literal["ended"] = "ended"
     reason: str
