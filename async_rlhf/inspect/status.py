@@ -122,7 +122,7 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     if (most := found["max_trained_tokens"]) is not None:
         lines[0] += f", {found['trained_tokens']:,} of {most:,} tokens"
     if (most := found["max_seconds"]) is not None:
-        lines[0] += f", {found['seconds']:,.0f} of {most:,g} seconds"
+        lines[0] += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
     if (end := found["ended"]) and end["code"]:
         lines.append(f"ended with code {end['code']}: {end['reason']}")
     elif reason := end["reason"] if end else found["used_up"]:

@@ -53,13 +53,13 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, lt=1 << 62)
     """Decides prompts' order and every random number of generation."""
     max_steps: int = Field(ge=1)
-    """Learner steps of the run (fewer when the data ends first, or one of the next two)."""
+    """Learner steps of the run (fewer when the data ends first, or a budget: `max_trained_tokens`, `max_seconds`)."""
     max_trained_tokens: int | None = Field(default=None, ge=1)
-    """Completion tokens after which the run ends: the step that trains on the last of them is the last. What is generated and
-    not trained on does not count: how much that is depends on the hardware."""
+    """Completion tokens trained on after which the run ends: the step that reaches them is the last. What is generated and not
+    trained on does not count, for it depends on the hardware."""
     max_seconds: float | None = Field(default=None, ge=1)
-    """Seconds of training after which the run ends: the step in which they are up is the last. They are the sum of the steps'
-    `step_time`, over all starts of the run; the first step of each includes the start of the actors."""
+    """Seconds of training after which the run ends: the step that reaches them is the last, and which one that is depends on
+    the hardware. They are the sum of the steps' `step_time` over all starts of the run, each with the start of its actors."""
     address: str = ""
     """Where the hub listens beside its private ipc socket: nowhere, at `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
     sampled_groups: int = Field(default=1, ge=0)

@@ -27,7 +27,7 @@ def equal_budget(results: Sequence[CellResult]) -> tuple[str, bool, str]:
     curves = [(0.0, 0.0, *curve) for curve in used]
     ends = [curve[-1] for curve in curves]
     return (
-        f"all cells used up a budget of {limit:,g} {unit}, each with its last step",
+        f"all cells used up a budget of {limit:,.10g} {unit}, each with its last step",
         all(curve[-2] < limit <= curve[-1] for curve in curves),
         f"{min(ends):,.0f} to {max(ends):,.0f}",
     )

@@ -94,7 +94,7 @@ class SweepConfig(Section):
     def budget(self) -> str:
         """What every run uses up, in words; empty where `max_steps` says it."""
         words = {"samples": "samples trained on", "tokens": "tokens trained on", "seconds": "seconds of training"}
-        return ", ".join(f"{value:,} {words[name]} per run" for name, value in self.given_budgets.items())
+        return ", ".join(f"{value:,.10g} {words[name]} per run" for name, value in self.given_budgets.items())
 
     @property
     def question(self) -> str:

@@ -55,7 +55,7 @@ class Budget:
             return "all steps done"
         for key, limit, used in self._limits(spent):
             if used >= limit:
-                return f"{key} = {limit:g} reached" if isinstance(limit, float) else f"{key} = {limit} reached"
+                return f"{key} = {limit:.10g} reached"
         return ""
 
     def exceeds(self, other: Budget) -> bool:

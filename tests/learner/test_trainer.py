@@ -43,7 +43,8 @@ REQUIRED = {
     "completions/mean_length", "staleness/mean", "staleness/max", "staleness/histogram", "staleness/violations",
     "queue/depth", "is/ratio_max", "is/ess", "clip_ratio/region_mean", "entropy", "grad_norm", "loss", "step_time",
     "tokens_per_second", "idle/learner", "idle/actor", "broadcast/seconds", "num_tokens", "groups", "applied",
-    "completions/masked_truncated", "num_tokens_total", "step_time_total", "reward/spelling", "completions/spelling/mean_length",
+    "completions/masked_truncated", "num_tokens_total", "step_time_total", "reward/spelling",
+    "completions/spelling/mean_length",
 }  # fmt: skip
 STEPS = 4
 
