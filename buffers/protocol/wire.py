@@ -207,8 +207,7 @@ class Registered(MessageBase):
 
 
 class Take(MessageBase):
-    """`target_staleness`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound.
-    `enough`: no batch is wanted, neither this nor a later one; answered with Ended."""
+    """`target_staleness`: what new groups are to stay within; None: the bound. `enough`: no batch is wanted any more."""
 
     type: Literal["take"] = "take"
     fence: Count
