@@ -18,9 +18,11 @@ def equal_budget(results: Sequence[CellResult]) -> tuple[str, bool, str]:
     limits = {result.budget and (result.budget.max_trained_tokens, result.budget.max_seconds) for result in results}
     tokens, seconds = (limits.pop() if len(limits) == 1 else None) or (None, None)
     if tokens is not None:
-        limit, unit, used = float(tokens), "tokens trained on", [result.tokens or () for result in results]
+        limit, unit, digits = float(tokens), "tokens trained on", 0
+        used = [result.tokens or () for result in results]
     elif seconds is not None:
-        limit, unit, used = seconds, "seconds of training", [result.seconds for result in results]
+        limit, unit, digits = seconds, "seconds of training", 1
+        used = [result.seconds for result in results]
     else:
         samples = sorted({result.trained_samples for result in results})
         return "all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, samples))
@@ -29,5 +31,5 @@ def equal_budget(results: Sequence[CellResult]) -> tuple[str, bool, str]:
     return (
         f"all cells used up a budget of {limit:,.10g} {unit}, each with its last step",
         all(curve[-2] < limit <= curve[-1] for curve in curves),
-        f"{min(ends):,.0f} to {max(ends):,.0f}",
+        f"{min(ends):,.{digits}f} to {max(ends):,.{digits}f}",
     )

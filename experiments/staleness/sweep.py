@@ -98,7 +98,8 @@ def run_sweep(
     mine = [(job, state) for job, state in states if job.cell in wanted]
     for job, state in mine:
         if dry_run:
-            most = "at most " if sweep.tokens or sweep.seconds else ""
+            config = job.cell.config
+            most = "at most " if config.max_trained_tokens or config.max_seconds else ""
             say(f"{job.head}: {state}, {most}{job.num_steps} steps")
         elif state == "finished":
             say(f"{job.head}: finished before, skipped")

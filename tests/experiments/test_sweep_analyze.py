@@ -174,7 +174,7 @@ def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(wha
     other = replace(result, trained_samples=16, budget=replace(budget, max_steps=5))
     assert broken([result, other]) == [], "with other steps and samples"
     (check,) = (check for check in checks([result]) if claim in check.claim)
-    assert check.detail == ("200 to 200" if what == "tokens" else "9 to 9")
+    assert check.detail == ("200 to 200" if what == "tokens" else "9.0 to 9.0")
     for wrong in (Budget(99, 201, None), Budget(99, 160, None), Budget(99, None, 9.5), Budget(99, None, 8.0)):
         assert any("used up a budget" in claim for claim in broken([replace(result, budget=wrong)]))
     assert any("same number of samples" in claim for claim in broken([result, replace(other, budget=None)]))
