@@ -51,9 +51,7 @@ def train(
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])
         result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
-        ended = "all steps done" if len(result.metrics) >= loaded.max_steps else "all data used"
-        ended = ended if result.finished else "drained; --resume continues"
-        typer.echo(f"{ended}: {len(result.metrics)} steps in {result.run_dir}")
+        typer.echo(f"{_ending(result, loaded)}: {len(result.metrics)} steps in {result.run_dir}")
         typer.echo(f"model: {result.checkpoint}")
 
 
@@ -211,6 +209,15 @@ def sweep(
     """
     with errors():
         experiment("sweep")(config, overrides or [], jobs=jobs, only=only or [], dry_run=dry_run)
+
+
+def _ending(result: Any, config: Any) -> str:
+    """How a run ended that did not fail."""
+    from async_rlhf.learner.loop.budget import Spent
+
+    if not result.finished:
+        return "drained; --resume continues"
+    return config.budget.ended(Spent.until(result.metrics[-1] if result.metrics else {})) or "all data used"
 
 
 def _tally(blows: Any) -> list[tuple[str, int]]:

@@ -142,7 +142,8 @@ def rollouts_replay(
         from async_rlhf.run.run_dir import RunDir
 
         source = RunDir.existing(run_dir)
-        changed = dict(parse_override(text) for text in overrides or [])
+        timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned
+        changed = timeless | dict(parse_override(text) for text in overrides or [])
         config = override(source.config(), {**changed, "name": name, "output_dir": str(source.path.parent)})
         run = replay(source, config)
         typer.echo(f"{len(run.read_metrics())} steps learned again in {run.path}")

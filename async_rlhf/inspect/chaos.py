@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from async_rlhf.launch.connection import RemoteProcess
 from async_rlhf.launch.program import Process
+from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
@@ -125,7 +126,8 @@ def problems(run: RunDir, config: Config) -> list[str]:
     if repeated := sorted(number for number, times in trained.items() if times > 1):
         found.append(f"groups trained more than once: {repeated}")
     ledger = run.read_ledger().get("ledger", {})
-    wanted = config.max_steps * config.groups_per_batch
+    by_budget = metrics and config.budget.ended(Spent.until(metrics[-1]))
+    wanted = (len(metrics) if by_budget else config.max_steps) * config.groups_per_batch
     missing = sorted(set(range(wanted)) - set(trained))
     if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
         if config.data.epochs is None and len(trained) != wanted:

@@ -24,6 +24,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineErro
 from async_rlhf.buffers.transport.link import Connect, connector
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
+from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.display import held_out, line
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable, read_last_lines
@@ -55,6 +56,8 @@ class _Hub(_Shape):
 
 class _Step(_Shape):
     step: int
+    num_tokens_total: int = 0
+    step_time_total: float = 0.0
 
 
 class _Evaluation(_Shape):
@@ -83,7 +86,8 @@ def read(run: RunDir) -> dict[str, Any]:
         except AsyncRLHFError as error:
             hub["state"] = f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
-    done = bool(metrics) and metrics[-1]["step"] >= config.max_steps
+    spent = Spent.until(metrics[-1]) if metrics else Spent()
+    done = config.budget.ended(spent)
     end = None if alive else run.end()
     if end is not None:
         stands = "failed" if end.code else "finished" if end.finished else "stopped"
@@ -97,6 +101,11 @@ def read(run: RunDir) -> dict[str, Any]:
         "state": state,
         "step": metrics[-1]["step"] if metrics else 0,
         "max_steps": config.max_steps,
+        "trained_tokens": spent.tokens,
+        "max_trained_tokens": config.max_trained_tokens,
+        "seconds": spent.seconds,
+        "max_seconds": config.max_seconds,
+        "used_up": done,
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
@@ -110,8 +119,14 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     """What `read` found, as a person reads it."""
     ledger = found["hub"].get("ledger", {})
     lines = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
+    if (most := found["max_trained_tokens"]) is not None:
+        lines[0] += f", {found['trained_tokens']:,} of {most:,} tokens"
+    if (most := found["max_seconds"]) is not None:
+        lines[0] += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
     if (end := found["ended"]) and end["code"]:
         lines.append(f"ended with code {end['code']}: {end['reason']}")
+    elif reason := end["reason"] if end else found["used_up"]:
+        lines.append(f"ended: {reason}")
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"

@@ -29,6 +29,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain
@@ -52,7 +53,13 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, lt=1 << 62)
     """Decides prompts' order and every random number of generation."""
     max_steps: int = Field(ge=1)
-    """Learner steps of the run (fewer when the data ends first)."""
+    """Learner steps of the run (fewer when the data ends first, or a budget: `max_trained_tokens`, `max_seconds`)."""
+    max_trained_tokens: int | None = Field(default=None, ge=1)
+    """Completion tokens trained on after which the run ends: the step that reaches them is the last. What is generated and not
+    trained on does not count, for it depends on the hardware."""
+    max_seconds: float | None = Field(default=None, ge=1)
+    """Seconds of training after which the run ends: the step that reaches them is the last, and which one that is depends on
+    the hardware. They are the sum of the steps' `step_time` over all starts of the run, each with the start of its actors."""
     address: str = ""
     """Where the hub listens beside its private ipc socket: nowhere, at `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
     sampled_groups: int = Field(default=1, ge=0)
@@ -92,6 +99,10 @@ class Config(Section):
     def usual_mismatch(self) -> float:
         """What rounding may make of the mean |log-ratio| between learner and engine, with room to spare."""
         return 0.01 if self.engine.dtype == self.learner.dtype == "float32" else 0.1
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.max_steps, self.max_trained_tokens, self.max_seconds)
 
     def bound(self, num_prompts: int) -> Bound:
         """The arithmetic of admission for a data set of `num_prompts` training prompts."""

@@ -20,6 +20,7 @@ NAME = "NAME"
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model": ("model_name_or_path", "model_name", "pretrain", "actor_model_name_or_path"),
     "max_steps": ("total_training_steps", "num_steps", "steps"),
+    "max_seconds": ("max_time", "max_train_time"),
     "name": ("run_name", "experiment_name", "trial_name"),
     "data.source": ("dataset", "dataset_name", "train_dataset", "train_files", "prompt_data"),
     "data.epochs": ("num_train_epochs", "total_epochs", "num_episodes", "total_train_epochs"),

@@ -52,6 +52,7 @@ from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher, Process
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
+from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
@@ -105,6 +106,7 @@ class Supervisor:
         self._signals = _Signals()
         self._draining = False
         self._step = self._highest = self._num_records = 0
+        self._spent = Spent()
         self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
         self._now = SupervisedTime()
         self._last_step_at = self._now()
@@ -124,7 +126,9 @@ class Supervisor:
                     self._evaluator.finish(stop=self._is_forced)
                 return True
             with on_signals(self._signals), self._listening(), self._beside():
-                self._step = self._highest = highest_step(self._tail.rest())
+                records = [*filter(is_step, self._tail.rest())]
+                self._step = self._highest = highest_step(records)
+                self._spent = Spent.until(records[-1]) if records else Spent()
                 self._samples.skip()  # they are of earlier starts, and may be gigabytes
                 self._courier = Courier(self._ask_for)
                 try:
@@ -132,10 +136,12 @@ class Supervisor:
                     self._watch()
                 finally:
                     self._close()
-                finished = not self._draining or self._step >= self._config.max_steps
+                ended = self._config.budget.ended(self._spent)
+                finished = not self._draining or bool(ended)
                 if finished:
                     self._evaluator.finish(stop=self._is_forced)
-                self._run.record_end(End(code=0, reason="all steps done" if finished else "drained", finished=finished))
+                reason = ended or ("all data used" if finished else "drained")
+                self._run.record_end(End(code=0, reason=reason, finished=finished))
                 return finished
         except BaseException as error:
             self._run.record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
@@ -301,12 +307,12 @@ class Supervisor:
         for record in filter(is_step, self._tail.read()):
             self._num_records += 1
             self._last_step_at = self._now()
-            self._step = record["step"]
+            self._step, self._spent = record["step"], Spent.until(record)
             if self._step > self._highest:  # a step that is done again is no progress
                 self._highest = self._step
                 for name in ("hub", "learner"):
                     self._progressed(self._children[name])
-            self._progress.step(record, self._config.max_steps)
+            self._progress.step(record, self._config.budget.num_steps(self._spent))
             if (call := self._on_step) is not None:
                 self._on_step = None  # when it raises, the run ends, and it is not called again
                 call(record)

@@ -39,6 +39,8 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
             loss=config.loss,
             checkpoint=config.checkpoint,
             max_steps=config.max_steps,
+            max_trained_tokens=config.max_trained_tokens,
+            max_seconds=config.max_seconds,
             max_staleness=config.queue.max_staleness,
             exact=config.queue.exact,
             composition=config.rewards.composition,

@@ -12,6 +12,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.launch.placement import Inventory, Placement
 from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.learner.checkpoint.store import complete, step_of
+from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.child import MAX_DEATHS
 from async_rlhf.run.config import Config, override
@@ -24,7 +25,7 @@ from async_rlhf.run.preflight import Prepared, check_model, preflight
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, highest_step
+from async_rlhf.run.run_files import Tail, highest_step, is_step
 from async_rlhf.run.scoring import reward_specs, stop_strings
 from async_rlhf.run.tracking import rewind
 
@@ -105,14 +106,21 @@ def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Pl
 def _check_steps(config: Config, from_step: int | None) -> None:
     """Raises ConfigError for a run that has gone further than it is to go."""
     made = [step_of(path) for path in complete(config.run_dir / "checkpoints")]
+    records = list[dict[str, Any]]()
     with suppress(DamagedError):
-        made.append(highest_step(Tail(RunDir(config.run_dir).metrics).rest()))
+        records = [*filter(is_step, Tail(RunDir(config.run_dir).metrics).rest())]
+    made.append(highest_step(records))
     done = from_step if from_step is not None else max(made, default=0)
+    back = "" if from_step is not None else ", or go back with --from-step"
     if config.max_steps < done:
-        back = "" if from_step is not None else ", or go back with --from-step"
         raise ConfigError(
             f"max_steps = {config.max_steps}, and run directory {str(config.run_dir)!r} has done {done} steps. "
             f"Lowest: {done}{back}"
+        )
+    last = next((record for record in reversed(records) if record["step"] == done), None)
+    if last is not None and (ended := config.budget.ended(Spent.before(last))):
+        raise ConfigError(
+            f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: give more of it{back}"
         )
 
 
@@ -141,7 +149,7 @@ def _is_finished(config: Config) -> bool:
     """
     run = RunDir(config.run_dir)
     end = run.end()
-    if end is None or not end.finished or run.config().max_steps < config.max_steps:
+    if end is None or not end.finished or config.budget.exceeds(run.config().budget):
         return False
     run.check_same(config)
     return True

@@ -47,6 +47,8 @@ from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 # What may differ when a run is resumed: how far it goes, how it is watched, how many work on it and on what.
 _MAY_CHANGE = (
     "max_steps",
+    "max_trained_tokens",
+    "max_seconds",
     "stall_timeout_s",
     "watchdog_s",
     "sampled_groups",

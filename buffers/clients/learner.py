@@ -102,6 +102,11 @@ class LearnerClient:
         assert not isinstance(taken, SuspectGroup)
         return taken if isinstance(taken, str) else taken[1]
 
+    def finish(self, step: int) -> None:
+        """Batch `step` is not wanted, nor any later one; the hub stops the actors. What was begun can be made another time."""
+        take = wire.Take(fence=self.fence, step=step, enough=True)
+        self._connection.ask(take, timeout_s=self._timeout_s, meanwhile=self._check_publication)
+
     def tried(self, suspect: SuspectGroup) -> None:
         """The group alone was no trouble."""
         message = wire.Tried(fence=self.fence, step=suspect.step, number=suspect.number, done=True)

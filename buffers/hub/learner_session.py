@@ -89,6 +89,9 @@ class LearnerSession:
             return ""
         identity, request, take = self._parked
         admission = self._admission
+        if take.enough and take.step == admission.step:
+            self._parked = None
+            return self._finish(identity, request)
         fresh = take.step == admission.step and not admission.has_batch(take.step)
         try:
             numbers = admission.take(take.step)
@@ -112,6 +115,13 @@ class LearnerSession:
             self._outbox.hold(identity, wire.Ended(reason=reason), request)
             return reason
         return ""
+
+    def _finish(self, identity: bytes, request: int) -> str:
+        """The learner wants no batch any more: no credit is given, and what is being made is lost, with no blame."""
+        self._admission.draining = True
+        self._admission.fleet.disband("the run has ended")
+        self._outbox.hold(identity, wire.Ended(reason="finished"), request)
+        return "finished"
 
     def remind(self, full: str) -> None:
         """Tell a learner that waits for its batch what it waits for. full: why nothing can be written now."""

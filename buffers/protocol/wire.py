@@ -207,12 +207,13 @@ class Registered(MessageBase):
 
 
 class Take(MessageBase):
-    """`target_staleness`: the staleness the learner wants new groups to stay within, at most the bound; None: the bound."""
+    """`target_staleness`: what new groups are to stay within; None: the bound. `enough`: no batch is wanted any more."""
 
     type: Literal["take"] = "take"
     fence: Count
     step: Count
     target_staleness: Count | None = None
+    enough: bool = False
 
 
 class Batch(MessageBase):
@@ -251,7 +252,7 @@ class Waiting(MessageBase):
 
 
 class Ended(MessageBase):
-    """No batch will come: the data ended, or the run drains."""
+    """No batch will come: the data ended, the run drains, or the learner has enough."""
 
     type: Literal["ended"] = "ended"
     reason: str

@@ -186,6 +186,11 @@ class Fleet:
             self.leave(name, f"was silent for {self._lease_s:g} s", seen=False)
         return silent
 
+    def disband(self, reason: str) -> None:
+        """What is being made is made no more, whoever makes it. No loss counts."""
+        for number in self.leased:
+            self._lose(number, reason, counts=False)
+
     def overdue(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
         """End the leases of groups that made no progress for so long although their actor beats; returns (actor, number).
 

@@ -19,8 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.experiments.staleness.budget import equal_budget
 from async_rlhf.experiments.staleness.config import Cell, shown
 from async_rlhf.experiments.statistics import Difference, paired
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.agreement import portable
 from async_rlhf.run.config import Config, dotted
 from async_rlhf.run.run_dir import RunDir
@@ -115,6 +117,8 @@ class CellResult:
     """(step, mean greedy reward) of each evaluation of the held-out prompts."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
+    budget: Budget | None = None
+    """Where tokens or seconds were to end the run."""
 
     @property
     def label(self) -> str:
@@ -208,6 +212,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
         evaluations=_evaluations(directory),
+        budget=config.budget if config.max_trained_tokens or config.max_seconds else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
 
@@ -291,11 +296,11 @@ class Check:
 def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     failed, results = [result.cell for result in results if result.failure], finished(results)
-    samples, prints = {r.trained_samples for r in results}, {r.fingerprint for r in results}
+    prints = {r.fingerprint for r in results}
     code = {r.code for r in results}
     return [
         *checks_of_each(results),
-        Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, sorted(samples)))),
+        Check(*equal_budget(results)),
         Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
         Check("every cell went to its end", not failed, ", ".join(failed) or _cells(len(results))),
         Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),

@@ -15,7 +15,10 @@
 
 Keys are those of a run's configuration, dotted or as tables. Paths in overrides and values are relative to the working
 directory, as on the command line. `--set KEY=VALUE` is laid upon the overrides; `sweep.name`, `sweep.output_dir`, `sweep.seeds`
-and `sweep.samples` can be set in the same way.
+and the budget can be set in the same way.
+
+What every run may use up is `max_steps`, or one of `sweep.samples`, `sweep.tokens` and `sweep.seconds`. With the last two
+`max_steps` stays as the most.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from async_rlhf.run.config import Config, dotted, load, read_toml
 SHIPPED = {path.stem: path for path in Path(__file__).resolve().parent.glob("*.toml")}
 """Sweeps by name."""
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
-_GIVEN = {*_OWN_KEYS.values(), "sweep.samples"}
+_BUDGETS = ("samples", "tokens", "seconds")
+_GIVEN = {*_OWN_KEYS.values(), *(f"sweep.{name}" for name in _BUDGETS)}
 Setting = Mapping[str, Any]
 
 
@@ -63,6 +67,10 @@ class SweepConfig(Section):
     whose result is there is not run again, also where its run directory is gone."""
     samples: int | None = Field(default=None, ge=1)
     """Completions that every run trains on: decides `max_steps` where settings differ in the size of a batch."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Completion tokens after which every run ends, as `max_trained_tokens`."""
+    seconds: float | None = Field(default=None, ge=1)
+    """Seconds of training after which every run ends, as `max_seconds`."""
 
     @property
     def directory(self) -> Path:
@@ -76,6 +84,17 @@ class SweepConfig(Section):
     def kept(self, name: str) -> Path:
         """The file with the result of a finished cell of this name."""
         return self.results_dir / "cells" / f"{name}.json"
+
+    @property
+    def given_budgets(self) -> dict[str, float]:
+        """Those of samples, tokens and seconds that are set."""
+        return {name: value for name in _BUDGETS if (value := getattr(self, name)) is not None}
+
+    @property
+    def budget(self) -> str:
+        """What every run uses up, in words; empty where `max_steps` says it."""
+        words = {"samples": "samples trained on", "tokens": "tokens trained on", "seconds": "seconds of training"}
+        return ", ".join(f"{value:,.10g} {words[name]} per run" for name, value in self.given_budgets.items())
 
     @property
     def question(self) -> str:
@@ -161,12 +180,18 @@ def _check(sweep: SweepConfig, path: Path) -> None:
             raise ConfigError(f"{where}: values of {key!r} = {values!r}; give a list with at least one value")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"{where}: values of {key!r} = {values!r} hold one twice; give each once")
+    if len(budgets := sweep.given_budgets) > 1:
+        given = " and ".join(f"sweep.{name} = {value}" for name, value in budgets.items())
+        raise ConfigError(f"{where}: {given}: a sweep has one budget; leave out all but one")
     by_axis = {axis: {key for _, keys in levels for key in keys} for axis, levels in sweep.levels.items()}
     for key in sorted(sweep.overrides.keys() | sweep.swept):
         if key in _OWN_KEYS:
             raise ConfigError(f"{where}: {key!r} is decided by the sweep; set {_OWN_KEYS[key]}")
         if key == "max_steps" and sweep.samples is not None:
             raise ConfigError(f"{where}: 'max_steps' follows from sweep.samples = {sweep.samples}; leave out one of the two")
+        if key in ("max_trained_tokens", "max_seconds") and budgets:
+            [(name, value)] = budgets.items()
+            raise ConfigError(f"{where}: {key!r} is another budget beside sweep.{name} = {value}; leave out one of the two")
         axes = [axis for axis, keys in by_axis.items() if key in keys]
         if axes and key in sweep.overrides:
             raise ConfigError(
@@ -191,7 +216,7 @@ def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
         own = {"name": name, "output_dir": str(sweep.directory), "seed": seed}
         try:
             keys = {key: value for _, keys in levels for key, value in keys.items()}
-            config = _config(base, {**sweep.overrides, **keys, **own}, sweep.samples)
+            config = _config(base, {**sweep.overrides, **keys, **own}, sweep)
         except ConfigError as error:
             raise ConfigError(f"the cell with {shown((*setting.items(), ('seed', seed)))}: {error}") from error
         if name in cells:
@@ -200,9 +225,11 @@ def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
     return list(cells.values())
 
 
-def _config(base: Path, keys: Setting, samples: int | None) -> Config:
-    """samples: what the run trains on, where `max_steps` does not say."""
-    if samples is None:
+def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
+    """With the sweep's budget in place of that of the base, where it has one."""
+    if sweep.given_budgets:
+        keys = {**keys, "max_trained_tokens": sweep.tokens, "max_seconds": sweep.seconds}
+    if (samples := sweep.samples) is None:
         return load(base, keys)
     config = load(base, {**keys, "max_steps": 1})
     of_step = config.groups_per_batch * config.generation.group_size

@@ -92,12 +92,12 @@ class CellProgress(progress.Progress):
         self._update(state=beginning(status, wanted)[0])
 
     def step(self, record: dict[str, Any], max_steps: int) -> None:
-        now, step = time.monotonic(), record["step"]
-        left = self._sweep.pace.left(self._steps.left_s(step, self._num_steps, now))
-        self._update(completed=step, state=left)
+        now, step, last = time.monotonic(), record["step"], min(self._num_steps, max_steps)
+        left = self._sweep.pace.left(self._steps.left_s(step, last, now))
+        self._update(completed=step, total=last, state=left)
         if self._bar is None and left and now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            self._sweep.say(f"{self._head}: step {step}/{self._num_steps}, {left}")
+            self._sweep.say(f"{self._head}: step {step}/{last}, {left}")
 
     def _update(self, **shown: Any) -> None:
         if self._sweep.bars is not None and self._bar is not None:

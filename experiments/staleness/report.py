@@ -82,10 +82,11 @@ def render(
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
     left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
+    budget = f" Budget: {sweep.budget}." if sweep.budget else ""
     parts = [
         f"# {sweep.question}",
         f"    {command}",
-        f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base} "
+        f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base}{budget} "
         f"Settings {first.fingerprint}; {', '.join(first.code)}.{left}",
         "## Result",
         _legend(len(sweep.seeds)),

@@ -31,6 +31,7 @@ from async_rlhf.experiments.staleness.pages import write
 from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
+from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.config import Config, differences, parse_override
 from async_rlhf.run.daemon import Supervisor, on_signals
@@ -101,7 +102,9 @@ def run_sweep(
     mine = [(job, state) for job, state in states if job.cell in wanted]
     for job, state in mine:
         if dry_run:
-            say(f"{job.head}: {state}, {job.num_steps} steps")
+            config = job.cell.config
+            most = "at most " if config.max_trained_tokens or config.max_seconds else ""
+            say(f"{job.head}: {state}, {most}{job.num_steps} steps")
         elif state == "finished":
             say(f"{job.head}: finished before, skipped")
     if dry_run:
@@ -219,7 +222,7 @@ def _results(jobs: Sequence[Job], failures: Mapping[str, str]) -> Iterator[CellR
 
 
 def num_steps(config: Config, num_prompts: int) -> int:
-    """Steps of a whole run, which ends before `max_steps` where the data does."""
+    """Most steps of a whole run, which ends before `max_steps` where the data does."""
     return config.bound(num_prompts).num_groups // config.groups_per_batch
 
 
@@ -238,7 +241,8 @@ def state_of(cell: Cell, num_prompts: int) -> State:
         raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
     metrics = directory.read_metrics()
     evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
-    done = bool(metrics) and metrics[-1]["step"] >= num_steps(config, num_prompts)
+    spent = Spent.until(metrics[-1]) if metrics else Spent()
+    done = spent.steps >= num_steps(config, num_prompts) or config.budget.ended(spent)
     return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 
 

@@ -29,6 +29,8 @@ class BatchSource(Protocol):
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str: ...
 
+    def finish(self, step: int) -> None: ...
+
     def tried(self, suspect: SuspectGroup) -> None: ...
 
     def trained(self, step: int) -> None: ...
@@ -52,6 +54,9 @@ class ArchiveSource:
             if batch.step > step:
                 raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
         return "end of the archive"
+
+    def finish(self, step: int) -> None:
+        """Nothing waits for it."""
 
     def tried(self, suspect: SuspectGroup) -> None:
         """No group of an archive is suspected."""
@@ -122,6 +127,19 @@ class SourceSession:
             else:
                 self.waited_s = time.monotonic() - began
                 return taken
+
+    def finish(self, step: int) -> None:
+        """No batch is taken any more, at `step` or later: the hub lets the actors go."""
+        while True:
+            try:
+                if not self._registered:
+                    self._register(step)
+                self._source.finish(step)
+            except HubRestartedError:
+                _log.warning("the hub was restarted: registering again at step %d", step)
+                self._registered = False
+            else:
+                return
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Step `step` was made from these groups."""

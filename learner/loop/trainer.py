@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
-from async_rlhf.learner.loop.recording import Recording, as_line
+from async_rlhf.learner.loop.recording import Recording, as_line, spent
 from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessController
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
@@ -77,6 +78,12 @@ class TrainerConfig:
     """Steps between two evaluations, each of which has a checkpoint; 0: none."""
     mismatch_limit: float = math.inf
     """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
+    max_trained_tokens: int | None = None
+    max_seconds: float | None = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.max_steps, self.max_trained_tokens, self.max_seconds)
 
     @property
     def limits(self) -> Limits:
@@ -112,6 +119,7 @@ class Trainer:
             backend.load(path)
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
+        self._spent = spent(directory, self.step)
         self._recording = Recording(directory)
         self._session = SourceSession(
             source,
@@ -129,13 +137,24 @@ class Trainer:
 
     def run(self) -> str:
         try:
-            while not isinstance(batch := self._session.take(self.step, self._staleness.target_staleness, self.try_group), str):
+            while not isinstance(batch := self._take(), str):
                 self._train(batch)
             self._end(for_good=batch != _DRAINED)
         finally:
             self._recording.close()
         _log.info("ended after %d steps: %s", self.step, batch)
         return batch
+
+    def _take(self) -> TakenBatch | str:
+        """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
+        ended = self._config.budget.ended(self._spent)
+        if not ended or self.step >= self._config.max_steps:  # of its last step the hub knows itself
+            return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
+        if self._session.published < self.step:
+            self._session.canary(self.step)
+        self._make_durable()  # once the hub has let the actors go, there are no batches to do a step again in another time
+        self._session.finish(self.step)
+        return ended
 
     def _train(self, batch: TakenBatch) -> None:
         config, step, groups = self._config, self.step, batch.groups
@@ -153,10 +172,11 @@ class Trainer:
         self._staleness.adjust(report.metrics, step)
         self._session.trained(step, groups)
         self.step = step + 1
-        if self.step % config.learner.publish_every == 0 and self.step < config.max_steps:
-            self._session.publish(self.step)
-        elif self.step == config.max_steps:
+        self._spent = replace(self._spent, steps=self.step, tokens=self._spent.tokens + data["num_tokens"])
+        if self.step == config.max_steps:
             self._session.canary(self.step)  # no actor adopts the last weights, and they are what the run is for
+        elif self.step % config.learner.publish_every == 0 and not config.budget.ended(self._spent):
+            self._session.publish(self.step)
         counted = {"groups/zero_advantage": estimates.zero_advantage_groups, "completions/masked_truncated": masked}
         self._record(batch, {**data, **self._sources.measure(groups, rewards), **counted}, report)
         self._sample(groups, estimates.advantages, report)
@@ -207,6 +227,7 @@ class Trainer:
     def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:
         """One line of metrics."""
         measured = self._clock.measure(batch.groups, data["num_tokens"], batch.telemetry, self._session.waited_s)
+        self._spent = replace(self._spent, seconds=self._spent.seconds + measured["step_time"])
         self._recording.step(
             {
                 "step": self.step,
@@ -219,6 +240,8 @@ class Trainer:
                 "learning_rate": learning_rate(self._config.learner, self.step - 1),
                 "staleness/target": self._staleness.target.staleness,
                 **measured,
+                "num_tokens_total": self._spent.tokens,
+                "step_time_total": self._spent.seconds,
                 "broadcast/seconds": self._session.broadcast_s,
                 "checkpoint/pause_seconds": self._paused_s,
                 "checkpoint/write_seconds": self._writer.seconds,
@@ -258,8 +281,13 @@ class Trainer:
         self._session.commit(self._writer.floor)
 
     def _end(self, *, for_good: bool) -> None:
-        """The last step is durable, and committed when the run has ended for good. Raises CheckpointError when it cannot be
-        written."""
+        """The last step is durable, and committed when the run has ended for good. Raises as `_make_durable`."""
+        self._make_durable()
+        self._session.commit(self.step if for_good else self._writer.floor)
+        self._session.end(self.step)
+
+    def _make_durable(self) -> None:
+        """There is a checkpoint of the present step. Raises CheckpointError when it cannot be written."""
         writer = self._writer
         writer.wait()
         if self.step > writer.durable:
@@ -267,8 +295,6 @@ class Trainer:
             writer.wait()
         if self.step > writer.durable:
             raise CheckpointError(f"{writer.reason}; make room, then --resume goes on from step {writer.durable}")
-        self._session.commit(self.step if for_good else writer.floor)
-        self._session.end(self.step)
 
 
 def estimated(

@@ -16,12 +16,15 @@ from async_rlhf.experiments.staleness.analyze import (
     HeldOut,
     checks,
     fingerprint,
+    keep,
+    kept,
     paired_difference,
     read_cell,
 )
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.plot import picture
 from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
 
 SETTING = {"queue.max_staleness": 2}
@@ -154,6 +157,40 @@ BREAKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("claim", BREAKS)
 def test_a_broken_claim_is_found(claim: str, result: CellResult) -> None:
     assert any(claim in each for each in broken([result, replace(result, **BREAKS[claim])]))
+
+
+LIMITED: dict[str, tuple[Budget, str]] = {
+    # the fixture's steps have 40, 60, 60 and 40 tokens, and end after 5, 6, 8 and 9 seconds
+    "tokens": (Budget(99, 170), "a budget of 170 tokens trained on"),
+    "seconds": (Budget(99, None, 8.5), "a budget of 8.5 seconds of training"),
+}
+
+
+@pytest.mark.parametrize("what", LIMITED)
+def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(what: str, write: Write) -> None:
+    steps = [{**step, "num_tokens": sum(step["staleness/histogram"].values())} for step in STEPS]
+    budget, claim = LIMITED[what]
+    result = replace(read(write(steps)), budget=budget)
+    other = replace(result, trained_samples=16, budget=replace(budget, max_steps=5))
+    assert broken([result, other]) == [], "with other steps and samples"
+    (check,) = (check for check in checks([result]) if claim in check.claim)
+    assert check.detail == ("200 to 200" if what == "tokens" else "9.0 to 9.0")
+    for wrong in (Budget(99, 201, None), Budget(99, 160, None), Budget(99, None, 9.5), Budget(99, None, 8.0)):
+        assert any("used up a budget" in claim for claim in broken([replace(result, budget=wrong)]))
+    assert any("same number of samples" in claim for claim in broken([result, replace(other, budget=None)]))
+
+
+def test_the_limits_of_a_run_are_kept_with_its_result(write: Write, tmp_path: Path) -> None:
+    result = read(write(max_trained_tokens=70))
+    keep(result, tmp_path / "kept.json")
+    assert kept(tmp_path / "kept.json") == result and result.budget == Budget(4, 70)
+    assert read(write(name="free")).budget is None
+
+
+def test_the_page_and_the_picture_say_the_budget(result: CellResult) -> None:
+    sweep = sweep_of((0,)).model_copy(update={"tokens": 12_000})
+    assert " with none. Budget: 12,000 tokens trained on per run. " in render(sweep, "async-rlhf sweep s.toml", [result], None)
+    assert picture([result], sweep).get_suptitle().endswith("; 1 seed, 12,000 tokens trained on per run")
 
 
 def sweep_of(seeds: tuple[int, ...], **values: list[Any]) -> SweepConfig:

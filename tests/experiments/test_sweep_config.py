@@ -10,6 +10,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
+from async_rlhf.run.config import dump, load
 from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
@@ -162,6 +163,15 @@ class TestHowFarACellIs:
         self.wrote(cell, 16)  # 64 prompts of 4 groups a step
         assert state_of(cell, 64) == "finished"
 
+    def test_it_is_finished_when_its_last_step_has_used_up_the_tokens(self, small: Any) -> None:
+        cell = Cell(small(max_trained_tokens=40, max_steps=100), {})
+        self.wrote(cell, 3)
+        lines = ['{"step": 1, "num_tokens_total": 39}\n', '{"step": 2, "num_tokens_total": 61}\n']
+        cell.config.run_dir.joinpath("metrics.jsonl").write_text(lines[0])
+        assert state_of(cell, 64) == "unfinished"
+        cell.config.run_dir.joinpath("metrics.jsonl").write_text("".join(lines))
+        assert state_of(cell, 64) == "finished"
+
     def test_other_settings_are_refused_even_those_a_resume_may_change(self, cell: Cell, small: Any) -> None:
         self.wrote(cell, 4, '{"label": "end"}\n')
         longer = Cell(small(**{"evaluation.at_end": True, "max_steps": 5}), cell.setting)
@@ -221,6 +231,42 @@ def test_samples_decide_the_steps_where_batches_differ(tmp_path: Path) -> None:
     assert [cell.config.max_steps for cell in cells[:2]] == [20, 10]
     with pytest.raises(ConfigError, match=r"sweep.samples = 1300 is no multiple of the 64 completions of a step; .*: 1280"):
         cells_of(tmp_path, HEAD + "samples = 1300\n" + sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "limits", "words"),
+    [
+        ({"sweep.tokens": 900}, (900, None), "900 tokens trained on per run"),
+        ({"sweep.seconds": 60}, (None, 60.0), "60 seconds of training per run"),
+        ({"sweep.samples": 1280}, (None, None), "1,280 samples trained on per run"),
+        ({}, (77, None), ""),
+    ],
+)
+def test_a_budget_of_the_sweep_takes_the_place_of_that_of_its_base(
+    tmp_path: Path, given: dict[str, Any], limits: tuple[Any, Any], words: str
+) -> None:
+    (tmp_path / "base.toml").write_text(dump(load(QUICK, {"max_trained_tokens": 77})))
+    sweep, cells = load_sweep(write(tmp_path, HEAD.replace(str(QUICK), "base.toml") + VALUES), given)
+    assert {(cell.config.max_trained_tokens, cell.config.max_seconds) for cell in cells} == {limits}
+    assert sweep.budget == words
+    assert {cell.config.max_steps for cell in cells} == {1280 // 128 if "sweep.samples" in given else 150}
+
+
+@pytest.mark.parametrize(
+    ("head", "text", "message"),
+    [
+        ("samples = 64\ntokens = 9\n", "", "sweep.samples = 64 and sweep.tokens = 9: a sweep has one budget"),
+        ("tokens = 9\nseconds = 9\n", "", "sweep.tokens = 9 and sweep.seconds = 9.0: a sweep has one budget"),
+        ("tokens = 0\n", "", "tokens = 0: Input should be greater than or equal to 1"),
+        ("seconds = 0.5\n", "", "seconds = 0.5: Input should be greater than or equal to 1"),
+        ("tokens = 9\n", "[sweep.overrides]\nmax_seconds = 9\n", "'max_seconds' is another budget beside sweep.tokens = 9"),
+        ("samples = 64\n", "[sweep.overrides]\nmax_trained_tokens = 9\n", "another budget beside sweep.samples = 64"),
+        ("", "[sweep.overrides]\nmax_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
+    ],
+)
+def test_a_sweep_has_one_budget_of_one_at_least(tmp_path: Path, head: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write(tmp_path, HEAD + head + text + VALUES))
 
 
 @pytest.mark.parametrize(

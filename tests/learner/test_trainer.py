@@ -43,7 +43,8 @@ REQUIRED = {
     "completions/mean_length", "staleness/mean", "staleness/max", "staleness/histogram", "staleness/violations",
     "queue/depth", "is/ratio_max", "is/ess", "clip_ratio/region_mean", "entropy", "grad_norm", "loss", "step_time",
     "tokens_per_second", "idle/learner", "idle/actor", "broadcast/seconds", "num_tokens", "groups", "applied",
-    "completions/masked_truncated", "reward/spelling", "completions/spelling/mean_length",
+    "completions/masked_truncated", "num_tokens_total", "step_time_total", "reward/spelling",
+    "completions/spelling/mean_length",
 }  # fmt: skip
 STEPS = 4
 
@@ -853,7 +854,7 @@ def test_a_run_in_which_groups_are_tried_has_the_bits_of_one_in_which_none_is(
             {path.name: path.read_bytes() for path in life.checkpoint(step).rglob("*") if path.is_file()} for life in lives
         )
         assert whole.keys() == other.keys() and whole == other
-    timed = {"time", "step_time", "tokens_per_second", "samples_per_second"}
+    timed = {"time", "step_time", "step_time_total", "tokens_per_second", "samples_per_second"}
     for one, two in zip(lives[0].metrics(), lives[1].metrics(), strict=True):
         assert {name for name in one if one[name] != two[name] and "/seconds" not in name and "_seconds" not in name} <= {
             *timed,

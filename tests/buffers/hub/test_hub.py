@@ -215,3 +215,32 @@ def test_the_ends_of_a_run_leave_no_thread_behind(place: Callable[..., Place]) -
     learner.close()
     hub.close()
     assert threading.active_count() <= before
+
+
+def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(place: Callable[..., Place]) -> None:
+    hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=1)
+    anna, learner = Actor(hub), learner_of(hub)
+    with peers(anna, learner):
+        learner.publish(0, tensors(0))
+        until(lambda: anna.begun, anna)
+        anna.put(0, 1, 2)
+        until(delivered(anna), anna)
+        assert train(learner, 0) == [0, 1]
+        learner.finish(1)
+        until(lambda: anna.client.stop_reason, anna)
+        assert anna.client.stop_reason == "finished"
+    with hub.control() as operator:
+        operator.gone("anna")
+    status = hub.status()
+    assert status["state"] == "finished"
+    ledger = status["ledger"]
+    assert (ledger["trained"], ledger["queued"], ledger["leased"], ledger["quarantined"]) == (2, 1, 0, 0)
+    assert ledger["credited"] == 3 + ledger["failed"] > 3
+    hub.restart()
+    again = learner_of(hub, 1)
+    with peers(again, bert := Actor(hub, "bert")):
+        again.publish(1, tensors(1))
+        until(lambda: 3 in bert.begun, bert)
+        bert.put(3)
+        until(delivered(bert), bert)
+        assert taken(again, 1) == [2, 3], "what was ready is trained on when the run goes on"

@@ -1,0 +1,78 @@
+"""How far a run goes, and how far it has come: the learner decides by it at the border of two steps, everything else by what
+the learner has recorded.
+
+Tokens are those that were trained on, not those that were generated: what is trained on follows from the configuration, and is
+the same however often a process dies; what actors have generated when a step ends depends on how far ahead they are. The two
+differ only by what waits in the queue then and what was given up, and the ledger counts both. Seconds are the sum of the steps'
+times: a resumed run goes on counting, and neither the time between two starts counts nor steps that a killed learner lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has used up: learner steps, completion tokens trained on, seconds of the learner."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def until(cls, record: Mapping[str, Any]) -> Spent:
+        """Up to the step of this line of `metrics.jsonl`, which is counted. What it does not say counts as 0."""
+        steps, tokens, seconds = (record.get(name) for name in ("step", "num_tokens_total", "step_time_total"))
+        return cls(
+            steps if isinstance(steps, int) else 0,
+            tokens if isinstance(tokens, int) else 0,
+            seconds if isinstance(seconds, int | float) else 0.0,
+        )
+
+    @classmethod
+    def before(cls, record: Mapping[str, Any]) -> Spent:
+        """Up to the step before that of this line."""
+        now = cls.until(record)
+        one = cls.until({"num_tokens_total": record.get("num_tokens"), "step_time_total": record.get("step_time")})
+        return cls(now.steps - 1, now.tokens - one.tokens, now.seconds - one.seconds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The step that uses up one of the three is the last."""
+
+    max_steps: int
+    max_trained_tokens: int | None = None
+    max_seconds: float | None = None
+
+    def ended(self, spent: Spent) -> str:
+        """Why no step follows; empty while one may."""
+        if spent.steps >= self.max_steps:
+            return "all steps done"
+        for key, limit, used in self._limits(spent):
+            if used >= limit:
+                return f"{key} = {limit:.10g} reached"
+        return ""
+
+    def exceeds(self, other: Budget) -> bool:
+        """Whether a run that has used up the other may go on with this one."""
+        mine = (self.max_steps, self.max_trained_tokens, self.max_seconds)
+        pairs = zip(mine, (other.max_steps, other.max_trained_tokens, other.max_seconds), strict=True)
+        return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
+
+    def num_steps(self, spent: Spent) -> int:
+        """How many steps the run will have if it goes on at the pace at which it has used its budget so far."""
+        ends = [math.ceil(spent.steps * limit / used) for _, limit, used in self._limits(spent) if used > 0]
+        return max(spent.steps, min([self.max_steps, *ends])) if spent.steps else self.max_steps
+
+    def _limits(self, spent: Spent) -> list[tuple[str, float, float]]:
+        """Key, limit and what is used of it, of those that are set beside `max_steps`."""
+        known = (
+            ("max_trained_tokens", self.max_trained_tokens, spent.tokens),
+            ("max_seconds", self.max_seconds, spent.seconds),
+        )
+        return [(key, limit, used) for key, limit, used in known if limit is not None]

@@ -1,0 +1,120 @@
+"""How far a run goes: the decision alone, and a learner's loop that ends by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_trainer import Killed, Life, ScriptedHub, make_batches
+from test_trainer import model_dir as model_dir
+from test_trainer import one_thread as one_thread
+
+from async_rlhf.learner.loop.budget import Budget, Spent
+from async_rlhf.learner.loop.metrics import StepClock
+
+# Of `make_batches`: two groups of three completions with 3, 1 and 4 tokens.
+TOKENS = 16
+
+AMOUNT = st.integers(1, 40)
+BUDGETS = st.builds(Budget, AMOUNT, st.none() | AMOUNT, st.none() | AMOUNT.map(float))
+SPENT = st.builds(Spent, st.integers(0, 50), st.integers(0, 50), st.floats(0, 50))
+
+
+@given(BUDGETS, SPENT, SPENT)
+def test_what_has_ended_stays_so_however_much_more_is_used(budget: Budget, spent: Spent, more: Spent) -> None:
+    later = Spent(spent.steps + more.steps, spent.tokens + more.tokens, spent.seconds + more.seconds)
+    assert budget.ended(later) or not budget.ended(spent)
+
+
+@given(BUDGETS, BUDGETS, SPENT)
+def test_only_a_budget_that_exceeds_the_one_that_ended_a_run_lets_it_go_on(one: Budget, other: Budget, spent: Spent) -> None:
+    if one.ended(spent) and not other.ended(spent):
+        assert other.exceeds(one)
+    assert not one.exceeds(one)
+
+
+@given(BUDGETS, st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))
+def test_at_an_even_pace_the_last_step_is_known_from_the_first_on(budget: Budget, now: int, tokens: int, seconds: int) -> None:
+    at = [Spent(step, step * tokens, float(step * seconds)) for step in range(1, 100)]
+    last = next(spent.steps for spent in at if budget.ended(spent))
+    assert budget.num_steps(at[now - 1]) == max(now, last)
+
+
+def test_the_reason_names_the_limit_and_a_line_of_metrics_is_counted() -> None:
+    line = {"step": 3, "num_tokens": 40, "num_tokens_total": 100, "step_time": 2.0, "step_time_total": 9.5}
+    assert Spent.until(line) == Spent(3, 100, 9.5) and Spent.before(line) == Spent(2, 60, 7.5)
+    assert Spent.until({"step": 3, "num_tokens_total": None, "step_time_total": "?"}) == Spent(3)
+    assert Budget(3, 100).ended(Spent(3, 100)) == "all steps done"
+    assert Budget(9, 100).ended(Spent(3, 100)) == "max_trained_tokens = 100 reached"
+    assert Budget(9, 101, 9.5).ended(Spent.until(line)) == "max_seconds = 9.5 reached"
+    assert Budget(9, 101, 9.6).ended(Spent.until(line)) == "" == Budget(9).ended(Spent.until(line))
+
+
+class EndedHub(ScriptedHub):
+    """A hub that can be told that the learner has enough."""
+
+    directory: Path
+
+    def finish(self, step: int) -> None:
+        self._called("finish", step)
+        assert step == self.step
+        assert (self.directory / "checkpoints" / f"step_{step:06d}").is_dir(), "no actor is left to make a lost step anew"
+
+
+@pytest.fixture
+def life(tmp_path: Path, model_dir: Path) -> Callable[..., tuple[Life, EndedHub]]:
+    def make(faults: dict[tuple[str, int], str] | None = None, name: str = "life", **budget: Any) -> tuple[Life, EndedHub]:
+        hub = EndedHub(make_batches(8), faults)
+        hub.directory = tmp_path / name
+        return Life(tmp_path / name, model_dir, hub, max_steps=budget.pop("max_steps", 8), save_every=5, believing=budget), hub
+
+    return make
+
+
+def totals(life: Life) -> list[int]:
+    return [record["num_tokens_total"] for record in life.metrics()]
+
+
+def test_the_step_that_reaches_the_tokens_is_the_last_saved_and_committed(life: Callable[..., Any]) -> None:
+    one, hub = life(max_trained_tokens=2 * TOKENS + 1)
+    assert one.trainer.run() == "max_trained_tokens = 33 reached"
+    assert totals(one) == [TOKENS, 2 * TOKENS, 3 * TOKENS] and one.saved() == [3]
+    assert [call for call in hub.calls if call[0] in ("publish", "finish", "commit")] == [
+        ("publish", 0), ("publish", 1), ("publish", 2), ("finish", 3), ("commit", 3),
+    ]  # fmt: skip
+    other, hub = life(name="other", max_steps=3)
+    hub.batches = hub.batches[:3]
+    assert other.trainer.run() == "finished" and other.weights == one.weights
+
+
+@pytest.mark.parametrize("fault", [("trained", 1), ("finish", 0), ("commit", 0)], ids=lambda fault: str(fault[0]))
+def test_killed_at_its_end_it_ends_at_the_same_step_again(life: Callable[..., Any], fault: tuple[str, int]) -> None:
+    first, _ = life({fault: "kill"}, max_trained_tokens=2 * TOKENS)
+    with pytest.raises(Killed):
+        first.trainer.run()
+    second, hub = life(max_trained_tokens=2 * TOKENS)
+    assert second.trainer.run() == "max_trained_tokens = 32 reached"
+    assert totals(second) == [TOKENS, 2 * TOKENS] and hub.calls[-2:] == [("finish", 2), ("commit", 2)]
+
+
+def test_a_hub_that_was_restarted_at_the_end_is_told_again(life: Callable[..., Any]) -> None:
+    one, hub = life({("finish", 0): "forget"}, max_trained_tokens=TOKENS)
+    one.trainer.run()
+    assert [call for call in hub.calls if call[0] in ("register", "finish")] == [
+        ("register", 0), ("finish", 1), ("register", 1), ("finish", 1),
+    ]  # fmt: skip
+
+
+def test_seconds_are_those_of_the_steps_over_all_starts(life: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = StepClock.measure
+    monkeypatch.setattr(StepClock, "measure", lambda *given: measure(*given) | {"step_time": 0.5})
+    first, _ = life(max_seconds=1.0)
+    assert first.trainer.run() == "max_seconds = 1 reached"
+    second, hub = life(max_seconds=2.0)
+    second.trainer.run()
+    assert [record["step_time_total"] for record in second.metrics()] == [0.5, 1.0, 1.5, 2.0]
+    assert [step for call, step in hub.calls if call == "take"] == [2, 3]
