@@ -26,8 +26,8 @@ from async_rlhf.run.api import run
 from async_rlhf.run.config import override
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY, SMALL, toml
+from tests.raylets import two_nodes
 
-_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
 # Gives 0 or 1 by the length; the run of this name waits after its first step until the file `open` is there.
 _REWARD = """
 import time
@@ -45,13 +45,8 @@ def odd(completion):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head that runs no cells, and two nodes."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    found = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0})
-    for _ in range(2):
-        found.add_node(**_NODE)
-    found.wait_for_nodes()
-    yield found
-    found.shutdown()
+    with two_nodes() as found:
+        yield found
 
 
 @pytest.fixture
