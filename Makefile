@@ -12,7 +12,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
-EXPERIMENTS ?= ages one_step corrections
+EXPERIMENTS ?= ages corrections mini_batches critics
+# Experiments about time or about the ages that occur: one run at a time.
+TIMED ?= one_step in_flight lengths
 DEVICE ?= cuda
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
@@ -95,6 +97,7 @@ sweep: $(DEV)
 
 ablation: $(DEV)
 	for each in $(EXPERIMENTS); do $(HERE) $(BIN)/async-rlhf sweep experiments/staleness/$$each/$$each.toml --jobs $(JOBS) || exit 1; done
+	for each in $(TIMED); do $(HERE) $(BIN)/async-rlhf sweep experiments/staleness/$$each/$$each.toml || exit 1; done
 
 clean:
 	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build

@@ -106,6 +106,15 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Differe
     return _from_resamples(float(above.mean() / below.mean()), above[rows].mean(1) / below[rows].mean(1), count)
 
 
+def first_at(x: Array, y: Array, level: float) -> float:
+    """y where x first reaches the level, which it does somewhere; between two points on the line that joins them."""
+    after = int(np.argmax(x >= level))
+    if after == 0:
+        return float(y[0])
+    share = (level - x[after - 1]) / (x[after] - x[after - 1])
+    return float(y[after - 1] + share * (y[after] - y[after - 1]))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Of each comparison the p value that holds when all of them are looked at.
 

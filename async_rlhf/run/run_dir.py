@@ -1,6 +1,6 @@
 """The run directory: who writes what where, and what a reader may expect of it.
 
-config.toml      the resolved configuration            manifest.json   versions, seed, commit
+config.toml      the resolved configuration            manifest.json   versions, seed, sources, commit
 run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second; then `ended`
 placement.json   the host and devices of each process
 data/            the rows of the run (`run_data`)
@@ -30,10 +30,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
-from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.files import content_digest, write_whole
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
@@ -67,6 +68,7 @@ _MAY_CHANGE = (
     ),
 )  # fmt: skip
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
+_ROOMS = ("actors", "buffers", "launch", "learner", "run")
 
 
 class _Live(BaseModel):
@@ -314,10 +316,20 @@ def _manifest(config: Config) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": config.seed,
         "git_commit": _commit(),
+        "sources": _sources(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+def _sources() -> str:
+    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
+    changes, and says too much of where only documents differ."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
+    lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
+    return xxhash.xxh3_128_hexdigest(lines.encode())[:12]
 
 
 def _commit() -> str | None:

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.staleness.config import Cell, shown
 from async_rlhf.experiments.statistics import Difference, paired
 from async_rlhf.run.agreement import portable
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, dotted
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import MAX_LOG_BYTES, read_small
 from async_rlhf.run.watching import TrackingConfig
@@ -38,6 +39,8 @@ CURVES = (
     *("completions/mean_length", "completions/clipped_ratio", "rewards/failed_ratio", "idle/learner", "idle/actor"),
 )
 """Metrics by name, as docs/metrics.md explains them."""
+SCORE = "rewards/{}/mean"
+"""The metric of one reward function; kept too where there are several."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class HeldOut:
 
     reward: float | None
     accuracy: float | None
+    length: float | None = None
+    """Mean, in tokens."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Mean of each reward function, before weights: also of one that is measured and not rewarded."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,15 @@ class CellResult:
     """Of the configuration without the swept keys, seed and place."""
     whole: str
     """Of the configuration with them, but without how the run was watched."""
+    settings: Mapping[str, Any]
+    """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
-    """Commit, Python and package versions."""
+    """Digest of the sources, Python and package versions."""
     failure: str = ""
     """What ended the run before its last step; nothing where it went to its end."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """By name of those in CURVES that any step has, and `samples` (completions of its batch): a number a step, to 6 digits."""
+    """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
+    to 6 digits."""
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, mean greedy reward) of each evaluation of the held-out prompts."""
     ledger: Mapping[str, int] = field(default_factory=dict)
@@ -131,6 +141,11 @@ class CellResult:
     def mean_of(self, name: str) -> float | None:
         """Over the steps, of a curve; None where it was not kept."""
         return _mean(self.curves.get(name, ()))
+
+    @property
+    def scores(self) -> list[str]:
+        """Reward functions whose scores are kept apart: where there are several, also those that are not rewarded."""
+        return sorted(name for name in self.held_out_end.scores if SCORE.format(name) in self.curves)
 
     @property
     def clip_ratio_mean(self) -> float | None:
@@ -189,6 +204,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         ledger_closes=bool(ledger.get("closes")),
         fingerprint=fingerprint(config, ("name", "output_dir", "seed", *cell.swept)),
         whole=fingerprint(config, WATCHING),
+        settings=given(config),
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
         evaluations=_evaluations(directory),
@@ -217,14 +233,17 @@ def kept(path: Path) -> CellResult | None:
 def fingerprint(config: Config, without: Iterable[str] = ()) -> str:
     """12 hexadecimal digits that two configurations share when they differ at most in the dotted keys `without`, and in the
     folders that files lie in."""
-    values: Any = portable(config.model_dump(mode="json"))
-    for dotted in without:
-        *sections, key = dotted.split(".")
-        place = values
-        for section in sections:
-            place = place[section]
-        place.pop(key, None)
+    left_out = set(without)
+    values = {key: value for key, value in given(config).items() if key not in left_out}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def given(config: Config) -> dict[str, Any]:
+    """Dotted keys that have another value than their default, without the folders that files lie in.
+
+    A key that the program has more than it had changes nothing here; a default that it has changed is seen in its sources.
+    """
+    return dotted(portable(config.model_dump(mode="json", exclude_defaults=True)))
 
 
 _RESULT = TypeAdapter(CellResult)
@@ -324,7 +343,9 @@ def _area(rewards: Sequence[float | None]) -> float | None:
 
 
 def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, ...]]:
-    known = [name for name in CURVES if any(step.get(name) is not None for step in metrics)]
+    scores = sorted({name for step in metrics for name in step if re.fullmatch(SCORE.format(r"[^/]+"), name)})
+    wanted = (*CURVES, *(scores if len(scores) > 1 else ()))
+    known = [name for name in wanted if any(step.get(name) is not None for step in metrics)]
     return {name: tuple(_short(step.get(name)) for step in metrics) for name in known}
 
 
@@ -341,7 +362,7 @@ def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
 def _held_out(directory: RunDir, label: str) -> HeldOut:
     """The last evaluation with this label."""
     record: dict[str, Any] = next((r for r in reversed(directory.read_evaluations()) if r["label"] == label), {})
-    return HeldOut(record.get("mean_reward"), record.get("accuracy"))
+    return HeldOut(record.get("mean_reward"), record.get("accuracy"), record.get("mean_length"), record.get("rewards", {}))
 
 
 def _code(path: Path) -> tuple[str, ...]:
@@ -350,7 +371,7 @@ def _code(path: Path) -> tuple[str, ...]:
         return ("unknown",)
     found = json.loads(manifest.read_text())
     packages = (f"{name} {version}" for name, version in found.get("packages", {}).items() if name in ("torch", "transformers"))
-    return (f"commit {(found.get('git_commit') or 'unknown')[:12]}", f"python {found.get('python')}", *packages)
+    return (f"sources {found.get('sources') or 'unknown'}", f"python {found.get('python')}", *packages)
 
 
 def last_quarter(values: Sequence[float | None]) -> float | None:

@@ -29,29 +29,37 @@ _ELSEWHERE = {"output_dir", "results"}
 
 @dataclass(frozen=True)
 class Archive:
-    """A sweep and its results, in its order. command: what it was started with; missing: cells that have no result yet."""
+    """A sweep and its results, in its order. command: what it was started with; missing: cells that have no result yet; alone:
+    one cell ran at a time, so that their seconds can be compared."""
 
     sweep: SweepConfig
     command: str
     results: Sequence[CellResult]
     missing: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
 class _Kept:
+    """jobs: the most cells that ever ran at once."""
+
     command: str
     sweep: dict[str, Any]
+    jobs: int = 2
 
 
 _KEPT = TypeAdapter(_Kept)
 
 
-def keep_sweep(sweep: SweepConfig, command: str) -> None:
-    """Write `sweep.json` where the sweep's results lie. Raises OSError."""
+def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> bool:
+    """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Whether never more than one did, now
+    and before. Raises OSError, DamagedError."""
     values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
     path = sweep.results_dir / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}), indent=1) + b"\n")
+    jobs = max(jobs, _read(path)[0].jobs if path.exists() else 1)
+    write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}, jobs), indent=1) + b"\n")
+    return jobs == 1
 
 
 def keep_failed(results: Sequence[CellResult], directory: Path) -> None:
@@ -82,21 +90,23 @@ def read_sweep(directory: Path) -> Archive:
     if not any(not result.failure for result in found):
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
-    command, sweep = (
-        _read(path) if path.exists() else (shlex.join(["async-rlhf", "report", str(directory)]), _grid_of(directory, found))
-    )
+    if path.exists():
+        about, sweep = _read(path)
+    else:
+        about, sweep = _Kept(shlex.join(["async-rlhf", "report", str(directory)]), {}), _grid_of(directory, found)
     places = {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
     cells = {_place(result, sweep, places): result for result in reversed(found) if _belongs(result, sweep, places)}
     if not any(not result.failure for result in cells.values()):
         raise ConfigError(f"{str(path)!r} is of another sweep: it has none of the cells beside it")
     num_cells = len(sweep.seeds) * math.prod(map(len, places.values()))
-    return Archive(sweep, command, [cells[place] for place in sorted(cells)], num_cells - len(cells))
+    ordered = [cells[place] for place in sorted(cells)]
+    return Archive(sweep, about.command, ordered, num_cells - len(cells), about.jobs == 1)
 
 
-def _read(path: Path) -> tuple[str, SweepConfig]:
+def _read(path: Path) -> tuple[_Kept, SweepConfig]:
     try:
         found = _KEPT.validate_json(read_small(path))
-        return found.command, SweepConfig.model_validate(found.sweep, strict=False)
+        return found, SweepConfig.model_validate(found.sweep, strict=False)
     except ValidationError as error:
         raise DamagedError(
             f"{path} describes no sweep: {error.errors()[0]['msg']}. Without it the grid is read from the cells"

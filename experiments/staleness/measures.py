@@ -5,17 +5,26 @@ A table for which no cell kept a number is left out. Formats numbers, never comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from async_rlhf.experiments.page import table
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting
+from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward
 from async_rlhf.experiments.staleness.outcomes import (
+    BLOCK,
     SMOOTHED,
     TARGET_SHARE,
     Comparison,
+    Number,
     Reached,
     area,
+    at_equal_kl,
+    at_equal_time,
     compared,
+    contrasts,
+    fall,
+    log_seconds,
     power,
     reached,
     target,
@@ -27,9 +36,19 @@ Column = Callable[[list[CellResult]], str]
 _ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
 
 
-def sections(results: Sequence[CellResult]) -> list[str]:
-    """Headings and paragraphs, of cells that went to their end."""
-    return [*_areas(results), *_costs(results), *_corrections(results), *_ends(results), *_powers(results)]
+def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
+    """Headings and paragraphs, of cells that went to their end. alone: one ran at a time, so that seconds are compared."""
+    return [
+        *_areas(results),
+        *_contrasts(results),
+        *(_times(results) if alone else ()),
+        *_scores(results),
+        *_at_equal_kl(results),
+        *_costs(results),
+        *_corrections(results),
+        *_ends(results),
+        *_powers(results),
+    ]
 
 
 def number(value: Estimate | None, *, digits: int = 3) -> str:
@@ -75,6 +94,100 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
         for label, cells in groups.items()
     ]
     yield table([head, *rows])
+
+
+def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
+    axes = [key for key, _ in results[0].setting]
+    outcomes: dict[str, Number] = {f"{name}, end": partial(_score, name=name) for name in _names(results)}
+    outcomes = outcomes or {"held-out reward, end": final_reward}
+    for axis in axes if len(axes) > 1 else ():
+        found = {what: contrasts(results, axis, number) for what, number in outcomes.items()}
+        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
+        if not labels:
+            continue
+        first = dict(results[0].setting)[axis]
+        yield f"## Against {axis} = {first}, all else equal"
+        yield (
+            f"Differences within a seed to the setting that has {axis} = {first} and is the same otherwise; p is Holm's over "
+            "all comparisons of a column."
+        )
+        head = ["setting", *(word for what in outcomes for word in (f"{what}: difference", "p"))]
+        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+        yield table([head, *rows])
+
+
+def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
+    names = _names(results) or [""]
+    for axis, _ in results[0].setting:
+        found = {name or "reward": contrasts(results, axis, at_equal_kl(results, axis, name)) for name in names}
+        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
+        if not labels:
+            continue
+        yield f"## At equal divergence from the reference, against {axis} = {dict(results[0].setting)[axis]}"
+        yield (
+            "The score in training where the divergence first is what all the runs reach that differ only in this key: what a "
+            "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
+        )
+        head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
+        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+        yield table([head, *rows])
+
+
+def _times(results: Sequence[CellResult]) -> Iterator[str]:
+    for axis, _ in results[0].setting:
+        first = dict(results[0].setting)[axis]
+        longer, sooner = contrasts(results, axis, log_seconds), contrasts(results, axis, at_equal_time(results, axis))
+        if not longer:
+            continue
+        yield f"## Time, against {axis} = {first}"
+        yield (
+            "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; the rewards are those of "
+            f"training ({SMOOTHED} steps together) when the first of the compared runs had ended, within a seed. p is Holm's."
+        )
+        rows = [
+            [label, *_ratio(longer.get(label)), *_compared(sooner.get(label))]
+            for label in by_setting(results)
+            if label in longer
+        ]
+        yield table([["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"], *rows])
+
+
+def _ratio(found: Comparison | None) -> list[str]:
+    """Of a difference of logarithms."""
+    if found is None:
+        return ["", ""]
+    mean, low, high = (math.exp(each) for each in (found.found.mean, found.found.low, found.found.high))
+    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", "-" if found.adjusted is None else f"{found.adjusted:.3f}"]
+
+
+def _scores(results: Sequence[CellResult]) -> Iterator[str]:
+    if not (names := _names(results)):
+        return
+    yield "## Scores apart"
+    yield (
+        "Mean score by each reward function, before weights: greedy on the held-out prompts at the end, and along training "
+        f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
+        "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
+    )
+    rows = [
+        [label, name, number(estimate(_score(cell, name) for cell in cells)), *_fallen(fall(cells, name))]
+        for label, cells in by_setting(results).items()
+        for name in names
+    ]
+    yield table([["setting", "score", "held out, end", "in training highest at step", "end minus that"], *rows])
+
+
+def _fallen(found: tuple[int, Difference] | None) -> list[str]:
+    return ["-", "-"] if found is None else [str(found[0]), difference(found[1])]
+
+
+def _names(results: Sequence[CellResult]) -> list[str]:
+    """Of the reward functions, where there are several."""
+    return sorted({name for cell in results for name in cell.scores})
+
+
+def _score(cell: CellResult, name: str) -> float | None:
+    return cell.held_out_end.scores.get(name)
 
 
 def _compared(found: Comparison | None) -> list[str]:

@@ -1,22 +1,27 @@
 """What came of each setting besides its final reward: area under the curve, what a target cost, how small a difference shows.
 
-Pure. The first setting of a sweep is the reference of every comparison, as in `analyze.paired_difference`. Called by
-`measures` and `trade_offs`.
+Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key, and
+`fall` a score's end with its peak. Called by `measures` and `trade_offs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward, paired_difference
-from async_rlhf.experiments.statistics import Difference, detectable, estimate, holm, seeds_needed
+import numpy as np
+
+from async_rlhf.experiments.staleness.analyze import SCORE, CellResult, by_setting, final_reward, paired_difference
+from async_rlhf.experiments.statistics import Array, Difference, detectable, estimate, first_at, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
 SMOOTHED = 5
 """Steps over which a reward is averaged before it is held against the target: a single batch says little."""
+BLOCK = 256
+"""Completions that a point of a path stands for, at least."""
 
 Number = Callable[[CellResult], float | None]
 
@@ -97,10 +102,114 @@ def compared(results: Sequence[CellResult], number: Number = final_reward) -> di
     """By setting, all but the reference; those that share no measured seed with it are left out."""
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
-    known = {label: each for label, each in found.items() if each is not None}
-    judged = {label: each.p for label, each in known.items() if each.p is not None}
+    return _adjusted({label: each for label, each in found.items() if each is not None})
+
+
+def _adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
+    judged = {label: each.p for label, each in found.items() if each.p is not None}
     adjusted = dict(zip(judged, holm(list(judged.values())), strict=True))
-    return {label: Comparison(each, adjusted.get(label)) for label, each in known.items()}
+    return {label: Comparison(each, adjusted.get(label)) for label, each in found.items()}
+
+
+def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Comparison]:
+    """By setting: with the one that has the first value of this axis, in the order of the sweep, and all others equal. p after
+    Holm over all of them."""
+    groups = {cells[0].setting: cells for cells in by_setting(results).values()}
+    first = dict(next(iter(groups)))[axis]
+    found: dict[str, Difference] = {}
+    for setting, cells in groups.items():
+        reference = groups.get(tuple((key, first if key == axis else value) for key, value in setting))
+        if reference is None or dict(setting)[axis] == first:
+            continue
+        if (each := paired_difference(cells, reference, number)) is not None:
+            found[cells[0].label] = each
+    return _adjusted(found)
+
+
+def log_seconds(result: CellResult) -> float:
+    """Natural logarithm of the sum of the steps' times, whose differences are ratios of times."""
+    return math.log(result.wall_s)
+
+
+def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
+    """The smoothed training reward when the first of the runs that differ only in this axis had ended."""
+
+    first = _least(results, axis, lambda result: result.wall_s)
+
+    def number(result: CellResult) -> float | None:
+        done = sum(second <= first[_group(result, axis)] for second in result.seconds)
+        return smoothed(result)[done - 1] if done else None
+
+    return number
+
+
+def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
+    """One score along training where the divergence from the reference first is what all of the runs reach that differ only in
+    this axis."""
+
+    def points(result: CellResult) -> tuple[Array, Array]:
+        known = [(point.kl, point.score) for point in path(result, name) if point.kl is not None]
+        return np.array([kl for kl, _ in known]), np.array([score for _, score in known])
+
+    reached_by_all = _least(results, axis, lambda result: float(points(result)[0].max(initial=-math.inf)))
+
+    def number(result: CellResult) -> float | None:
+        kls, scores = points(result)
+        level = reached_by_all[_group(result, axis)]
+        return first_at(kls, scores, level) if math.isfinite(level) else None
+
+    return number
+
+
+def _least(results: Sequence[CellResult], axis: str, number: Callable[[CellResult], float]) -> dict[Any, float]:
+    """Among the runs of each group."""
+    found: dict[Any, float] = {}
+    for result in results:
+        found[_group(result, axis)] = min(found.get(_group(result, axis), math.inf), number(result))
+    return found
+
+
+def _group(result: CellResult, axis: str) -> Any:
+    """The same for runs that differ only in this axis."""
+    return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of steps together, by the weights that sampled their batches: the last step, the mean score, and the mean divergence
+    from the reference in nats a token, where it was measured."""
+
+    step: int
+    score: float
+    kl: float | None
+
+
+def path(cell: CellResult, name: str) -> list[Point]:
+    """One score along training, of the reward where `name` is empty: steps together until they have BLOCK completions."""
+    scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards
+    kls = cell.curves.get("kl/reference", ()) or (None,) * len(scores)
+    together = max(1, -(-BLOCK * cell.steps // cell.trained_samples))
+    found = []
+    for end in range(together, len(scores) + 1, together):
+        known = [score for score in scores[end - together : end] if score is not None]
+        far = [kl for kl in kls[end - together : end] if kl is not None]
+        if known:
+            found.append(Point(end, math.fsum(known) / len(known), math.fsum(far) / len(far) if far else None))
+    return found
+
+
+def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
+    """Of one setting and one score in training: the step at which it is highest in the mean of the seeds, and the end minus it.
+
+    The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two points that
+    all seeds have.
+    """
+    curves = [{point.step: point.score for point in path(cell, name)} for cell in cells]
+    steps = sorted(set.intersection(*map(set, curves)))
+    if len(steps) < 2:
+        return None
+    peak = max(steps, key=lambda step: math.fsum(curve[step] for curve in curves))
+    return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
 
 
 def power(difference: Difference) -> Power | None:

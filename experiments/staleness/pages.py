@@ -23,7 +23,7 @@ def write(archive: Archive, directory: Path, say: Callable[[str], None], html: P
     write_csv(results, table)
     drawn = _draw(archive, directory, say)
     names = [f"{name}.png" if drawn else None for name in _PICTURES]
-    text = render(sweep, command, results, names[0], names[1], archive.missing)
+    text = render(sweep, command, results, names[0], names[1], archive.missing, archive.alone)
     markdown.write_text(text, encoding="utf-8")
     page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
     pictures = [directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]

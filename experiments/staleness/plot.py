@@ -84,17 +84,18 @@ def title(results: Sequence[CellResult], sweep: SweepConfig, command: str = "", 
 def settings_of(results: Sequence[CellResult]) -> list[Setting]:
     """Every setting with its names and its colour."""
     groups = by_setting(results)
-    by_column = len(results[0].setting) == 2
-    curves = {label: shown(cells[0].setting[1:]) if by_column else label for label, cells in groups.items()}
+    places = range(len(results[0].setting))
+    # a key with one value among the results, as in a sweep that is not finished, tells nothing apart
+    varied = [i for i in places if len({result.setting[i][1] for result in results}) > 1] or [places[-1]]
+    by_column = len(varied) == 2
+    curves = {label: shown(cells[0].setting[i] for i in varied[by_column:]) for label, cells in groups.items()}
     # The value behind each curve: a setting of three keys has none, its name is a word.
-    values = {
-        curves[label]: cells[0].setting[-1][1] if len(cells[0].setting) <= 2 else label for label, cells in groups.items()
-    }
+    values = {curves[label]: cells[0].setting[varied[-1]][1] if len(varied) <= 2 else label for label, cells in groups.items()}
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
     return [
         Setting(
             cells=cells,
-            column=shown(cells[0].setting[:1]) if by_column else "",
+            column=shown([cells[0].setting[varied[0]]]) if by_column else "",
             curve=curves[label].replace(", ", "\n"),
             row=label.replace(", ", "\n"),
             colour=colours[curves[label]],
@@ -163,7 +164,7 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
         axes.vlines(found.mean, row - 0.32, row + 0.32, color=setting.colour, linewidth=2)
     before = estimate(cell.held_out_start.reward for setting in settings for cell in setting.cells)
     fewest = min(len(setting.cells) for setting in settings)
-    marks = f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else ''}"
+    marks = f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else '; too few seeds for an interval'}"
     axes.set(
         title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{marks}",
         xlabel="mean reward, greedy",

@@ -60,6 +60,8 @@ def row(result: CellResult) -> dict[str, Any]:
         "held_out_reward_end": result.held_out_end.reward,
         "held_out_accuracy_start": result.held_out_start.accuracy,
         "held_out_accuracy_end": result.held_out_end.accuracy,
+        "held_out_length_end": result.held_out_end.length,
+        **{f"held_out_{name}_end": result.held_out_end.scores.get(name) for name in result.scores},
         **{column: getattr(result, column) for column in _PLAIN_COLUMNS},
     }
     return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}
@@ -72,9 +74,10 @@ def render(
     picture: str | None,
     trade_offs: str | None = None,
     missing: int = 0,
+    alone: bool = False,
 ) -> str:
     """The page. `command` is what the sweep was started with, `picture` and `trade_offs` are files beside the page. missing:
-    cells without a result."""
+    cells without a result. alone: one cell ran at a time."""
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
@@ -90,7 +93,7 @@ def render(
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
         *_failures(results),
-        *measures.sections(finished(results)),
+        *measures.sections(finished(results), alone),
         *(
             [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
             * bool(trade_offs)
@@ -123,6 +126,7 @@ def table(results: Sequence[CellResult]) -> str:
             "" if cells is reference else difference(paired_difference(cells, reference))
         ),
         "held-out accuracy, end": lambda cells: number(estimate(c.held_out_end.accuracy for c in cells)),
+        "length": lambda cells: number(estimate(c.held_out_end.length for c in cells), digits=1),
         "reward, last quarter": lambda cells: number(estimate(c.reward_last_quarter for c in cells)),
         "area under the reward": lambda cells: number(estimate(c.reward_area for c in cells)),
         "staleness, mean (max)": lambda cells: _staleness(cells),
@@ -173,7 +177,8 @@ def _legend(num_seeds: int) -> str:
         spread = f"mean ± half-width of the 95 % t interval over {_seeds(num_seeds)}, and of differences the 95 % interval"
     return (
         f"Cells show the {spread}. Staleness is in learner steps, over trained tokens; ESS is the effective sample size of the "
-        "importance weights as a share of the tokens; the largest ratio is learner / sampler of any token before truncation. "
+        "importance weights as a share of the tokens; length is that of the held-out completions, in tokens; the largest ratio "
+        "is learner / sampler of any token before truncation. "
         "The reward of a step is that of samples made `staleness` steps earlier: with older data the curve, its last quarter "
         "and its area lag by so many steps even where learning is the same. Only held-out rewards compare the models."
     )

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, keep, kept, read_cell
+from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.pages import write
@@ -64,10 +64,14 @@ class Job:
     def result(self) -> CellResult | None:
         """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
         found = kept(self.kept)
-        if found is not None and found.whole != fingerprint(_resolved(self.cell.config), WATCHING):
+        config = _resolved(self.cell.config)
+        if found is not None and found.whole != fingerprint(config, WATCHING):
+            old, new = found.settings, given(config)
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in WATCHING]
+            changed = "; ".join(f"{key}: {old.get(key, 'default')!r} -> {new.get(key, 'default')!r}" for key in keys[:5])
             raise ConfigError(
-                f"{str(self.kept)!r} is the result of other settings. Restore them, those of --set too; or keep both sweeps, "
-                "with --set sweep.name=NAME; or remove it and run the cell again"
+                f"{str(self.kept)!r} is the result of other settings ({changed}). Restore them, those of --set too; or keep "
+                "both sweeps, with --set sweep.name=NAME; or remove it and run the cell again"
             )
         return found
 
@@ -141,7 +145,7 @@ def run_sweep(
                 say(f"{job.head}: finished before, skipped")
         if dry_run:
             return False
-        keep_sweep(sweep, command)
+        alone = keep_sweep(sweep, command, where.at_once)
         running = _Running(where)
         ended = running.all([(job, state) for job, state in mine if state != "finished"], say)
     left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
@@ -155,7 +159,7 @@ def run_sweep(
     results = list(_results(all_jobs, failures))
     keep_failed(results, sweep.results_dir)
     if finished(results):
-        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results)), sweep.results_dir, say)
+        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results), alone), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
         text = "; ".join(f"{head}: {outcome.failure}" for head, outcome in failures.items())

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from async_rlhf.experiments.staleness.analyze import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import SMOOTHED, Reached, reached, smoothed, target
+from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, smoothed, target
 from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
 from async_rlhf.inspect.plot import COLOURS
 
@@ -71,7 +71,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
     whole = [cell for cell in results if cell.tokens is not None]
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     stale = [cell for cell in results if cell.staleness_mean > 0]
-    to_reference = [cell for cell in results if _to_reference(cell)]
+    scores = sorted({name for cell in results for name in cell.scores}) or [""]
     judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
     costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
     return [
@@ -80,7 +80,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
         _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
         _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
         _Panel(_draw_to_sampler, bool(judged)),
-        _Panel(_draw_to_reference, bool(to_reference)),
+        *(_Panel(_over_reference(name), any(_to_reference(cell, name) for cell in results)) for name in scores),
         _Panel(_cost("Samples to the target", "completions trained on", lambda found: found.samples, goal), bool(costs)),
         _Panel(_cost("Seconds to the target", "training time [s]", lambda found: found.seconds, goal), bool(costs)),
     ]
@@ -151,17 +151,23 @@ def _draw_to_sampler(axes: Any, settings: Settings) -> None:
     )
 
 
-def _draw_to_reference(axes: Any, settings: Settings) -> None:
-    for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
-        for points in filter(None, map(_to_reference, setting.cells)):
-            kls, rewards = zip(*points, strict=True)
-            axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
-    _widen(axes)
-    axes.set(
-        title="Held-out reward over KL to the reference\na line a run, through its evaluations",
-        xlabel="KL(policy, reference) [nats a token]",
-        ylabel="held-out reward",
-    )
+def _over_reference(name: str) -> Draw:
+    """Of one reward function; of their sum where the name is empty."""
+
+    def draw(axes: Any, settings: Settings) -> None:
+        for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
+            for points in filter(None, (_to_reference(cell, name) for cell in setting.cells)):
+                kls, rewards = zip(*points, strict=True)
+                axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
+        _widen(axes)
+        what = name or "reward"
+        axes.set(
+            title=f"Training {what} over KL to the reference\na line a run, {BLOCK} completions a mark",
+            xlabel="KL(policy that sampled, reference) [nats a token]",
+            ylabel=f"mean {what}",
+        )
+
+    return draw
 
 
 def _widen(axes: Any) -> None:
@@ -170,12 +176,8 @@ def _widen(axes: Any) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _to_reference(cell: CellResult) -> list[tuple[float, float]]:
-    """(divergence, held-out reward) of each evaluation after a step, divergence over that step and those before it."""
-    curve = cell.curves.get("kl/reference", ())
-    near = [(curve[max(0, step - SMOOTHED) : step], reward) for step, reward in cell.evaluations if 0 < step <= len(curve)]
-    known = [([value for value in values if value is not None], reward) for values, reward in near]
-    return [(sum(values) / len(values), reward) for values, reward in known if values]
+def _to_reference(cell: CellResult, name: str) -> list[tuple[float, float]]:
+    return [(point.kl, point.score) for point in path(cell, name) if point.kl is not None]
 
 
 def _cost(words: str, label: str, number: Callable[[Reached], float], goal: float | None) -> Draw:

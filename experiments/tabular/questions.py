@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from async_rlhf.experiments.gradient_laws.table import Case, measure
-from async_rlhf.experiments.statistics import Array
+from async_rlhf.experiments.statistics import Array, first_at
 from async_rlhf.experiments.tabular.training import NUM_UPDATES, Recipe, Trained, history, outcome, train
 from async_rlhf.experiments.tabular.world import Worlds, make_worlds
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LossConfig
@@ -98,18 +98,9 @@ def off_policyness(seeds: Sequence[int]) -> list[Row]:
             gold, _, kl = paths[n]
             for i, row in enumerate(own[n]):
                 row["proxy_lost"] = float(own[UPDATES[0]][i]["proxy"]) - float(row["proxy"])
-                row["gold_at_kl"] = _first_at(kl[:, i], gold[:, i], reached[i])
+                row["gold_at_kl"] = first_at(kl[:, i], gold[:, i], reached[i])
             rows += own[n]
     return rows
-
-
-def _first_at(x: Array, y: Array, level: float) -> float:
-    """y where x, which begins below, first reaches the level; between two points on the line that joins them."""
-    after = int(np.argmax(x >= level))
-    if after == 0:
-        return float(y[0])
-    share = (level - x[after - 1]) / (x[after] - x[after - 1])
-    return float(y[after - 1] + share * (y[after] - y[after - 1]))
 
 
 def corrections(seeds: Sequence[int], num_updates: int = NUM_UPDATES) -> list[Row]:

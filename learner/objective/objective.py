@@ -54,7 +54,8 @@ def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) 
             raise ValueError("loss.entropy_coef needs the entropy of each token's distribution")
         total_N = total_N - config.entropy_coef * inputs.entropy_N
     if inputs.logp_reference_N is not None:
-        sums["kl/reference"] = (inputs.logp_current_N.detach() - inputs.logp_reference_N).sum()
+        # of the policy that sampled these tokens: of any other their mean log-ratio is no estimate of its divergence
+        sums["kl/reference"] = (inputs.logp_behaviour_N - inputs.logp_reference_N).sum()
     return total_N
 
 

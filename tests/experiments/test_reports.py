@@ -64,7 +64,7 @@ def sweep(measured: CellResult, tmp_path: Path) -> Path:
         name="s", base="../b.toml", seeds=(0, 1, 2), values={"queue.max_staleness": [1, 0]}, overrides={"max_steps": 12},
         results=str(directory),
     )  # fmt: skip
-    keep_sweep(config, COMMAND)
+    keep_sweep(config, COMMAND, 1)
     for bound in (0, 1):
         for seed in config.seeds:
             end = HeldOut(0.8 - 0.1 * bound + 0.01 * seed * (1 + bound), None)
@@ -111,6 +111,17 @@ def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_w
     assert "| queue.max_staleness = 0 | area | 0.000 | 3 | 0.000 | - |" in power
     ends = page[page.index("## What became of the groups") : page.index("## What so many")]
     assert "| queue.max_staleness = 1 | 144 | 6 | - | - | - | 93 | - |" in ends
+
+
+def test_seconds_are_compared_only_where_no_cell_ever_shared_the_machine(sweep: Path) -> None:
+    heading = "## Time, against queue.max_staleness = 1"
+    report(sweep, None, [].append)
+    assert heading in (sweep / "report.md").read_text()
+    config = read_sweep(sweep).sweep.model_copy(update={"results": str(sweep)})
+    assert not keep_sweep(config, COMMAND, 2)
+    assert not keep_sweep(config, COMMAND, 1), "some of its cells shared it"
+    report(sweep, None, [].append)
+    assert heading not in (sweep / "report.md").read_text()
 
 
 def test_cells_without_a_result_and_cells_that_failed_are_named(sweep: Path) -> None:

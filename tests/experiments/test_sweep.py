@@ -73,7 +73,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     assert "no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]'" in said[2]
     assert table(directory) == rows, "what a cell measured outlives its run"
 
-    with pytest.raises(ConfigError, match=r"seed-3.json' is the result of other settings"):
+    with pytest.raises(ConfigError, match=r"seed-3.json' is the result of other settings \(max_steps: 2 -> 9\)"):
         run_sweep(path, say=said.append)
     (directory / "cells" / "queue.max_staleness-0_seed-3.json").unlink()
     with pytest.raises(ConfigError, match=r"run with other settings \(max_steps: 2 -> 9\)"):

@@ -80,12 +80,21 @@ def test_the_shipped_sweep_goes_by_its_name() -> None:
     assert sweep.output_dir == "runs/sweeps"
 
 
-@pytest.mark.parametrize(("name", "num_cells"), [("ages", 10), ("corrections", 90), ("rates", 9), ("search", 12)])
-def test_an_experiment_is_a_valid_grid_that_keeps_its_results_beside_it(name: str, num_cells: int) -> None:
+EXPERIMENTS = {
+    "ages": 10, "corrections": 90, "critics": 27, "in_flight": 9, "lengths": 9, "mini_batches": 60, "one_step": 18, "rates": 9,
+    "search": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_cells"), EXPERIMENTS.items())
+def test_an_experiment_is_a_valid_grid_that_keeps_its_results_beside_it(
+    name: str, num_cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
     sweep, cells = load_sweep(STALENESS / name / f"{name}.toml")
     assert len(cells) == num_cells
     assert sweep.results_dir == STALENESS / name
-    assert all(cell.config.queue.exact for cell in cells) == (name in ("ages", "corrections"))
+    assert all(cell.config.queue.exact for cell in cells) == (name in ("ages", "corrections", "critics"))
 
 
 REFUSED = {

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import Reached, area, compared, power, reached, target
+from async_rlhf.experiments.staleness.outcomes import (
+    BLOCK,
+    Point,
+    Reached,
+    area,
+    at_equal_kl,
+    at_equal_time,
+    compared,
+    contrasts,
+    fall,
+    log_seconds,
+    path,
+    power,
+    reached,
+    target,
+)
+from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
 from tests.conftest import REPOSITORY
@@ -72,6 +89,61 @@ def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellRes
     assert compared(blind) == {}, "nothing was measured"
 
 
+def test_settings_are_compared_with_the_one_that_differs_in_a_single_key(result: CellResult) -> None:
+    results = [
+        replace(
+            result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), seed=seed,
+            held_out_end=HeldOut(0.5 + 0.01 * seed - (0.01 + 0.001 * seed) * age * (kind == "a"), None),
+        )
+        for seed in range(3) for kind in ("a", "b") for age in (0, 4, 16)
+    ]  # fmt: skip
+    by_age = contrasts(results, "queue.max_staleness")
+    assert [(label, round(each.found.mean, 6)) for label, each in by_age.items()] == [
+        ("loss.kind = a, queue.max_staleness = 4", -0.044), ("loss.kind = a, queue.max_staleness = 16", -0.176),
+        ("loss.kind = b, queue.max_staleness = 4", 0.0), ("loss.kind = b, queue.max_staleness = 16", 0.0),
+    ]  # fmt: skip
+    by_kind = contrasts(results, "loss.kind")
+    assert [round(each.found.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
+    alone = [each.found.p for each in by_age.values() if each.found.p is not None]
+    assert [each.adjusted for each in by_age.values() if each.found.p is not None] == holm(alone), "one family"
+
+
+def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_had_ended(result: CellResult) -> None:
+    slow = other(result, "b", seconds=tuple(2.0 * i for i in range(1, 11)))
+    quick_seed = [replace(each, seed=1, seconds=tuple(s / 2 for s in each.seconds)) for each in (result, slow)]
+    number = at_equal_time([result, slow, *quick_seed], "loss.kind")
+    assert number(result) == pytest.approx(0.8), "the mean of its last five steps"
+    assert [number(slow), number(quick_seed[1])] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
+    longer = contrasts([result, slow], "loss.kind", log_seconds)["loss.kind = b"]
+    assert longer.found.mean == pytest.approx(math.log(2))
+
+
+def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
+    """Ten steps of 128 completions: two of them are a point."""
+    curves = [(0.0, 0.2, 0.9, 0.9, 0.0, 0.0, 0.5, 0.7, 0.6, 0.6), (0.0, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.7)]
+    kls = (None, 0.1, *(0.2,) * 8)
+    cells = [
+        replace(result, seed=seed, trained_samples=1280, curves={"rewards/gold/mean": curve, "kl/reference": kls})
+        for seed, curve in enumerate(curves)
+    ]
+    assert path(cells[0], "gold")[0] == Point(2, 0.1, 0.1)
+    found = fall(cells, "gold")
+    assert found is not None and found[0] == 4
+    assert found[1].mean == pytest.approx(0.6 - 0.7)
+    assert fall(cells, "another") is None
+
+
+def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(result: CellResult) -> None:
+    def run(kind: str, scores: tuple[float, ...], kls: tuple[float, ...]) -> CellResult:
+        curves = {"rewards/gold/mean": scores, "kl/reference": kls}
+        return other(result, kind, steps=4, trained_samples=4 * BLOCK, curves=curves)
+
+    far, near = run("a", (0.0, 1.0, 2.0, 3.0), (0.0, 2.0, 4.0, 6.0)), run("b", (0.0, 0.5, 1.0, 1.0), (0.0, 1.0, 3.0, 2.0))
+    number = at_equal_kl([far, near], "loss.kind", "gold")
+    assert [number(far), number(near)] == pytest.approx([1.5, 1.0]), "at 3 nats, between two points of the first"
+    assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
+
+
 def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
     found = power(Difference(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
     assert found is not None and found.for_half is not None
@@ -91,12 +163,12 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
     results = [
         result,
-        other(result, "b", evaluations=((0, 0.1), (10, 0.9)), curves={**result.curves, "kl/reference": (0.5,) * 10}),
+        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10}, trained_samples=5120),
     ]
     whole = [
         "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
         "Effective and clipped tokens by staleness", "Held-out reward over KL to the sampling policy",
-        "Held-out reward over KL to the reference",
+        "Training reward over KL to the reference",
     ]  # fmt: skip
     assert titles(results, sweep) == whole, "no run reached the target"
     results[0] = replace(result, reward_last_quarter=0.8)
@@ -118,3 +190,10 @@ def test_settings_that_share_a_colour_differ_in_dashes_and_marks(result: CellRes
     assert len({(str(line.get_color()), line.get_linestyle()) for line in lines}) == 4
     assert len({str(line.get_color()) for line in lines}) == 2
     assert figure.legends[0].get_texts()[0].get_text() == "queue.max_staleness = 0\nloss.kind = a"
+
+
+def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:
+    results = [replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", 16))) for kind in ("a", "b", "c")]
+    settings = settings_of(results)
+    assert [each.curve for each in settings] == ["loss.kind = a", "loss.kind = b", "loss.kind = c"]
+    assert len({str(each.colour) for each in settings}) == 3 and {each.column for each in settings} == {""}
