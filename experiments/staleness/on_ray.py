@@ -3,7 +3,7 @@
 owns        the connection to the cluster, where this process had none; a Ray actor for each cell that runs, on its node
 waits for   a node that is free; what a cell reports, in a call of a second at most
 woken by    the answers of those calls
-on close    the actors are killed; they end their runs anyway when they have heard nothing for `lost_after_s`
+on close    the actors are killed; they end their runs anyway when they have heard nothing for 30 s
 
 Ray carries JSON and nothing else: the cell there, reports and at the end its result back. On the node the cell is a run of that
 machine (`sweep.Here`). Its actor takes all CPUs of the node, and all GPUs where cells use any, so cells and the cluster's other
@@ -47,13 +47,13 @@ from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.staging import places, with_neighbours
 
-LOST_AFTER_S = 30.0
+_LOST_AFTER_S = 30.0
 _TRIES = 3
 """Nodes on which a cell may be lost; then it has failed: perhaps it is the cell that ends them."""
 _REPORTS_S = 1.0
 _LOOK_S = 0.1
 _LOOKING_S = 900.0
-_SAID_AFTER_S = 30.0
+_SAID_AFTER = 30
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,7 @@ class _Reporting(Progress):
 
 
 @contextmanager
-def nodes(
-    address: str, at_most: int | None, directory: Path, jobs: Sequence[Job], lost_after_s: float = LOST_AFTER_S
-) -> Iterator[Nodes]:
+def nodes(address: str, at_most: int | None, directory: Path, jobs: Sequence[Job]) -> Iterator[Nodes]:
     """The cluster at this address (IP:PORT of its head, or `auto`), joined until the block ends.
 
     at_most: cells at once. directory: of the sweep. Raises ConfigError where there is no such cluster, or a node of it cannot
@@ -145,17 +143,16 @@ def nodes(
     if is_ours:
         join(address, "--ray")
     try:
-        yield Nodes(at_most, directory, jobs, lost_after_s)
+        yield Nodes(at_most, directory, jobs)
     finally:
         if is_ours:
             ray.shutdown()
 
 
 class Nodes:
-    """See `sweep.Cells`. at_most, directory, jobs, lost_after_s: see `nodes`, which makes it."""
+    """See `sweep.Cells`. Made by `nodes`, which says what it is given."""
 
-    def __init__(self, at_most: int | None, directory: Path, jobs: Sequence[Job], lost_after_s: float) -> None:
-        self._lost_after_s = lost_after_s
+    def __init__(self, at_most: int | None, directory: Path, jobs: Sequence[Job]) -> None:
         self._signals = 0
         self._busy, self._freed = set[str](), threading.Condition()
         self._needed = ("CPU", "GPU") if any(on_cuda(job.cell.config) for job in jobs) else ("CPU",)
@@ -189,7 +186,7 @@ class Nodes:
     def _run_on(self, node: str, job: Job, progress: Progress) -> Outcome | None:
         """Raises RayError when the node is lost."""
         options = {**self._claim(node, whole=True), "max_concurrency": 2, "max_restarts": 0}
-        actor = ray.remote(CellOnNode).options(**options).remote(_text(job), self._lost_after_s)
+        actor = ray.remote(CellOnNode).options(**options).remote(_text(job), _LOST_AFTER_S)
         try:
             progress.event(f"on {self._name(node)}")
             return self._follow(actor, node, job, progress)
@@ -198,43 +195,43 @@ class Nodes:
 
     def _follow(self, actor: Any, node: str, job: Job, progress: Progress) -> Outcome | None:
         """Pass on what the cell reports, and signals to it, until it has ended."""
-        has_begun, asked, waited_s, told = False, actor.reports.remote(), 0.0, 0
+        has_begun, num_waits, told = False, 0, 0
+        asked = actor.reports.remote()
         while has_begun or not self._signals:
             while told < self._signals:
                 actor.interrupt.remote()
                 told += 1
-            ready, _ = ray.wait([asked], timeout=_REPORTS_S)
-            if not ready:
-                before, waited_s = waited_s, waited_s + _REPORTS_S
-                if before < _SAID_AFTER_S <= waited_s and not has_begun:
+            if not ray.wait([asked], timeout=_REPORTS_S)[0]:
+                num_waits += 1
+                if num_waits == _SAID_AFTER and not has_begun:
                     progress.event(f"waits for {self._name(node)}, whose CPUs other work of the cluster may have")
                 continue
             reports, has_begun = _REPORTS.validate_json(ray.get(asked)), True
+            asked = actor.reports.remote()
             for report in reports:
-                if report.has_ended:
-                    if report.outcome is None and not self.sees_runs:
-                        progress.event(
-                            f"not ended, and kept on {self._name(node)} alone, in {job.cell.config.run_dir.absolute()}: it "
-                            "goes on there when it comes to this node again, and begins anew on another"
-                        )
-                    return report.outcome
-                if report.step is not None:
-                    progress.step({"step": report.step}, job.cell.config.max_steps)
                 if report.text:
                     progress.event(report.text)
-            asked = actor.reports.remote()
+                if report.step is not None:
+                    progress.step({"step": report.step}, job.cell.config.max_steps)
+                if report.has_ended:
+                    if report.outcome is None and not self.sees_runs:
+                        progress.event(self._stays(job, node))
+                    return report.outcome
         return None
+
+    def _stays(self, job: Job, node: str) -> str:
+        return (
+            f"not ended, and kept on {self._name(node)} alone, in {job.cell.config.run_dir.absolute()}: it goes on there when "
+            "it comes to this node again, and begins anew on another"
+        )
 
     def _take(self, lost: Collection[str]) -> str | None:
         """A node that is free, and while others live none on which this cell was lost. None when no node is left, or a signal
         has come."""
         with self._freed:
-            while not self._signals and (living := [each["NodeID"] for each in ray.nodes() if each["Alive"]]):
-                mine = [node for node in self._nodes if node in living]
-                mine = [node for node in mine if node not in lost] or mine
-                if not mine:
-                    break
-                if free := [node for node in mine if node not in self._busy]:
+            while not self._signals and (living := self._living()):
+                rather = [node for node in living if node not in lost] or living
+                if free := [node for node in rather if node not in self._busy]:
                     self._busy.add(free[0])
                     return free[0]
                 self._freed.wait(_REPORTS_S)
@@ -244,6 +241,10 @@ class Nodes:
         with self._freed:
             self._busy.remove(node)
             self._freed.notify_all()
+
+    def _living(self) -> list[str]:
+        there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [node for node in self._nodes if node in there]
 
     def _fits(self, resources: dict[str, float]) -> bool:
         return all(resources.get(each, 0) >= 1 for each in self._needed)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -136,6 +138,16 @@ def test_nodes_that_lack_a_file_or_have_another_are_refused_before_anything_runs
     with pytest.raises(ConfigError, match=r"nodes cannot run the cells: \S+ \(\w+\): not the same as here: .*/odd.py. Every"):
         run_sweep(path, (), ray=cluster.address)
     assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_cell_that_is_asked_nothing_any_more_ends_with_its_process(sweep: Callable[..., Path], tmp_path: Path) -> None:
+    _, (cell,) = load_sweep(sweep([3], max_steps=500))
+    text = on_ray._text(Job(cell, "cell 1/1", 64, tmp_path / "kept.json"))
+    code = (
+        "import sys, threading\nfrom async_rlhf.experiments.staleness.on_ray import CellOnNode\n"
+        "cell = CellOnNode(sys.argv[1], 0.5)\nthreading.Event().wait()"
+    )
+    assert subprocess.run([sys.executable, "-c", code, text], cwd=REPOSITORY, timeout=120, check=False).returncode == 1
 
 
 def test_a_job_names_shipped_files_so_that_another_installation_finds_its_own(sweep: Callable[..., Path]) -> None:
