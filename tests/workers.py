@@ -15,6 +15,7 @@ _TOGETHER = (
     "tests/async_rlhf/test_going_back.py",
     "tests/async_rlhf/test_ray.py",
     "tests/experiments/test_counterfactual.py",
+    "tests/experiments/test_sweep_on_ray.py",
     "tests/learner/test_ranks.py",
     "tests/buffers/hub/test_refusals.py",
 )

@@ -194,7 +194,14 @@ def sweep(
             help="Override in every cell, for example --set max_steps=60; also sweep.name, sweep.output_dir, sweep.seeds.",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", help="Cells that run at once, at most as many as there are CPUs.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", help="Cells that run at once: 1 if left out, at most the CPUs; with --ray one a node at most."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", metavar="ADDRESS", help="Run cells on the nodes of a Ray cluster: IP:PORT of its head, or auto."),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="AXIS=VALUE", help="Run only cells with this value, for example --only seed=0."),
@@ -206,9 +213,14 @@ def sweep(
     Every combination of settings and seeds is a cell, a run of its own. Finished cells are skipped, an interrupted one goes
     on; one that failed is listed and tried again by the same command; a cell that was run with other settings is refused,
     and --set sweep.name=NAME keeps both sweeps.
+
+    With --ray each cell is a run of one node, which it has alone; results are written here. Every node needs async-rlhf, and
+    at the same paths the files that cells name (models, data, rewards), or nothing is begun. When a node dies its cell is tried
+    on another. Let sweep.output_dir lie where all nodes see it: then a cell goes on anywhere from its last checkpoint; else
+    its run stays on its node, and another node begins it anew.
     """
     with errors():
-        experiment("sweep")(config, overrides or [], jobs=jobs, only=only or [], dry_run=dry_run)
+        experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
 
 
 def _ending(result: Any, config: Any) -> str:

@@ -100,7 +100,7 @@ class RayHosts:
         self._on_gpus, self._guard = on_gpus, threading.Lock()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            _join(address, start_timeout_s)
+            join(address, "launch.address")
         self._own = ray.get_runtime_context().get_node_id()
         there = self._nodes()
         if not there:
@@ -149,7 +149,7 @@ class RayHosts:
                 raise TimeoutError(f"Ray has started no agent within {timeout_s:.0f} s (launch.start_timeout_s)") from error
             return RayChannel(actor, timeout_s)
         except RayError as error:
-            raise ConnectionAbortedError(_first_line(error)) from error
+            raise ConnectionAbortedError(first_line(error)) from error
 
     def close(self) -> None:
         if self._is_ours:
@@ -186,7 +186,7 @@ class RayChannel:
         try:
             problem = ray.get(self._actor.take.remote(frame), timeout=self._timeout_s)
         except RayError as error:
-            raise ConnectionAbortedError(_first_line(error)) from error
+            raise ConnectionAbortedError(first_line(error)) from error
         if problem:
             raise ConnectionAbortedError(problem)
 
@@ -198,7 +198,7 @@ class RayChannel:
             except GetTimeoutError:
                 return None
             except RayError as error:
-                raise ConnectionAbortedError(_first_line(error)) from error
+                raise ConnectionAbortedError(first_line(error)) from error
             self._asked = None
         return self._events.pop(0)
 
@@ -208,27 +208,29 @@ class RayChannel:
         ray.kill(self._actor)
 
 
-def _join(address: str, timeout_s: float) -> None:
-    """Raises ConfigError."""
+def join(address: str, setting: str) -> None:
+    """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. Raises ConfigError."""
     found = tuple(int(part) for part in version("ray").split(".")[:2])
     if found < _TESTED:
-        raise ConfigError(f"launch.kind = 'ray': ray {version('ray')} is installed, the oldest is {_TESTED[0]}.{_TESTED[1]}")
+        raise ConfigError(
+            f"{setting} = {address!r}: ray {version('ray')} is installed, the oldest is {_TESTED[0]}.{_TESTED[1]}"
+        )
     if address.startswith("ray://"):
         raise ConfigError(
-            f"launch.address = {address!r} is a Ray Client's: run the command on a node of the cluster (ray job submit does), "
-            "with launch.address = 'auto' or IP:PORT of the head"
+            f"{setting} = {address!r} is a Ray Client's: run the command on a node of the cluster (ray job submit does), "
+            f"with {setting} = 'auto' or IP:PORT of the head"
         )
     if address != "auto":
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"launch.address = {address!r}: no Ray cluster answers there ({error}); give IP:PORT") from error
+            raise ConfigError(f"{setting} = {address!r}: no Ray cluster answers there ({error}); give IP:PORT") from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(f"launch.address = {address!r}: the Ray cluster cannot be joined: {_first_line(error)}") from error
+        raise ConfigError(f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

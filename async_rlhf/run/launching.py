@@ -108,14 +108,19 @@ def _hosts(config: Config) -> Hosts:
     launch = config.launch
     if launch.kind == "hosts":
         return CommandHosts(launch.hosts, launch.command)
-    # Before Ray is imported: it would print the death of a node among the run's own lines, which say it too.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead|Raylet is terminated")
-    check_installed("ray", "launch.kind", "ray", "ray", "'local' or 'hosts'")
+    check_ray("launch.kind", "ray", "'local' or 'hosts'")
     from async_rlhf.launch.ray import RayHosts
 
     on_gpus = not config.engine.device.startswith("cpu")
     num_actors = None if config.actors.count == "fill" else config.actors.count
     return RayHosts(launch.address, launch.nodes, num_actors, launch.start_timeout_s, on_gpus=on_gpus)
+
+
+def check_ray(key: str, value: str, without: str) -> None:
+    """To be called before a module is imported that imports Ray. Raises ConfigError where it is not installed."""
+    # Ray would print the death of a node among the run's own lines, which say it too.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead|Raylet is terminated")
+    check_installed("ray", key, value, "ray", without)
 
 
 def _networked(config: Config, hosts: Hosts) -> Config:

@@ -60,11 +60,13 @@ class Prepared:
         return found
 
 
-def preflight(config: Config, rows: Rows | None = None) -> Prepared:
-    """rows: where they are loaded already, by `load_rows` or from a run. Raises ConfigError."""
+def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
+    """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
+    it needs none of its packages and devices. Raises ConfigError."""
     rows = rows or load_rows(config.data)
-    _check_packages(config)
-    _check_devices(config)
+    if is_here:
+        _check_packages(config)
+        _check_devices(config)
     check_tracking(config.tracking)
     _check_rewards(config, [*rows[0], *rows[1]])
     config.rewards.check_sources(row.columns for row in rows[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ FILES = ("config.toml", "rewards.py", "words.jsonl")
 """Of a first project."""
 FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "make train-chat"}
 """Models of shipped configurations that come from elsewhere: by file, the command of the repository that fetches it."""
+_ANYWHERE = "{async-rlhf}/configs/"
 
 
 def configurations() -> dict[str, Path]:
@@ -44,6 +46,20 @@ def model_directory(name: str) -> Path | None:
     """The shipped model of this name."""
     directory = _SHIPPED / "models" / name
     return directory if Path(name).name == name and directory.is_dir() else None
+
+
+def portable(text: str) -> str:
+    """JSON whose paths into what is shipped name no folder of this installation; for `at_home` in another."""
+    return text.replace(_in_json(), _ANYWHERE)
+
+
+def at_home(text: str) -> str:
+    """What `portable` made, with the paths of this installation."""
+    return text.replace(_ANYWHERE, _in_json())
+
+
+def _in_json() -> str:
+    return json.dumps(f"{_SHIPPED}/")[1:-1]
 
 
 def write_start(directory: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """The sweep: runs every cell of the grid, then tables, picture and report.
 
-owns        a thread for each cell that runs; a cell is a normal run in a directory of its own
+owns        a thread for each cell that runs; a cell is a normal run in a directory of its own, of this machine (`Here`) or of
+            a node of a Ray cluster (`on_ray`)
 waits for   the runs
 on Ctrl-C   the cells that run drain and save; the same command goes on from there. A second one forces them to end
 Called by `async-rlhf sweep`, through the entry point in pyproject.toml. Never computes a number: that is `analyze`.
@@ -16,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import typer
 
@@ -35,8 +36,10 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.config import Config, differences, parse_override
 from async_rlhf.run.daemon import Supervisor, on_signals
+from async_rlhf.run.launching import check_ray
 from async_rlhf.run.preflight import preflight
 from async_rlhf.run.preparation import as_rewards_want, prepare
+from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import RunDir
 
 State = Literal["new", "unfinished", "finished"]
@@ -51,9 +54,12 @@ class Job:
     num_prompts: int
     kept: Path
 
-    def state(self) -> State:
-        """Raises ConfigError for a cell that was run with other settings, or is being run."""
-        found = state_of(self.cell, self.num_prompts)
+    def state(self, sees_run: bool = True) -> State:
+        """sees_run: whether its run would be in the directory that is seen here; without, only its kept result counts.
+
+        Raises ConfigError for a cell that was run with other settings, or is being run.
+        """
+        found = state_of(self.cell, self.num_prompts) if sees_run else "new"
         return found if self.result() is None else "finished"
 
     def result(self) -> CellResult | None:
@@ -75,51 +81,83 @@ class Job:
         return num_steps(self.cell.config, self.num_prompts)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell's run ended. result: what it measured, None where it made no step. failure: why it ended before its last
+    step; empty where it ended well."""
+
+    result: CellResult | None
+    failure: str = ""
+
+
+class Cells(Protocol):
+    """Where cells run: in this process (`Here`), or on the nodes of a cluster (`on_ray.Nodes`)."""
+
+    @property
+    def at_once(self) -> int:
+        """Cells that can run at once."""
+        ...
+
+    @property
+    def sees_runs(self) -> bool:
+        """Whether the directories of their runs are those that this process sees."""
+        ...
+
+    def run(self, job: Job, progress: Progress) -> Outcome | None:
+        """Begin a cell's run or go on with it; None when it has drained, or was forced to end. Called by a thread a cell."""
+        ...
+
+    def interrupt(self) -> None:
+        """As a signal does: the first drains all cells, the second forces them to end; also those that begin after it."""
+        ...
+
+
 def run_sweep(
     path: Path,
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = typer.echo,
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
+    ray: str | None = None,
     only: Sequence[str] = (),
     dry_run: bool = False,
 ) -> bool:
     """Run what is left of a sweep and write its tables, pictures and pages beside its cells (`pages`).
 
-    path: a TOML file, or the name of a shipped sweep. overrides: `KEY=VALUE` of `--set`. jobs: cells that run at once. only:
-    `AXIS=VALUE`; cells with other values are left for later. dry_run: say what would be run, and run nothing. True when every
-    cell has ended; False when some are left (no report is written then). Raises ConfigError before the first run for a sweep
-    or a cell that cannot work, or a cell's directory that holds another configuration; InterruptedRunError; AsyncRLHFError
-    naming the cells that failed, when all others have ended and the report is written.
+    path: a TOML file, or the name of a shipped sweep. overrides: `KEY=VALUE` of `--set`. jobs: cells that run at once; one if
+    it is left out, with ray one a node. ray: address of the cluster that runs them. only: `AXIS=VALUE`; others are left for
+    later. dry_run: say what would be run, and run nothing. True when every cell has ended; False when some are left (no
+    report is written then). Raises ConfigError before the first run for a sweep or a cell that cannot work, or a cell's
+    directory that holds another configuration; InterruptedRunError; AsyncRLHFError naming the cells that failed, when all
+    others have ended and the report is written.
     """
-    cores = os.cpu_count() or 1
-    if not 1 <= jobs <= cores:
-        raise ConfigError(f"--jobs {jobs}: this machine has {cores} CPUs; choose 1 to {cores}")
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
-    all_jobs = [_job(sweep, cell, number, len(cells)) for number, cell in enumerate(cells, 1)]
-    states = [(job, job.state()) for job in all_jobs]
-    mine = [(job, state) for job, state in states if job.cell in wanted]
-    for job, state in mine:
-        if dry_run:
-            config = job.cell.config
-            most = "at most " if config.max_trained_tokens or config.max_seconds else ""
-            say(f"{job.head}: {state}, {most}{job.num_steps} steps")
-        elif state == "finished":
-            say(f"{job.head}: finished before, skipped")
-    if dry_run:
-        return False
+    all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
-    alone = keep_sweep(sweep, command, jobs)
-    running = _Running()
-    ended = running.all([(job, state) for job, state in mine if state != "finished"], jobs, say)
+    again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
+    with _cells(ray, jobs, sweep, all_jobs) as where:
+        states = [(job, job.state(where.sees_runs)) for job in all_jobs]
+        mine = [(job, state) for job, state in states if job.cell in wanted]
+        for job, state in mine:
+            if dry_run:
+                config = job.cell.config
+                most = "at most " if config.max_trained_tokens or config.max_seconds else ""
+                say(f"{job.head}: {state}, {most}{job.num_steps} steps")
+            elif state == "finished":
+                say(f"{job.head}: finished before, skipped")
+        if dry_run:
+            return False
+        alone = keep_sweep(sweep, command, where.at_once)
+        running = _Running(where)
+        ended = running.all([(job, state) for job, state in mine if state != "finished"], say)
     left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
-    failures = {head: reason for head, reason in ended.items() if reason}
+    failures = {head: outcome for head, outcome in ended.items() if outcome is not None and outcome.failure}
     if running.signals > 1:
-        raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {command}")
+        raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {again}")
     if left:
         drained = "drained: " if running.signals else ""
-        say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {command}")
+        say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {again}")
         return False
     results = list(_results(all_jobs, failures))
     keep_failed(results, sweep.results_dir)
@@ -127,27 +165,63 @@ def run_sweep(
         *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results), alone), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
-        text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())
+        text = "; ".join(f"{head}: {outcome.failure}" for head, outcome in failures.items())
         raise AsyncRLHFError(f"{len(failures)} of {len(cells)} cells failed, and the same command tries them again: {text}")
     return True
 
 
-class _Running:
-    """The cells that run, by their supervisors: a signal reaches them all, and those that begin after it."""
+class Here:
+    """Cells as runs of this machine, with a supervisor each. Raises ConfigError for more at once than there are CPUs."""
 
-    def __init__(self) -> None:
-        self.signals = 0
+    sees_runs = True
+
+    def __init__(self, at_once: int = 1) -> None:
+        cores = os.cpu_count() or 1
+        if not 1 <= at_once <= cores:
+            raise ConfigError(f"--jobs {at_once}: this machine has {cores} CPUs; choose 1 to {cores}")
+        self.at_once = at_once
+        self._signals = 0
         self._supervisors = set[Supervisor]()
         self._beginning = threading.Lock()
 
-    def all(self, jobs: Sequence[tuple[Job, State]], at_once: int, say: Callable[[str], None]) -> dict[str, str | None]:
-        """Run them. By their heads why they failed: empty where they ended well, None where they have not ended."""
+    def run(self, job: Job, progress: Progress) -> Outcome | None:
+        config = job.cell.config
+        try:
+            resume = state_of(job.cell, job.num_prompts) != "new"
+            with self._beginning:  # one at a time: it reads the model, and may convert it
+                supervisor, _ = prepare(config, resume=resume, progress=progress)
+                self._supervisors.add(supervisor)
+                for _ in range(self._signals):
+                    supervisor.interrupt()
+            return Outcome(read_cell(job.cell)) if supervisor.run() else None
+        except InterruptedRunError:
+            return None
+        except AsyncRLHFError as error:
+            progress.event(f"failed in {config.run_dir}: {error}")
+            return Outcome(_measured(job.cell, str(error)), str(error))
+
+    def interrupt(self) -> None:
+        self._signals += 1
+        for supervisor in list(self._supervisors):
+            supervisor.interrupt()
+
+
+class _Running:
+    """The cells that run: a signal reaches them all, and those that begin after it."""
+
+    def __init__(self, cells: Cells) -> None:
+        self.signals = 0
+        self._cells = cells
+
+    def all(self, jobs: Sequence[tuple[Job, State]], say: Callable[[str], None]) -> dict[str, Outcome | None]:
+        """Run them. By their heads how they ended; None where they have not."""
+        at_once = self._cells.at_once
         pace = Pace(waiting=len(jobs), jobs=at_once)
         with on_signals(self._take), SweepProgress(pace, say) as shown, ThreadPoolExecutor(at_once) as threads:
             futures = {job.head: threads.submit(self._run, job, state, shown) for job, state in jobs}
             return {head: _wait(future) for head, future in futures.items()}
 
-    def _run(self, job: Job, state: State, shown: SweepProgress) -> str | None:
+    def _run(self, job: Job, state: State, shown: SweepProgress) -> Outcome | None:
         """See `all`."""
         if self.signals:
             return None
@@ -155,35 +229,32 @@ class _Running:
         shown.pace.waiting -= 1
         began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, shown)
         try:
-            with self._beginning:  # one at a time: it reads the model, and may convert it
-                supervisor, _ = prepare(job.cell.config, resume=state == "unfinished", progress=progress)
-                self._supervisors.add(supervisor)
-                for _ in range(self.signals):
-                    supervisor.interrupt()
-            whole = supervisor.run()
-        except InterruptedRunError:
-            return None
-        except AsyncRLHFError as error:
-            progress.event(f"failed in {job.cell.config.run_dir}: {error}")
-            return str(error)
+            outcome = self._cells.run(job, progress)
         finally:
             progress.close()
-        if not whole:
-            return None
-        if state == "new":
-            shown.pace.end(time.monotonic() - began)
-        result = read_cell(job.cell)
-        keep(result, job.kept)
-        progress.event(_summary(result))
-        return ""
+        if outcome is not None and not outcome.failure and (result := outcome.result) is not None:
+            if state == "new":
+                shown.pace.end(time.monotonic() - began)
+            keep(result, job.kept)
+            progress.event(_summary(result))
+        return outcome
 
     def _take(self, *_: object) -> None:
         self.signals += 1
-        for supervisor in list(self._supervisors):
-            supervisor.interrupt()
+        self._cells.interrupt()
 
 
-def _wait(future: Future[str | None]) -> str | None:
+def _cells(ray: str | None, jobs: int | None, sweep: SweepConfig, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
+    """Where they run. Raises ConfigError where they cannot."""
+    if ray is None:
+        return nullcontext(Here(1 if jobs is None else jobs))
+    check_ray("--ray", ray, "the cells run here, --jobs N at once")
+    from async_rlhf.experiments.staleness.on_ray import nodes
+
+    return nodes(ray, jobs, sweep.directory, all_jobs)
+
+
+def _wait(future: Future[Outcome | None]) -> Outcome | None:
     """In short waits: a signal is handled between two of them."""
     while True:
         with suppress(TimeoutError):
@@ -203,13 +274,13 @@ def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> l
     return list(cells)
 
 
-def _job(sweep: SweepConfig, cell: Cell, number: int, of: int) -> Job:
-    """Raises ConfigError for a cell that cannot be run."""
-    head = f"cell {number}/{of}: {cell.label}"
-    return Job(cell, head, preflight(cell.config).num_prompts, sweep.kept(cell.config.name))
+def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
+    """is_here: whether it will be run on this machine. Raises ConfigError for a cell that cannot be run."""
+    num_prompts = preflight(cell.config, is_here=is_here).num_prompts
+    return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
 
 
-def _results(jobs: Sequence[Job], failures: Mapping[str, str]) -> Iterator[CellResult]:
+def _results(jobs: Sequence[Job], failures: Mapping[str, Outcome]) -> Iterator[CellResult]:
     """Of the cells that made a step; what they measured is kept, also where only the run was left."""
     for job in jobs:
         if job.head not in failures:
@@ -217,8 +288,15 @@ def _results(jobs: Sequence[Job], failures: Mapping[str, str]) -> Iterator[CellR
             if found is None:
                 keep(found := read_cell(job.cell), job.kept)
             yield found
-        elif RunDir(job.cell.config.run_dir).read_metrics():
-            yield replace(read_cell(job.cell), failure=failures[job.head])
+        elif (measured := failures[job.head].result) is not None:
+            yield measured
+
+
+def _measured(cell: Cell, failure: str) -> CellResult | None:
+    """What a cell measured before it failed; None where it made no step that can be read."""
+    with suppress(AsyncRLHFError, ValueError):
+        return replace(read_cell(cell), failure=failure)
+    return None
 
 
 def num_steps(config: Config, num_prompts: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -31,27 +30,16 @@ from async_rlhf.run.placing import inventory_of, placement_of, table
 from async_rlhf.run.preparation import prepare
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, SMALL, has_ended, toml, wait_for
+from tests.raylets import NODE, two_nodes
 
-_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "num_gpus": 8}
-# A lost node is known after a second instead of 13.
-_HEALTH = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
+_NODE = {**NODE, "num_gpus": 8}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head that holds no agents, and two nodes that pretend to have eight GPUs."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    found = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0, "_system_config": _HEALTH})
-    for _ in range(2):
-        found.add_node(**_NODE)
-    found.wait_for_nodes()
-    yield found
-    found.shutdown()
+    with two_nodes(num_gpus=8) as found:
+        yield found
 
 
 @pytest.fixture
