@@ -12,7 +12,8 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import plain, svg, table, to_html
-from async_rlhf.experiments.staleness.analyze import CellResult, checks_of_each, read_cell
+from async_rlhf.experiments.staleness.cells import CellResult, read_cell
+from async_rlhf.experiments.staleness.checks import checks_of_each
 from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.run_dir import RunDir

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.analyze import CellResult, keep, kept
+from async_rlhf.experiments.staleness.cells import CellResult, keep, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.run.run_files import read_small
 

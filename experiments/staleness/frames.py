@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.staleness.analyze import CURVES, CellResult, read_cell
 from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
+from async_rlhf.experiments.staleness.cells import CURVES, CellResult, read_cell
 from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.experiments.staleness.report import row
 from async_rlhf.run.run_dir import RunDir

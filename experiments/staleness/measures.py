@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from async_rlhf.experiments.page import table
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, final_reward
+from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
     SMOOTHED,
@@ -21,9 +21,11 @@ from async_rlhf.experiments.staleness.outcomes import (
     area,
     at_equal_kl,
     at_equal_time,
+    by_setting,
     compared,
     contrasts,
     fall,
+    final_reward,
     log_seconds,
     power,
     reached,

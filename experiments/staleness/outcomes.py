@@ -1,4 +1,5 @@
-"""What came of each setting besides its final reward: area under the curve, what a target cost, how small a difference shows.
+"""What came of each setting: differences of final rewards and of areas under curves, what a target cost, how small a difference
+shows.
 
 Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key, and
 `fall` a score's end with its peak. Called by `measures` and `trade_offs`.
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.experiments.staleness.analyze import SCORE, CellResult, by_setting, final_reward, paired_difference
+from async_rlhf.experiments.staleness.cells import SCORE, CellResult
 from async_rlhf.experiments.statistics import Array, Difference, detectable, estimate, first_at, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
@@ -63,6 +64,31 @@ class Power:
     detectable: float
     for_half: int | None
     """Seeds that show half of it; None where the seeds did not differ at all."""
+
+
+def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Results of each setting, in the order of the sweep."""
+    settings: dict[str, list[CellResult]] = {}
+    for result in results:
+        settings.setdefault(result.label, []).append(result)
+    return settings
+
+
+def final_reward(result: CellResult) -> float | None:
+    """On the held-out prompts."""
+    return result.held_out_end.reward
+
+
+def paired_difference(
+    results: Sequence[CellResult],
+    reference: Sequence[CellResult],
+    number: Number = final_reward,
+) -> Difference | None:
+    """A number of a setting minus that of the reference setting with the same seed (which has the same prompts)."""
+    base = {result.seed: number(result) for result in reference}
+    both = [(number(result), base.get(result.seed)) for result in results]
+    pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
+    return paired(*zip(*pairs, strict=True)) if pairs else None
 
 
 def area(result: CellResult) -> float | None:

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, finished
+from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
+from async_rlhf.experiments.staleness.outcomes import by_setting
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
 from async_rlhf.inspect.plot import COLOURS
 

@@ -14,10 +14,11 @@ from typing import Any
 from async_rlhf.experiments.page import plain
 from async_rlhf.experiments.page import table as as_table
 from async_rlhf.experiments.staleness import measures
-from async_rlhf.experiments.staleness.analyze import CellResult, by_setting, checks, finished, paired_difference
+from async_rlhf.experiments.staleness.cells import CellResult, finished
+from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.measures import difference, number
-from async_rlhf.experiments.staleness.outcomes import compared
+from async_rlhf.experiments.staleness.outcomes import by_setting, compared, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
 
 _PLAIN_COLUMNS = (

@@ -4,7 +4,7 @@ owns        a thread for each cell that runs; a cell is a normal run in a direct
             a node of a Ray cluster (`on_ray`)
 waits for   the runs
 on Ctrl-C   the cells that run drain and save; the same command goes on from there. A second one forces them to end
-Called by `async-rlhf sweep`, through the entry point in pyproject.toml. Never computes a number: that is `analyze`.
+Called by `async-rlhf sweep`, through the entry point in pyproject.toml. It computes no number: `outcomes` does.
 
 A cell that failed is kept, marked in the tables, and tried again by the same command; the others go on.
 """
@@ -25,8 +25,8 @@ from typing import Literal, Protocol
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.experiments.staleness.analyze import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
+from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.pages import write
 from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress

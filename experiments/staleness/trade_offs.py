@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from async_rlhf.experiments.staleness.analyze import CellResult, finished
+from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, smoothed, target
 from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title

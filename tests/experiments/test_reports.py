@@ -16,8 +16,8 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.app import experiment
 from async_rlhf.experiments.page import to_html
 from async_rlhf.experiments.reports.command import report
-from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, keep, kept, read_cell
 from async_rlhf.experiments.staleness.archive import keep_failed, keep_sweep, read_sweep
+from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.frames import curves, results
 from async_rlhf.experiments.staleness.report import render

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_rlhf.experiments.staleness.analyze import CellResult, HeldOut, kept
+from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,

@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.experiments.staleness.analyze import (
-    CellResult,
-    HeldOut,
-    checks,
-    fingerprint,
-    keep,
-    kept,
-    paired_difference,
-    read_cell,
-)
+from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
+from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
+from async_rlhf.experiments.staleness.outcomes import paired_difference
 from async_rlhf.experiments.staleness.plot import picture
 from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
 from async_rlhf.learner.loop.budget import Budget

@@ -1,6 +1,6 @@
-"""Numbers from finished run directories: one `CellResult` a run, estimates over seeds, and checks of the whole sweep.
+"""What a run measured: one `CellResult`, from its directory, or from the file that is kept of it.
 
-Pure functions of what is on disk; never starts, draws or prints anything. Called by `sweep`, `report` and `plot`.
+Starts and draws nothing. Called by `sweep`, the reports and the data frames.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.budget import equal_budget
 from async_rlhf.experiments.staleness.config import Cell, shown
-from async_rlhf.experiments.statistics import Difference, paired
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.agreement import portable
 from async_rlhf.run.config import Config, dotted
@@ -257,78 +255,6 @@ _RESULT = TypeAdapter(CellResult)
 def finished(results: Iterable[CellResult]) -> list[CellResult]:
     """Those that went to their end: of the others no mean is taken."""
     return [result for result in results if not result.failure]
-
-
-def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """Results of each setting, in the order of the sweep."""
-    settings: dict[str, list[CellResult]] = {}
-    for result in results:
-        settings.setdefault(result.label, []).append(result)
-    return settings
-
-
-def final_reward(result: CellResult) -> float | None:
-    """On the held-out prompts."""
-    return result.held_out_end.reward
-
-
-def paired_difference(
-    results: Sequence[CellResult],
-    reference: Sequence[CellResult],
-    number: Callable[[CellResult], float | None] = final_reward,
-) -> Difference | None:
-    """A number of a setting minus that of the reference setting with the same seed (which has the same prompts)."""
-    base = {result.seed: number(result) for result in reference}
-    both = [(number(result), base.get(result.seed)) for result in results]
-    pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
-    return paired(*zip(*pairs, strict=True)) if pairs else None
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that must hold for the sweep to mean anything."""
-
-    claim: str
-    holds: bool
-    detail: str
-
-
-def checks(results: Sequence[CellResult]) -> list[Check]:
-    """All checks of a sweep, each with what it found."""
-    failed, results = [result.cell for result in results if result.failure], finished(results)
-    prints = {r.fingerprint for r in results}
-    code = {r.code for r in results}
-    return [
-        *checks_of_each(results),
-        Check(*equal_budget(results)),
-        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
-        Check("every cell went to its end", not failed, ", ".join(failed) or _cells(len(results))),
-        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
-    ]
-
-
-def checks_of_each(results: Sequence[CellResult]) -> list[Check]:
-    """What must hold of every run on its own."""
-    on_policy = [result for result in results if result.bound == 0]
-    exact = [result for result in results if result.exact]
-    over = [f"{r.cell}: {r.staleness_max} > {r.bound}" for r in results if r.staleness_max > r.bound]
-    violations = sum(r.staleness_violations for r in results)
-    found = [
-        Check("the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))),
-        Check("no violation was counted", violations == 0, f"{violations} tokens"),
-        _all_of("bound 0 is staleness 0 for every token", on_policy, [r.staleness_max == 0 for r in on_policy]),
-        _all_of("exact mode: every token of step t has staleness min(t, bound)", exact, [r.exact_kept for r in exact]),
-        _all_of("the ledger closes at the end", results, [r.ledger_closes for r in results]),
-    ]
-    return [check for check in found if check.detail != "0 of 0 cells"]
-
-
-def _cells(count: int) -> str:
-    return f"{count} cell{'' if count == 1 else 's'}"
-
-
-def _all_of(claim: str, results: Sequence[CellResult], hold: Sequence[bool]) -> Check:
-    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(results))}")
 
 
 def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:
