@@ -143,8 +143,8 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
             continue
         yield f"## Time, against {axis} = {first}"
         yield (
-            "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; the rewards are those of "
-            f"training ({SMOOTHED} steps together) when the first of the compared runs had ended, within a seed. p is Holm's."
+            "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; rewards are those of training "
+            f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
         )
         rows = [
             [label, *_ratio(longer.get(label)), *_compared(sooner.get(label))]
@@ -205,7 +205,7 @@ def _costs(results: Sequence[CellResult]) -> Iterator[str]:
     yield (
         f"The target is a training reward of {goal.value:.3f}: {TARGET_SHARE * 100:.0f} % of the way from {goal.start:.3f}, "
         f"the reward of the first step, to {goal.end:.3f}, that of the last quarter, both of {goal.reference}. It is reached "
-        f"by the first {SMOOTHED} steps whose mean is not below it. Means are over the seeds, and given where all reached it."
+        f"when the mean of {SMOOTHED} completions is not below it. Means are over the seeds, and given where all reached it."
     )
     found = {label: [reached(cell, goal.value) for cell in cells] for label, cells in by_setting(results).items()}
     rows = [[label, f"{sum(each is not None for each in runs)} of {len(runs)}", *_cost(runs)] for label, runs in found.items()]

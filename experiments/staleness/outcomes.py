@@ -19,8 +19,8 @@ from async_rlhf.experiments.statistics import Array, Difference, detectable, est
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
-SMOOTHED = 5
-"""Steps over which a reward is averaged before it is held against the target: a single batch says little."""
+SMOOTHED = 640
+"""Completions over which a reward is averaged before it is held against the target: a small batch says little."""
 BLOCK = 256
 """Completions that a point of a path stands for, at least."""
 
@@ -106,17 +106,23 @@ def target(results: Sequence[CellResult]) -> Target | None:
 
 
 def smoothed(result: CellResult) -> list[float | None]:
-    """Of each step the mean reward of it and those before it, SMOOTHED together; at the start so many as there are."""
+    """Of each step the mean reward of it and those before it, SMOOTHED completions together; at the start what there is."""
+    together = _together(result, SMOOTHED)
     found: list[float | None] = []
     for step in range(1, result.steps + 1):
-        known = [reward for reward in result.rewards[max(0, step - SMOOTHED) : step] if reward is not None]
+        known = [reward for reward in result.rewards[max(0, step - together) : step] if reward is not None]
         found.append(math.fsum(known) / len(known) if known else None)
     return found
 
 
+def _together(result: CellResult, completions: int) -> int:
+    """Steps that have so many completions."""
+    return max(1, -(-completions * result.steps // result.trained_samples))
+
+
 def reached(result: CellResult, value: float) -> Reached | None:
-    """When the mean reward of SMOOTHED whole steps was `value` or above for the first time; None where it never was."""
-    fewest = min(SMOOTHED, result.steps)
+    """When the mean reward of SMOOTHED completions was `value` or above for the first time; None where it never was."""
+    fewest = min(_together(result, SMOOTHED), result.steps)
     for i, reward in enumerate(smoothed(result)):
         if i + 1 >= fewest and reward is not None and reward >= value:
             tokens = result.tokens
@@ -214,7 +220,7 @@ def path(cell: CellResult, name: str) -> list[Point]:
     """One score along training, of the reward where `name` is empty: steps together until they have BLOCK completions."""
     scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards
     kls = cell.curves.get("kl/reference", ()) or (None,) * len(scores)
-    together = max(1, -(-BLOCK * cell.steps // cell.trained_samples))
+    together = _together(cell, BLOCK)
     found = []
     for end in range(together, len(scores) + 1, together):
         known = [score for score in scores[end - together : end] if score is not None]

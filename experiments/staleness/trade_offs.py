@@ -101,7 +101,9 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
                           fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
         axes.set_xlim(left=0)
         axes.set(
-            title=f"Training reward over {what}\nmean of the seeds and of {SMOOTHED} steps", xlabel=label, ylabel="mean reward"
+            title=f"Training reward over {what}\nmean of the seeds and of {SMOOTHED} completions",
+            xlabel=label,
+            ylabel="mean reward",
         )
 
     return draw
@@ -156,13 +158,15 @@ def _over_reference(name: str) -> Draw:
 
     def draw(axes: Any, settings: Settings) -> None:
         for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
-            for points in filter(None, (_to_reference(cell, name) for cell in setting.cells)):
-                kls, rewards = zip(*points, strict=True)
-                axes.plot(kls, rewards, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
+            # a place along training of every seed, at their mean
+            places = list(zip(*filter(None, (_to_reference(cell, name) for cell in setting.cells)), strict=False))
+            kls = [sum(kl for kl, _ in place) / len(place) for place in places]
+            scores = [sum(score for _, score in place) / len(place) for place in places]
+            axes.plot(kls, scores, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
         _widen(axes)
         what = name or "reward"
         axes.set(
-            title=f"Training {what} over KL to the reference\na line a run, {BLOCK} completions a mark",
+            title=f"Training {what} over KL to the reference\nmean of the seeds, {BLOCK} completions of each a mark",
             xlabel="KL(policy that sampled, reference) [nats a token]",
             ylabel=f"mean {what}",
         )

@@ -35,13 +35,13 @@ CELLS = REPOSITORY / "experiments" / "staleness" / "search" / "cells"
 
 @pytest.fixture
 def result() -> CellResult:
-    """Ten steps of 8 samples and 50 tokens, a second each, with rewards from 0.1 to 1."""
+    """Ten steps of 128 samples and 50 tokens, a second each, with rewards from 0.1 to 1."""
     found = kept(next(iter(sorted(CELLS.glob("*.json")))))
     assert found is not None
     return replace(
-        found, setting=(("loss.kind", "a"),), steps=10, trained_samples=80, rewards=tuple(i / 10 for i in range(1, 11)),
+        found, setting=(("loss.kind", "a"),), steps=10, trained_samples=1280, rewards=tuple(i / 10 for i in range(1, 11)),
         seconds=tuple(float(i) for i in range(1, 11)), reward_last_quarter=0.9, reward_area=0.55, staleness_mean=1.5,
-        curves={"samples": (8.0,) * 10, "num_tokens": (50.0,) * 10, "clip_ratio/region_mean": (0.1, None, *(0.3,) * 8)},
+        curves={"samples": (128.0,) * 10, "num_tokens": (50.0,) * 10, "clip_ratio/region_mean": (0.1, None, *(0.3,) * 8)},
     )  # fmt: skip
 
 
@@ -60,12 +60,15 @@ def test_the_target_is_nine_tenths_of_what_the_first_setting_learned(result: Cel
     assert target([replace(result, reward_last_quarter=0.1)]) is None, "nothing was learned"
 
 
-def test_a_target_is_reached_by_the_mean_of_five_steps_and_by_no_single_one(result: CellResult) -> None:
-    assert reached(result, 0.49) == Reached(steps=7, samples=56.0, tokens=350.0, seconds=7.0)
+def test_a_target_is_reached_by_the_mean_of_640_completions_and_by_no_single_batch(result: CellResult) -> None:
+    assert reached(result, 0.49) == Reached(steps=7, samples=896.0, tokens=350.0, seconds=7.0)
     assert reached(result, 0.81) is None
     assert reached(replace(result, rewards=(1.0, *(0.0,) * 9)), 0.5) is None, "four steps are not there to be averaged"
+    large = replace(result, trained_samples=6400, curves={"samples": (640.0,) * 10})
+    at_once = reached(large, 0.49)
+    assert at_once is not None and at_once.steps == 5, "a large batch is enough by itself"
     old = reached(replace(result, curves={}), 0.49)
-    assert old is not None and (old.samples, old.tokens) == (56.0, None), "equally many samples a step, tokens unknown"
+    assert old is not None and (old.samples, old.tokens) == (896.0, None), "equally many samples a step, tokens unknown"
 
 
 def test_steps_without_a_reward_are_left_out_of_the_mean(result: CellResult) -> None:
@@ -123,7 +126,7 @@ def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result:
     curves = [(0.0, 0.2, 0.9, 0.9, 0.0, 0.0, 0.5, 0.7, 0.6, 0.6), (0.0, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.7)]
     kls = (None, 0.1, *(0.2,) * 8)
     cells = [
-        replace(result, seed=seed, trained_samples=1280, curves={"rewards/gold/mean": curve, "kl/reference": kls})
+        replace(result, seed=seed, curves={"rewards/gold/mean": curve, "kl/reference": kls})
         for seed, curve in enumerate(curves)
     ]
     assert path(cells[0], "gold")[0] == Point(2, 0.1, 0.1)
@@ -163,7 +166,7 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
     results = [
         result,
-        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10}, trained_samples=5120),
+        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10}),
     ]
     whole = [
         "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
