@@ -29,6 +29,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     log_seconds,
     power,
     reached,
+    scores_apart,
     target,
 )
 from async_rlhf.experiments.statistics import Difference, Estimate, estimate
@@ -100,7 +101,7 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
 
 def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
     axes = [key for key, _ in results[0].setting]
-    outcomes: dict[str, Number] = {f"{name}, end": partial(_score, name=name) for name in _names(results)}
+    outcomes: dict[str, Number] = {f"{name}, end": partial(_score, name=name) for name in scores_apart(results)}
     outcomes = outcomes or {"held-out reward, end": final_reward}
     for axis in axes if len(axes) > 1 else ():
         found = {what: contrasts(results, axis, number) for what, number in outcomes.items()}
@@ -119,7 +120,7 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
 
 
 def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
-    names = _names(results) or [""]
+    names = scores_apart(results) or [""]
     for axis, _ in results[0].setting:
         found = {name or "reward": contrasts(results, axis, at_equal_kl(results, axis, name)) for name in names}
         labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
@@ -163,7 +164,7 @@ def _ratio(found: Comparison | None) -> list[str]:
 
 
 def _scores(results: Sequence[CellResult]) -> Iterator[str]:
-    if not (names := _names(results)):
+    if not (names := scores_apart(results)):
         return
     yield "## Scores apart"
     yield (
@@ -181,11 +182,6 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
 
 def _fallen(found: tuple[int, Difference] | None) -> list[str]:
     return ["-", "-"] if found is None else [str(found[0]), difference(found[1])]
-
-
-def _names(results: Sequence[CellResult]) -> list[str]:
-    """Of the reward functions, where there are several."""
-    return sorted({name for cell in results for name in cell.scores})
 
 
 def _score(cell: CellResult, name: str) -> float | None:

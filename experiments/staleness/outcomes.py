@@ -74,6 +74,13 @@ def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     return settings
 
 
+def scores_apart(results: Sequence[CellResult]) -> list[str]:
+    """Reward functions to be looked at on their own: where several tell runs apart, also those that are not rewarded."""
+    found = {name for result in results for name in result.scores}
+    apart = [name for name in sorted(found) if len({result.held_out_end.scores.get(name) for result in results}) > 1]
+    return apart if len(apart) > 1 else []
+
+
 def final_reward(result: CellResult) -> float | None:
     """On the held-out prompts."""
     return result.held_out_end.reward

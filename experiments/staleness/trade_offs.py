@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, smoothed, target
+from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, scores_apart, smoothed, target
 from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
 from async_rlhf.inspect.plot import COLOURS
 
@@ -71,7 +71,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
     whole = [cell for cell in results if cell.tokens is not None]
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     stale = [cell for cell in results if cell.staleness_mean > 0]
-    scores = sorted({name for cell in results for name in cell.scores}) or [""]
+    scores = scores_apart(results) or [""]
     judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
     costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
     return [

@@ -23,6 +23,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     path,
     power,
     reached,
+    scores_apart,
     target,
 )
 from async_rlhf.experiments.staleness.plot import settings_of
@@ -134,6 +135,19 @@ def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result:
     assert found is not None and found[0] == 4
     assert found[1].mean == pytest.approx(0.6 - 0.7)
     assert fall(cells, "another") is None
+
+
+def test_scores_that_tell_no_run_from_another_are_not_looked_at_on_their_own(result: CellResult) -> None:
+    def cells(*golds: float) -> list[CellResult]:
+        return [judged(result, {"gold": gold, "proxy": 0.1 * seed, "wait": 0.0}) for seed, gold in enumerate(golds)]
+
+    assert scores_apart(cells(0.1, 0.2)) == ["gold", "proxy"]
+    assert scores_apart(cells(0.1, 0.1)) == [], "the one that is left is the reward"
+
+
+def judged(result: CellResult, scores: dict[str, float]) -> CellResult:
+    curves = {f"rewards/{name}/mean": (0.5,) * 10 for name in scores}
+    return replace(result, curves=curves, held_out_end=HeldOut(0.5, None, scores=scores))
 
 
 def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(result: CellResult) -> None:
