@@ -112,12 +112,13 @@ def target(results: Sequence[CellResult]) -> Target | None:
     return Target(start.mean + TARGET_SHARE * (end.mean - start.mean), start.mean, end.mean, label)
 
 
-def smoothed(result: CellResult) -> list[float | None]:
-    """Of each step the mean reward of it and those before it, SMOOTHED completions together; at the start what there is."""
-    together = _together(result, SMOOTHED)
+def smoothed(result: CellResult, name: str = "") -> list[float | None]:
+    """Of each step the mean of it and those before it, SMOOTHED completions together; at the start what there is. name: of a
+    curve; the reward's is empty."""
+    together, values = _together(result, SMOOTHED), result.curves.get(name, ()) if name else result.rewards
     found: list[float | None] = []
-    for step in range(1, result.steps + 1):
-        known = [reward for reward in result.rewards[max(0, step - together) : step] if reward is not None]
+    for step in range(1, len(values) + 1):
+        known = [value for value in values[max(0, step - together) : step] if value is not None]
         found.append(math.fsum(known) / len(known) if known else None)
     return found
 

@@ -27,6 +27,9 @@ _STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 Settings = Sequence[Setting]
 Draw = Callable[[Any, Settings], None]
+# The places of the steps, and a number of each.
+_Course = tuple[Sequence[float], Sequence[float | None]]
+_LENGTH = "completions/mean_length"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
         _Panel(_over("samples", "completions trained on", lambda cell: cell.samples, goal)),
         _Panel(_over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal), bool(whole)),
         _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
+        _Panel(_draw_lengths, any(_LENGTH in cell.curves for cell in results)),
         _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
         _Panel(_draw_to_sampler, bool(judged)),
         *(_Panel(_over_reference(name), any(_to_reference(cell, name) for cell in results)) for name in scores),
@@ -89,11 +93,7 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
 def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]], goal: float | None) -> Draw:
     def draw(axes: Any, settings: Settings) -> None:
         for setting, (style, _) in zip(settings, _looks(settings), strict=True):
-            cells = [(places(cell), smoothed(cell)) for cell in setting.cells if places(cell)]
-            # a step of every seed, at the mean of their places
-            steps = [(xs, ys) for xs, ys in _step_by_step(cells) if all(y is not None for y in ys)]
-            xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
-            axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
+            _draw_mean(axes, [(places(cell), smoothed(cell)) for cell in setting.cells if places(cell)], style, setting)
         if goal is not None:
             axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
             box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
@@ -109,7 +109,26 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
     return draw
 
 
-def _step_by_step(cells: Sequence[tuple[Sequence[float], Sequence[float | None]]]) -> list[tuple[list[float], list[Any]]]:
+def _draw_lengths(axes: Any, settings: Settings) -> None:
+    for setting, (style, _) in zip(settings, _looks(settings), strict=True):
+        cells = [(cell.samples, smoothed(cell, _LENGTH)) for cell in setting.cells if _LENGTH in cell.curves]
+        _draw_mean(axes, cells, style, setting)
+    axes.set_xlim(left=0)
+    axes.set(
+        title=f"Completion length over samples\nmean of the seeds and of {SMOOTHED} completions",
+        xlabel="completions trained on",
+        ylabel="mean length [tokens]",
+    )
+
+
+def _draw_mean(axes: Any, cells: Sequence[_Course], style: str, setting: Setting) -> None:
+    """A step of every seed, at the mean of their places."""
+    steps = [(xs, ys) for xs, ys in _step_by_step(cells) if all(y is not None for y in ys)]
+    xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
+    axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
+
+
+def _step_by_step(cells: Sequence[_Course]) -> list[tuple[list[float], list[Any]]]:
     by_place = zip(*(xs for xs, _ in cells), strict=False)
     by_reward = zip(*(ys for _, ys in cells), strict=False)
     return [(list(xs), list(ys)) for xs, ys in zip(by_place, by_reward, strict=False)]

@@ -180,12 +180,12 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
     results = [
         result,
-        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10}),
+        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10, "completions/mean_length": (5.0,) * 10}),
     ]
     whole = [
         "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
-        "Effective and clipped tokens by staleness", "Held-out reward over KL to the sampling policy",
-        "Training reward over KL to the reference",
+        "Completion length over samples", "Effective and clipped tokens by staleness",
+        "Held-out reward over KL to the sampling policy", "Training reward over KL to the reference",
     ]  # fmt: skip
     assert titles(results, sweep) == whole, "no run reached the target"
     results[0] = replace(result, reward_last_quarter=0.8)
