@@ -221,7 +221,7 @@ def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
             raise ConfigError(f"the cell with {shown((*setting.items(), ('seed', seed)))}: {error}") from error
         if name in cells:
             raise ConfigError(f"two cells would share the directory {name!r}; give values that differ in letters or digits")
-        cells[name] = Cell(config, setting, sweep.swept)
+        cells[name] = Cell(config, setting, sweep.swept if sweep.samples is None else sweep.swept | {"max_steps"})
     return list(cells.values())
 
 

@@ -229,6 +229,7 @@ def test_samples_decide_the_steps_where_batches_differ(tmp_path: Path) -> None:
     sizes = '[sweep.values]\n"learner.batch_size" = [64, 128]\n'
     cells = cells_of(tmp_path, HEAD + "samples = 1280\n" + sizes)
     assert [cell.config.max_steps for cell in cells[:2]] == [20, 10]
+    assert all(cell.swept == {"learner.batch_size", "max_steps"} for cell in cells), "the steps may differ between cells"
     with pytest.raises(ConfigError, match=r"sweep.samples = 1300 is no multiple of the 64 completions of a step; .*: 1280"):
         cells_of(tmp_path, HEAD + "samples = 1300\n" + sizes)
 
