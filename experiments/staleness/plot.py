@@ -57,7 +57,7 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     settings = settings_of(results)
     columns = list(dict.fromkeys(setting.column for setting in settings))
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
-    learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.values)
+    learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.levels)
     heights = [learning, 1.3 + row * len(settings)]
     size = (max(13.0, 3.4 * len(columns)), sum(heights) + 0.7)
     figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
