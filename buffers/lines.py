@@ -104,6 +104,12 @@ def read_lines(path: Path) -> Iterator[Line]:
             start += len(raw)
 
 
+def read_lines_backwards(path: Path) -> Iterator[Line]:
+    """The whole lines of a file, last to first; none where there is no file. What is no line is passed over."""
+    if path.exists():
+        yield from (line for *_, line in _backwards(path) if line is not None)
+
+
 def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
     """Where each line begins and ends, last to first, and its content: None for what is no line."""
     with path.open("rb") as file:

@@ -51,7 +51,7 @@ def train(
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])
         result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
-        typer.echo(f"{_ending(result, loaded)}: {len(result.metrics)} steps in {result.run_dir}")
+        typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
         typer.echo(f"model: {result.checkpoint}")
 
 
@@ -223,13 +223,13 @@ def sweep(
         experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
 
 
-def _ending(result: Any, config: Any) -> str:
-    """How a run ended that did not fail."""
-    from async_rlhf.learner.loop.budget import Spent
+def _ending(result: Any) -> str:
+    """How a run ended that did not fail, as it has recorded it."""
+    from async_rlhf.run.run_dir import RunDir
 
-    if not result.finished:
-        return "drained; --resume continues"
-    return config.budget.ended(Spent.until(result.metrics[-1] if result.metrics else {})) or "all data used"
+    end = RunDir(result.run_dir).end()
+    assert end is not None
+    return end.reason if result.finished else f"{end.reason}; --resume continues"
 
 
 def _tally(blows: Any) -> list[tuple[str, int]]:

@@ -86,7 +86,7 @@ def read(run: RunDir) -> dict[str, Any]:
         except AsyncRLHFError as error:
             hub["state"] = f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
-    spent = Spent.until(metrics[-1]) if metrics else Spent()
+    spent = Spent.after(metrics)
     done = config.budget.ended(spent)
     end = None if alive else run.end()
     if end is not None:

@@ -128,7 +128,7 @@ class Supervisor:
             with on_signals(self._signals), self._listening(), self._beside():
                 records = [*filter(is_step, self._tail.rest())]
                 self._step = self._highest = highest_step(records)
-                self._spent = Spent.until(records[-1]) if records else Spent()
+                self._spent = Spent.after(records)
                 self._samples.skip()  # they are of earlier starts, and may be gigabytes
                 self._courier = Courier(self._ask_for)
                 try:

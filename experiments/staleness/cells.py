@@ -142,7 +142,7 @@ class CellResult:
 
     def mean_of(self, name: str) -> float | None:
         """Over the steps, of a curve; None where it was not kept."""
-        return _mean(self.curves.get(name, ()))
+        return mean(self.curves.get(name, ()))
 
     @property
     def scores(self) -> list[str]:
@@ -197,9 +197,9 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         exact_kept=all(
             set(step["staleness/histogram"]) == {str(min(step["step"] - 1, config.queue.max_staleness))} for step in metrics
         ),
-        is_ess_mean=_mean(step.get("is/ess") for step in metrics),
+        is_ess_mean=mean(step.get("is/ess") for step in metrics),
         is_ratio_max=max((step["is/ratio_max"] for step in metrics if "is/ratio_max" in step), default=None),
-        kl_behaviour_mean=_mean(step.get("kl/behaviour") for step in metrics),
+        kl_behaviour_mean=mean(step.get("kl/behaviour") for step in metrics),
         generated_tokens=ledger.get("tokens_put"),
         trained_tokens=num_tokens,
         samples_per_s=sum(samples[1:]) / later_s if later_s else None,
@@ -210,7 +210,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         code=_code(path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
         evaluations=_evaluations(directory),
-        budget=config.budget if config.max_trained_tokens or config.max_seconds else None,
+        budget=config.budget if config.budget.may_cut_steps else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
 
@@ -307,9 +307,10 @@ def _code(path: Path) -> tuple[str, ...]:
 
 def last_quarter(values: Sequence[float | None]) -> float | None:
     """Mean over the last quarter of the steps."""
-    return _mean(values[-math.ceil(len(values) / 4) :])
+    return mean(values[-math.ceil(len(values) / 4) :])
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

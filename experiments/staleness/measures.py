@@ -6,7 +6,7 @@ A table for which no cell kept a number is left out. Formats numbers, never comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from async_rlhf.experiments.page import table
@@ -114,9 +114,7 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
             f"Differences within a seed to the setting that has {axis} = {first} and is the same otherwise; p is Holm's over "
             "all comparisons of a column."
         )
-        head = ["setting", *(word for what in outcomes for word in (f"{what}: difference", "p"))]
-        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
-        yield table([head, *rows])
+        yield _side_by_side(labels, found)
 
 
 def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
@@ -131,9 +129,14 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
             "The score in training where the divergence first is what all the runs reach that differ only in this key: what a "
             "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
         )
-        head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
-        rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
-        yield table([head, *rows])
+        yield _side_by_side(labels, found)
+
+
+def _side_by_side(labels: Sequence[str], found: Mapping[str, Mapping[str, Comparison]]) -> str:
+    """found: by outcome, the comparison of each setting."""
+    head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
+    rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+    return table([head, *rows])
 
 
 def _times(results: Sequence[CellResult]) -> Iterator[str]:

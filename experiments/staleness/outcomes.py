@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.experiments.staleness.cells import SCORE, CellResult
+from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
 from async_rlhf.experiments.statistics import Array, Difference, detectable, estimate, first_at, holm, paired, seeds_needed
 
 TARGET_SHARE = 0.9
@@ -116,11 +116,7 @@ def smoothed(result: CellResult, name: str = "") -> list[float | None]:
     """Of each step the mean of it and those before it, SMOOTHED completions together; at the start what there is. name: of a
     curve; the reward's is empty."""
     together, values = _together(result, SMOOTHED), result.curves.get(name, ()) if name else result.rewards
-    found: list[float | None] = []
-    for step in range(1, len(values) + 1):
-        known = [value for value in values[max(0, step - together) : step] if value is not None]
-        found.append(math.fsum(known) / len(known) if known else None)
-    return found
+    return [mean(values[max(0, step - together) : step]) for step in range(1, len(values) + 1)]
 
 
 def _together(result: CellResult, completions: int) -> int:
@@ -173,7 +169,6 @@ def log_seconds(result: CellResult) -> float:
 
 def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
     """The smoothed training reward when the first of the runs that differ only in this axis had ended."""
-
     first = _least(results, axis, lambda result: result.wall_s)
 
     def number(result: CellResult) -> float | None:
@@ -229,13 +224,9 @@ def path(cell: CellResult, name: str) -> list[Point]:
     scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards
     kls = cell.curves.get("kl/reference", ()) or (None,) * len(scores)
     together = _together(cell, BLOCK)
-    found = []
-    for end in range(together, len(scores) + 1, together):
-        known = [score for score in scores[end - together : end] if score is not None]
-        far = [kl for kl in kls[end - together : end] if kl is not None]
-        if known:
-            found.append(Point(end, math.fsum(known) / len(known), math.fsum(far) / len(far) if far else None))
-    return found
+    ends = range(together, len(scores) + 1, together)
+    found = ((end, mean(scores[end - together : end]), mean(kls[end - together : end])) for end in ends)
+    return [Point(end, score, kl) for end, score, kl in found if score is not None]
 
 
 def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:

@@ -18,12 +18,11 @@ _PICTURES = ("results", "trade_offs")
 def write(archive: Archive, directory: Path, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
     """Into the directory, which exists; the page into `html` where it is given. What was written, the pages last. Raises
     OSError."""
-    sweep, command, results = archive.sweep, archive.command, archive.results
     table, markdown, page = directory / "results.csv", directory / "report.md", html or directory / "report.html"
-    write_csv(results, table)
+    write_csv(archive.results, table)
     drawn = _draw(archive, directory, say)
     names = [f"{name}.png" if drawn else None for name in _PICTURES]
-    text = render(sweep, command, results, names[0], names[1], archive.missing, archive.alone)
+    text = render(archive, *names)
     markdown.write_text(text, encoding="utf-8")
     page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
     pictures = [directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]

@@ -14,9 +14,9 @@ from typing import Any
 from async_rlhf.experiments.page import plain
 from async_rlhf.experiments.page import table as as_table
 from async_rlhf.experiments.staleness import measures
+from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.checks import checks
-from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.measures import difference, number
 from async_rlhf.experiments.staleness.outcomes import by_setting, compared, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
@@ -68,17 +68,9 @@ def row(result: CellResult) -> dict[str, Any]:
     return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}
 
 
-def render(
-    sweep: SweepConfig,
-    command: str,
-    results: Sequence[CellResult],
-    picture: str | None,
-    trade_offs: str | None = None,
-    missing: int = 0,
-    alone: bool = False,
-) -> str:
-    """The page. `command` is what the sweep was started with, `picture` and `trade_offs` are files beside the page. missing:
-    cells without a result. alone: one cell ran at a time."""
+def render(archive: Archive, picture: str | None, trade_offs: str | None = None) -> str:
+    """The page. `picture` and `trade_offs` are files beside it."""
+    sweep, results, missing = archive.sweep, archive.results, archive.missing
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
@@ -86,7 +78,7 @@ def render(
     budget = f" Budget: {sweep.budget}." if sweep.budget else ""
     parts = [
         f"# {sweep.question}",
-        f"    {command}",
+        f"    {archive.command}",
         f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base}{budget} "
         f"Settings {first.fingerprint}; {', '.join(first.code)}.{left}",
         "## Result",
@@ -95,7 +87,7 @@ def render(
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
         *_failures(results),
-        *measures.sections(finished(results), alone),
+        *measures.sections(finished(results), archive.alone),
         *(
             [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
             * bool(trade_offs)

@@ -141,8 +141,7 @@ def run_sweep(
         mine = [(job, state) for job, state in states if job.cell in wanted]
         for job, state in mine:
             if dry_run:
-                config = job.cell.config
-                most = "at most " if config.max_trained_tokens or config.max_seconds else ""
+                most = "at most " if job.cell.config.budget.may_cut_steps else ""
                 say(f"{job.head}: {state}, {most}{job.num_steps} steps")
             elif state == "finished":
                 say(f"{job.head}: finished before, skipped")
@@ -319,7 +318,7 @@ def state_of(cell: Cell, num_prompts: int) -> State:
         raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
     metrics = directory.read_metrics()
     evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
-    spent = Spent.until(metrics[-1]) if metrics else Spent()
+    spent = Spent.after(metrics)
     done = spent.steps >= num_steps(config, num_prompts) or config.budget.ended(spent)
     return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 

@@ -30,6 +30,7 @@ Draw = Callable[[Any, Settings], None]
 # The places of the steps, and a number of each.
 _Course = tuple[Sequence[float], Sequence[float | None]]
 _LENGTH = "completions/mean_length"
+_SAMPLES = "completions trained on"
 
 
 @dataclass(frozen=True)
@@ -78,54 +79,48 @@ def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
     judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
     costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
     return [
-        _Panel(_over("samples", "completions trained on", lambda cell: cell.samples, goal)),
+        _Panel(_over("samples", _SAMPLES, lambda cell: cell.samples, goal)),
         _Panel(_over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal), bool(whole)),
         _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
         _Panel(_draw_lengths, any(_LENGTH in cell.curves for cell in results)),
         _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
         _Panel(_draw_to_sampler, bool(judged)),
         *(_Panel(_over_reference(name), any(_to_reference(cell, name) for cell in results)) for name in scores),
-        _Panel(_cost("Samples to the target", "completions trained on", lambda found: found.samples, goal), bool(costs)),
+        _Panel(_cost("Samples to the target", _SAMPLES, lambda found: found.samples, goal), bool(costs)),
         _Panel(_cost("Seconds to the target", "training time [s]", lambda found: found.seconds, goal), bool(costs)),
     ]
 
 
 def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]], goal: float | None) -> Draw:
     def draw(axes: Any, settings: Settings) -> None:
-        for setting, (style, _) in zip(settings, _looks(settings), strict=True):
-            _draw_mean(axes, [(places(cell), smoothed(cell)) for cell in setting.cells if places(cell)], style, setting)
+        _draw_courses(axes, settings, f"Training reward over {what}", label, lambda cell: (places(cell), smoothed(cell)))
+        axes.set_ylabel("mean reward")
         if goal is not None:
             axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
             box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
             axes.annotate(f"target {goal:.2f}", (1, goal), xycoords=("axes fraction", "data"), ha="right", va="bottom",
                           fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
-        axes.set_xlim(left=0)
-        axes.set(
-            title=f"Training reward over {what}\nmean of the seeds and of {SMOOTHED} completions",
-            xlabel=label,
-            ylabel="mean reward",
-        )
 
     return draw
 
 
 def _draw_lengths(axes: Any, settings: Settings) -> None:
+    def course(cell: CellResult) -> _Course:
+        return cell.samples, smoothed(cell, _LENGTH)
+
+    _draw_courses(axes, settings, "Completion length over samples", _SAMPLES, course)
+    axes.set_ylabel("mean length [tokens]")
+
+
+def _draw_courses(axes: Any, settings: Settings, title: str, label: str, course: Callable[[CellResult], _Course]) -> None:
     for setting, (style, _) in zip(settings, _looks(settings), strict=True):
-        cells = [(cell.samples, smoothed(cell, _LENGTH)) for cell in setting.cells if _LENGTH in cell.curves]
-        _draw_mean(axes, cells, style, setting)
+        courses = [found for found in map(course, setting.cells) if all(found)]
+        # a step of every seed, at the mean of their places
+        steps = [(xs, ys) for xs, ys in _step_by_step(courses) if all(y is not None for y in ys)]
+        xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
+        axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
     axes.set_xlim(left=0)
-    axes.set(
-        title=f"Completion length over samples\nmean of the seeds and of {SMOOTHED} completions",
-        xlabel="completions trained on",
-        ylabel="mean length [tokens]",
-    )
-
-
-def _draw_mean(axes: Any, cells: Sequence[_Course], style: str, setting: Setting) -> None:
-    """A step of every seed, at the mean of their places."""
-    steps = [(xs, ys) for xs, ys in _step_by_step(cells) if all(y is not None for y in ys)]
-    xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
-    axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
+    axes.set(title=f"{title}\nmean of the seeds and of {SMOOTHED} completions", xlabel=label)
 
 
 def _step_by_step(cells: Sequence[_Course]) -> list[tuple[list[float], list[Any]]]:

@@ -10,7 +10,7 @@ times: a resumed run goes on counting, and neither the time between two starts c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ class Spent:
         )
 
     @classmethod
+    def after(cls, records: Sequence[Mapping[str, Any]]) -> Spent:
+        """By the last of these lines of `metrics.jsonl`."""
+        return cls.until(records[-1]) if records else cls()
+
+    @classmethod
     def before(cls, record: Mapping[str, Any]) -> Spent:
         """Up to the step before that of this line."""
         now = cls.until(record)
@@ -48,6 +53,11 @@ class Budget:
     max_steps: int
     max_trained_tokens: int | None = None
     max_seconds: float | None = None
+
+    @property
+    def may_cut_steps(self) -> bool:
+        """Whether anything but `max_steps` can end a run."""
+        return self.max_trained_tokens is not None or self.max_seconds is not None
 
     def ended(self, spent: Spent) -> str:
         """Why no step follows; empty while one may."""

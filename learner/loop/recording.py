@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.files import FULL
-from async_rlhf.buffers.lines import Line, LineFile, read_lines
+from async_rlhf.buffers.lines import Line, LineFile, read_lines_backwards
 from async_rlhf.learner.loop.budget import Spent
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Recording:
 
 def spent(directory: Path, steps_done: int) -> Spent:
     """What a run has used up by the end of this step, by its line of `metrics.jsonl`; of a step without one only the steps."""
-    lines = read_lines(directory / "metrics.jsonl") if steps_done else ()
+    lines = read_lines_backwards(directory / "metrics.jsonl") if steps_done else ()
     return next((Spent.until(line) for line in lines if line.get("step") == steps_done), Spent(steps_done))
 
 

@@ -98,8 +98,7 @@ def test_a_sweep_is_reported_from_its_directory_wherever_that_was_moved(sweep: P
 
 
 def page_of(directory: Path) -> str:
-    found = read_sweep(directory)
-    return render(found.sweep, found.command, found.results, None, missing=found.missing)
+    return render(read_sweep(directory), None)
 
 
 def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_went(sweep: Path) -> None:

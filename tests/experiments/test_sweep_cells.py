@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
 from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
@@ -182,8 +183,12 @@ def test_the_limits_of_a_run_are_kept_with_its_result(write: Write, tmp_path: Pa
 
 def test_the_page_and_the_picture_say_the_budget(result: CellResult) -> None:
     sweep = sweep_of((0,)).model_copy(update={"tokens": 12_000})
-    assert " with none. Budget: 12,000 tokens trained on per run. " in render(sweep, "async-rlhf sweep s.toml", [result], None)
+    assert " with none. Budget: 12,000 tokens trained on per run. " in page_of(sweep, [result])
     assert picture([result], sweep).get_suptitle().endswith("; 1 seed, 12,000 tokens trained on per run")
+
+
+def page_of(sweep: SweepConfig, results: list[CellResult]) -> str:
+    return render(Archive(sweep, "async-rlhf sweep s.toml", results), None)
 
 
 def sweep_of(seeds: tuple[int, ...], **values: list[Any]) -> SweepConfig:
@@ -202,18 +207,16 @@ def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
 def test_a_cell_that_failed_is_listed_and_in_no_mean(result: CellResult) -> None:
     results = grid(result, {0: [0.9, 0.8, 0.7], 2: [0.7, 0.8, 0.0]})
     results[-1] = replace(results[-1], failure="the gradient is not finite")
-    page = render(sweep_of((0, 1, 2)), "async-rlhf sweep s.toml", results, None)
+    page = page_of(sweep_of((0, 1, 2)), results)
     assert "| queue.max_staleness = 2 | 2 (1 failed) | 0.750 (0.700 to 0.800) |" in page
     assert "- queue.max_staleness = 2, seed 2, after 4 steps: the gradient is not finite" in page
 
 
 def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
-    page = render(
-        sweep_of((0, 1)),
-        "async-rlhf sweep s.toml --set max_steps=9",
-        grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}),
-        "results.png",
+    archive = Archive(
+        sweep_of((0, 1)), "async-rlhf sweep s.toml --set max_steps=9", grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]})
     )
+    page = render(archive, "results.png")
     assert "**This is a demonstration.** With 2 seeds no interval is trustworthy" in page
     assert "±" not in page
     assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
@@ -221,7 +224,7 @@ def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
 
 
 def test_a_page_without_a_picture_links_none(result: CellResult) -> None:
-    assert "![" not in render(sweep_of((0,)), "async-rlhf sweep s.toml", grid(result, {0: [0.9], 2: [0.7]}), None)
+    assert "![" not in page_of(sweep_of((0,)), grid(result, {0: [0.9], 2: [0.7]}))
 
 
 def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> None:
@@ -254,7 +257,7 @@ def test_the_question_of_the_page_and_of_the_picture_is_what_the_file_sweeps(res
         "What do queue.max_staleness and loss.kind do to learning?",
         "queue.max_staleness = 2; loss.kind = cispo, ppo_clip",
     )
-    page, title = render(sweep, "async-rlhf sweep s.toml", runs, None), picture(runs, sweep).get_suptitle()
+    page, title = page_of(sweep, runs), picture(runs, sweep).get_suptitle()
     assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page
     assert title == f"{question}\ns: {grid}; 1 seed, 64 samples trained on per run"
     assert sweep_of((0,)).question == "What does queue.max_staleness do to learning?"
