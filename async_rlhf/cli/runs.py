@@ -129,6 +129,32 @@ def evaluate(
         say(f"{model}: {held_out(found)}")
 
 
+@app.command("set")
+def set_values(
+    run_dir: RunPath,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="For example learner.learning_rate=5e-5.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change a run that goes on, or one that will, without a restart; without values show what may be changed."""
+    with errors():
+        from async_rlhf.learner.loop.changes import described
+        from async_rlhf.run.config import parse_override
+        from async_rlhf.run.live import ask, changes, present
+        from async_rlhf.run.run_dir import RunDir
+
+        run = RunDir.existing(run_dir)
+        asked = ask(run, dict(parse_override(text) for text in values)) if values else None
+        if as_json:
+            typer.echo(json.dumps(present(run), indent=1))
+        elif not values:
+            for line in (*(f"{key} = {json.dumps(value)}" for key, value in present(run).items()), *changes(run)):
+                say(line)
+        else:
+            say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
+
+
 @app.command()
 def stop(run_dir: RunPath) -> None:
     """Drain a live run: no new work, finish what has begun, checkpoint, exit 0."""

@@ -180,6 +180,14 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     return _overridden(values, overrides)
 
 
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration that was checked with these values for dotted keys; each is checked by itself. Raises ConfigError."""
+    laid = config.model_dump(mode="json")
+    for key, value in values.items():
+        _lay(laid, _nested(key, value))
+    return validated(laid)
+
+
 def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
     for layer in layers:
         for key, value in layer.items():
