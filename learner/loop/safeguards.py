@@ -140,8 +140,9 @@ class Safeguards:
         self._diverged_in_a_row = self._diverged_in_a_row + 1 if found else 0
         if self._diverged_in_a_row >= guard.max_diverged_steps:
             raise DivergedError(
-                f"the policy was beyond a limit for {self._diverged_in_a_row} steps (guard.max_diverged_steps), in step {step}: "
-                f"{', '.join(found)}. Change values or the limit with async-rlhf set, and go back with --resume --from-step"
+                f"the policy was beyond a limit for {self._diverged_in_a_row} steps in a row (guard.max_diverged_steps); "
+                f"step {step} had {', '.join(found)}. Change values or the limit with async-rlhf set, and go back with "
+                "--resume --from-step"
             )
 
 
