@@ -46,7 +46,9 @@ def train(
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with errors():
         from async_rlhf.run.api import run
+        from async_rlhf.run.terminal import outlive_terminal
 
+        outlive_terminal()
         chosen = {"launch.kind": launcher, "launch.address": address}
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])

@@ -34,7 +34,7 @@ from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain
 from async_rlhf.run.published_model import fetched, is_name
-from async_rlhf.run.watching import EvaluationConfig, TrackingConfig
+from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
 # Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
 _ENDLESS = 1 << 62
@@ -86,6 +86,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+    hooks: HooksConfig = HooksConfig()
 
     @property
     def run_dir(self) -> Path:

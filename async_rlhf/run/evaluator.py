@@ -187,8 +187,8 @@ class Evaluator:
         records = self._records()
         record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
         if code == 0 and record is not None and "missing" not in record:
-            self._progress.evaluation(record)
             self.link_best()
+            self._progress.evaluation(record)
             return
         self._killed[due] += code < 0
         if code < 0 and self._killed[due] < _MAX_KILLED:

@@ -115,6 +115,11 @@ def cadence(run: RunDir, config: Config) -> Cadence:
     return Cadence(Ledger(run.path).read().course("evaluation.every", config.evaluation.every))
 
 
+def changed_at(run: RunDir) -> list[int]:
+    """The steps from which on something was changed. Raises DamagedError."""
+    return sorted({change.step for change in Ledger(run.path).read().changes if change.step is not None})
+
+
 def changes(run: RunDir) -> list[str]:
     """What was changed, in lines for a person. Raises DamagedError."""
     return [described(change) for change in Ledger(run.path).read().changes]

@@ -112,9 +112,7 @@ def test_a_policy_beyond_a_limit_ends_the_run_after_so_many_steps_in_a_row_and_t
 ) -> None:
     guard = GuardConfig(min_reward=0.9, max_diverged_steps=2)
     life = live(tmp_path, model_dir, believing={"guard": guard})
-    with pytest.raises(
-        DivergedError, match=r"for 2 steps in a row .* step 2 had reward 0\.\d+ below guard\.min_reward = 0\.9"
-    ):
+    with pytest.raises(DivergedError, match=r"for 2 steps in a row .* step 2 had reward 0\.\d+ below guard\.min_reward = 0\.9"):
         life.trainer.run()
     assert [record["step"] for record in life.metrics()] == [1, 2] and life.saved() == []
 
