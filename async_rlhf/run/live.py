@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.learner.checkpoint.evaluated import Cadence
-from async_rlhf.learner.loop.changes import Asked, Change, Ledger, Undone, described
+from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
@@ -70,7 +70,7 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
         )
     asked: list[Asked] = []
 
-    def decide(history: Any) -> list[Asked]:
+    def decide(history: History) -> list[Asked]:
         now = changed(before, history.asked())
         new = override(now, given)
         _check_rewards(new, given)
@@ -96,6 +96,18 @@ def undo(run: RunDir, after: int) -> None:
             Ledger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
     except OSError as error:
         raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+
+
+def inherit(run: RunDir, source: RunDir, config: Config) -> None:
+    """A run that learns again from the batches of another is changed where that was, but for the keys in which `config` is
+    another. Raises ConfigError, DamagedError, OSError."""
+    before, lines = source.config(), list[Line]()
+    for change in Ledger(source.path).read().changes:
+        kept = {key: pair for key, pair in change.values.items() if _value(config, key) == _value(before, key)}
+        if kept and change.step is not None:
+            lines += [Asked(number=change.number, values=kept), Applied(number=change.number, step=change.step)]
+    if lines:
+        Ledger(run.path).append(lambda history: lines)
 
 
 def check_resumed(run: RunDir, config: Config) -> None:

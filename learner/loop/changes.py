@@ -22,12 +22,13 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -35,6 +36,8 @@ from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import DISK, FULL
 
 _log = logging.getLogger(__name__)
+_MAX_BYTES = 16 << 20
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class _Line(BaseModel):
@@ -46,7 +49,7 @@ class Asked(_Line):
     """values: old and new one by dotted key of the configuration. Numbers count from 1."""
 
     kind: Literal["asked"] = "asked"
-    number: int
+    number: Count
     values: dict[str, tuple[Any, Any]]
 
 
@@ -54,22 +57,22 @@ class Applied(_Line):
     """step: the first that is made with it, counted from 1."""
 
     kind: Literal["applied"] = "applied"
-    number: int
-    step: int
+    number: Count
+    step: Count
 
 
 class Reached(_Line):
     """step: the highest that the learner's past lives recorded."""
 
     kind: Literal["reached"] = "reached"
-    step: int
+    step: Count
 
 
 class Undone(_Line):
     """step: the last that still counts."""
 
     kind: Literal["undone"] = "undone"
-    step: int
+    step: Count
 
 
 Line = Asked | Applied | Reached | Undone
@@ -139,7 +142,8 @@ def _values(changes: Iterable[Change]) -> dict[str, Any]:
 
 
 class Ledger:
-    """The file. Raises DamagedError for a line that is none of its own: a step made without it would be another step."""
+    """The file. Raises DamagedError for what is no regular file of bounded size, and for a line that is none of its own: a step
+    made without it would be another step."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
@@ -155,16 +159,16 @@ class Ledger:
 
     def read(self) -> History:
         try:
-            return self._history(self.path.read_bytes())
+            with self._open(os.O_RDONLY) as file:
+                return self._history(file.read())
         except FileNotFoundError:
             return History()
 
     def append(self, decide: Callable[[History], Sequence[Line]]) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. Raises OSError, and what `decide`
         raises; nothing is added then."""
-        with self.path.open("a+b", buffering=0) as file:
+        with self._open(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
             if not (lines := decide(history)):
@@ -182,6 +186,15 @@ class Ledger:
         for line in lines:
             history = history.then(line)
         return history
+
+    def _open(self, flags: int) -> IO[bytes]:
+        """Unbuffered, at its beginning; never waits for the other end of a pipe."""
+        descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+            os.close(descriptor)
+            raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
+        return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
     def _history(self, data: bytes) -> History:
         whole = data[: data.rfind(b"\n") + 1].splitlines()
