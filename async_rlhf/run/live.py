@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.learner.checkpoint.evaluated import Cadence
-from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
+from async_rlhf.learner.loop.changes import Applied, Asked, Change, Ledger, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
@@ -68,23 +68,30 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
             f"{str(run.path)!r} has ended for good ({end.reason}): no step follows that could change. Give it more first: "
             "--resume --set max_steps=N"
         )
-    asked: list[Asked] = []
+    ledger = Ledger(run.path)
+    while True:
+        history = ledger.read()
+        asked = _request(run, changed(before, history.asked()), given, history.last_number + 1)
+        if asked is None:
+            return None
+        try:
+            found = ledger.append(lambda found, known=history, line=asked: [line] if found == known else [])
+        except OSError as error:
+            raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+        for change in found.changes:
+            if (change.number, change.asked_at) == (asked.number, asked.time):
+                return change
 
-    def decide(history: History) -> list[Asked]:
-        now = changed(before, history.asked())
-        new = override(now, given)
-        _check_rewards(new, given)
-        _check_evaluation(run, now, new)
-        pairs = {key: (_value(now, key), _value(new, key)) for key in given}
-        if pairs := {key: (old, value) for key, (old, value) in pairs.items() if old != value}:
-            asked.append(Asked(number=history.last_number + 1, values=pairs))
-        return asked
 
-    try:
-        Ledger(run.path).append(decide)
-    except OSError as error:
-        raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
-    return Change(asked[0].number, asked[0].values, asked[0].time) if asked else None
+def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> Asked | None:
+    """The line that asks a run of this configuration for these values; None where it has them. Raises ConfigError."""
+    new = override(config, given)
+    if any(key.startswith(_WEIGHTS) for key in given):
+        new.rewards.composition.check(spec.name for spec in reward_specs(new))
+    _check_evaluation(run, config, new)
+    pairs = {key: (_value(config, key), _value(new, key)) for key in given}
+    values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
+    return Asked(number=number, values=values) if values else None
 
 
 def undo(run: RunDir, after: int) -> None:
@@ -150,11 +157,6 @@ def _check_key(key: str, config: Config) -> None:
             f"{key} may not change with advantage.constant_groups = 'refill': actors say by these weights which groups are "
             "constant"
         )
-
-
-def _check_rewards(config: Config, given: Mapping[str, Any]) -> None:
-    if any(key.startswith(_WEIGHTS) for key in given):
-        config.rewards.composition.check(spec.name for spec in reward_specs(config))
 
 
 def _check_evaluation(run: RunDir, before: Config, config: Config) -> None:

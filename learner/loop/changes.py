@@ -8,7 +8,8 @@
     undone   step                               the run goes back: what was applied to steps after this one is forgotten
 
     owns        the file, while it holds its lock (flock): who appends reads first, so that numbers and steps are in order
-    waits for   another process that appends; nothing waits within the lock
+    waits for   another process that appends, which does nothing else meanwhile; the learner waits for none and tries again at
+                the next border
     on close    what was appended is durable; the beginning of a line that a power failure left is cut off by the next
 
 A step that may have been made already is always made again with the values it had: versions that came of it may have made
@@ -33,7 +34,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.files import DISK, FULL
+from async_rlhf.buffers.files import DISK
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 16 << 20
@@ -164,11 +165,11 @@ class Ledger:
         except FileNotFoundError:
             return History()
 
-    def append(self, decide: Callable[[History], Sequence[Line]]) -> History:
-        """Add the lines that `decide` makes of what is there; durable when it returns. Raises OSError, and what `decide`
-        raises; nothing is added then."""
+    def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
+        """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
+        OSError, BlockingIOError without `wait`; nothing is added then."""
         with self._open(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
             if not (lines := decide(history)):
@@ -206,21 +207,24 @@ class Ledger:
 
 class LiveChanges:
     """The ledger as the learner sees it. step: of its checkpoint. reached: the highest step in the metrics, before they are cut
-    to that."""
+    to that. Raises OSError and DamagedError where it begins; later it goes on with what it knows."""
 
     def __init__(self, run: Path, step: int, reached: int) -> None:
         self._ledger = Ledger(run)
-        self._seen = (0, 0)
         self._history = self._ledger.read()
-        self._waits_for_room = False
-        if reached > max(step, self._history.reached):
-            self._append(lambda history: [Reached(step=reached)])
-        self._free = max(step, reached, self._history.reached) + 2
+        self._reached = max(step, reached, self._history.reached)
+        self._seen: tuple[int, int] | None = (0, 0)
+        self._complained = False
+        if self._reached > max(step, self._history.reached):
+            self._seen = None  # it says so at once, or with the first step
+            self._append(self._begun)
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """The changed values with which `step` is made, which is about to begin. What waits is applied first; on a full disk it
-        goes on waiting. Raises DamagedError, OSError."""
-        if (stamp := self._ledger.stamp) != self._seen and self._append(lambda history: history.apply(max(step, self._free))):
+        """The changed values with which `step` is made, which is about to begin. What waits is applied first. Where the ledger
+        cannot be written (a full disk), it goes on waiting."""
+        if (stamp := self._ledger.stamp) != self._seen and self._append(
+            lambda history: [*self._begun(history), *history.apply(max(step, self._reached + 2))]
+        ):
             self._seen = stamp
         return self._history.in_force(step)
 
@@ -232,18 +236,21 @@ class LiveChanges:
         """See `History.course`."""
         return self._history.course(key, first)
 
+    def _begun(self, history: History) -> list[Line]:
+        return [Reached(step=self._reached)] if self._seen is None and self._reached > history.reached else []
+
     def _append(self, decide: Callable[[History], Sequence[Line]]) -> bool:
-        """Whether there was room."""
+        """Whether it was done."""
         try:
-            self._history = self._ledger.append(decide)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            if not self._waits_for_room:
-                _log.error("%s cannot be written, so nothing of the run changes: %s", self._ledger.path, error)
-            self._waits_for_room = True
+            self._history = self._ledger.append(decide, wait=False)
+        except BlockingIOError:
             return False
-        self._waits_for_room = False
+        except (OSError, DamagedError) as error:
+            if not self._complained:
+                _log.error("nothing of the run changes as long as this lasts: %s", error)
+            self._complained = True
+            return False
+        self._complained = False
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,29 @@ def test_on_a_full_disk_a_change_waits_and_the_run_goes_on(tmp_path: Path, monke
             ask(tmp_path, 0.7)
     learner.train()
     assert [learner.made[step] for step in (2, 3)] == [{}, {RATE: 0.5}]
+
+
+def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> None:
+    learner = Learner(tmp_path)
+    ask(tmp_path, 0.5)
+    with Ledger(tmp_path).path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        learner.train()
+        learner.train()
+    learner.train()
+    assert learner.made == {1: {}, 2: {}, 3: {RATE: 0.5}}
+
+
+def test_a_learner_that_lives_goes_on_with_what_it_knows_beside_a_damaged_ledger(tmp_path: Path) -> None:
+    learner = Learner(tmp_path)
+    ask(tmp_path, 0.5)
+    for _ in range(2):
+        learner.train()
+    Ledger(tmp_path).path.write_text("edited by hand\n")
+    learner.train()
+    assert learner.made[3] == {RATE: 0.5}
+    with pytest.raises(DamagedError):
+        learner.begin()
 
 
 def test_a_run_without_changes_has_no_ledger(tmp_path: Path) -> None:
