@@ -56,6 +56,7 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
+from async_rlhf.run.disk import RunDisk
 from async_rlhf.run.evaluator import Evaluator
 from async_rlhf.run.events import Events
 from async_rlhf.run.launching import with_ranks
@@ -119,6 +120,9 @@ class Supervisor:
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
+        self._disk = RunDisk(
+            run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
+        )
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
@@ -226,6 +230,7 @@ class Supervisor:
                 self._look_after(child)
             self._evaluator.look()
             self._tracker.look()
+            self._disk.look()
             self.events.look()
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")

@@ -5,8 +5,8 @@
     guard             the target staleness has moved                  best       `checkpoints/best` leads to another checkpoint
     failing_rewards   the share of failed scores nears its limit      disk_low   little room is left on the disk
 
-Each is a line of `events.jsonl` in the run directory (the newest are kept) and goes to the hooks. A display is shown the same
-as without. Nothing here ends or holds up a run: a line that finds no room is lost.
+Each is a line of `events.jsonl` in the run directory, which begins anew when it has grown, and goes to the hooks. A display is
+shown the same as without. Nothing here ends or holds up a run: a line that finds no room is lost.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.lines import LineFile
 from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
@@ -26,7 +25,6 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.watching import EventKind
 
-_MAX_BYTES = 1 << 20
 # Of the limit to failed scores: from where an event is raised, and below which another may be.
 _NEAR, _FAR = 0.8, 0.5
 
@@ -37,6 +35,9 @@ class Events(Progress):
     def __init__(self, config: Config, run: RunDir, shown: Progress) -> None:
         self._config, self._run, self._shown = config, run, shown
         self._hooks = Hooks(config.hooks, run.path, run.log("hooks"))
+        self._file = LineFile(run.events, config.max_log_bytes)
+        with suppress(OSError):
+            self._file.cut()
         self._best = self._best_step()
         self._target: int | None = None
         self._failing = False
@@ -45,7 +46,7 @@ class Events(Progress):
         """Something has happened. text: a sentence for a person. details: JSON values for a program."""
         event = {"time": time.time(), "event": kind, "run_dir": str(self._run.path), "text": text, **details}
         with suppress(OSError):
-            _append(self._run.events, json.dumps(event))
+            self._file.write(json.dumps(event))
         self._hooks.deliver(event)
 
     def ended(self, end: End) -> None:
@@ -56,10 +57,16 @@ class Events(Progress):
             kinds: dict[int, EventKind] = {STALLED: "stalled", REFUSED_TO_TRAIN: "diverged"}
             self.tell(kinds.get(end.code, "failed"), end.reason, code=end.code)
 
+    def disk_low(self, text: str) -> None:
+        """There is little room, in these words."""
+        self._shown.event(text)
+        self.tell("disk_low", text)
+
     def close(self, *, at_once: bool) -> None:
         """Waits for the hooks, `hooks.timeout_s` at most. at_once: not at all."""
         self._hooks.close(at_once=at_once)
         self.look()
+        self._file.close()
 
     def look(self) -> None:
         """Show what has become of the hooks."""
@@ -113,12 +120,3 @@ class Events(Progress):
         with suppress(OSError, ValueError):
             return step_of((self._run.path / "checkpoints" / "best").readlink())
         return None
-
-
-def _append(path: Path, line: str) -> None:
-    """A line of a file of which the newer half is kept when it has become too long. Raises OSError."""
-    if path.exists() and path.stat().st_size + len(line) > _MAX_BYTES:
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
-        write_whole(path, "".join(lines[len(lines) // 2 :]))
-    with path.open("a") as file:
-        file.write(f"{line}\n")

@@ -28,7 +28,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.watching import HooksConfig
 
 _MOST_WAITING = 100
-_MAX_LOG_BYTES = 1 << 20
 
 Event = Mapping[str, Any]
 
@@ -126,8 +125,6 @@ class Hooks:
             with tempfile.TemporaryFile() as text, self._log.open("ab") as log:
                 text.write(json.dumps(event).encode() + b"\n")
                 text.seek(0)
-                if log.tell() > _MAX_LOG_BYTES:
-                    log.truncate(0)
                 process = self._started(argv, text=text, log=log, environment=environment)
         except OSError as error:
             return f"cannot be started: {error}"

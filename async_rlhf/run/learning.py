@@ -48,6 +48,7 @@ def _settings(config: Config) -> TrainerConfig:
         composition=config.rewards.composition,
         max_failed_ratio=config.rewards.max_failed_ratio,
         sampled_groups=config.sampled_groups,
+        max_log_bytes=config.max_log_bytes,
         advantage=config.advantage,
         guard=config.guard,
         lowest_staleness=config.bound(config.data.size).lowest_staleness,

@@ -141,7 +141,7 @@ def run_actor(
             progress()
 
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
-    spans = SpanFile(run.spans(name))
+    spans = SpanFile(run.spans(name), config.max_log_bytes)
     try:
         reason = Worker(
             name,

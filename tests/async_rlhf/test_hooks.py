@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ import psutil
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
-from async_rlhf.run import events
 from async_rlhf.run.events import Events
 from async_rlhf.run.hooks import Hooks, check_hooks
 from async_rlhf.run.progress import Progress
@@ -201,11 +200,13 @@ def test_every_end_but_that_which_an_operator_asked_for_is_told(watched: Any, en
     assert kinds(run) == kind
 
 
-def test_the_file_of_events_keeps_the_newest(watched: tuple[Events, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    told, run = watched
-    monkeypatch.setattr(events, "_MAX_BYTES", 4000)
-    for number in range(200):
-        told.tell("disk_low", "little room is left", number=number)
-    numbers = [record["number"] for record in read_lines(run.events).records]
-    assert numbers == list(range(200))[-len(numbers) :] and len(numbers) > 5
-    assert os.path.getsize(run.events) <= 4000
+def test_little_room_is_told_as_an_event_and_the_file_of_events_begins_anew_when_it_has_grown(small: Any) -> None:
+    config = small(max_log_bytes=1 << 16)
+    run = RunDir.create(config)
+    told = Events(config, run, Progress())
+    for _ in range(600):
+        told.disk_low("the disk has 1 GiB left")
+    told.close(at_once=True)
+    run.retire()
+    assert set(kinds(run)) == {"disk_low"} and earlier(run.events).exists()
+    assert run.events.stat().st_size + earlier(run.events).stat().st_size < 3 << 16
