@@ -46,13 +46,13 @@ def train(
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with errors():
         from async_rlhf.run.api import run
-        from async_rlhf.run.terminal import outlive_terminal
+        from async_rlhf.run.terminal import outliving_terminal
 
-        outlive_terminal()
         chosen = {"launch.kind": launcher, "launch.address": address}
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])
-        result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+        with outliving_terminal():
+            result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
         typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
         typer.echo(f"model: {result.checkpoint}")
 

@@ -64,6 +64,7 @@ from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.terminal import outliving_terminal
 from async_rlhf.run.tracker import Tracker
 
 _LOOK_S = 0.1
@@ -383,14 +384,14 @@ def _refused_when_full() -> Iterator[None]:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` until the block ends, and SIGHUP nowhere; only the main thread may ask for them."""
+    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        yield
+        with outliving_terminal():
+            yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)

@@ -34,7 +34,6 @@ from async_rlhf.run.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
-from async_rlhf.run.terminal import outlive_terminal
 from async_rlhf.run.tracking import run_tracker
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
     if tether.is_tied:
-        outlive_terminal()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     tether.follow()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     callbacks = {"beat": tether.beat} if role == "hub" else {"progress": tether.progress} if role in _SAY_WHAT_IS_DONE else {}

@@ -10,16 +10,24 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)
 
 
-def outlive_terminal() -> None:
-    """From now on the end of the terminal ends neither this process nor those it starts. Only the main thread can say so."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Within the block the terminal's end ends neither this process nor those it starts. Only the main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Lasting:
