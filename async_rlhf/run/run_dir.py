@@ -192,7 +192,7 @@ class RunDir:
         if changed:
             raise ConfigError(
                 f"run directory {str(self.path)!r} belongs to another configuration: {'; '.join(changed[:5])}. "
-                "Resume with the same values, or start a new run with --set name=NAME. What may change in a run that has begun: "
+                "Resume with the same values, or start a new run with --set name=NAME. What may change once it has begun: "
                 f"async-rlhf set {self.path}"
             )
 
