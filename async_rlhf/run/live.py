@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.learner.checkpoint.evaluated import Cadence
-from async_rlhf.learner.loop.changes import Applied, Asked, Change, Ledger, Line, Undone, described
+from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
@@ -75,12 +76,16 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
         if asked is None:
             return None
         try:
-            found = ledger.append(lambda found, known=history, line=asked: [line] if found == known else [])
+            found = ledger.append(partial(_unless_it_grew, history, asked))
         except OSError as error:
             raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
         for change in found.changes:
             if (change.number, change.asked_at) == (asked.number, asked.time):
                 return change
+
+
+def _unless_it_grew(known: History, line: Line, found: History) -> list[Line]:
+    return [line] if found == known else []
 
 
 def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> Asked | None:
