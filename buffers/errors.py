@@ -14,6 +14,7 @@
     ├── EngineError          a request an engine cannot serve
     ├── RewardError          a reward function that cannot be loaded, or fails too often
     ├── NonFiniteError       a loss or gradient that is not a number
+    ├── DivergedError        a policy beyond the limits that are set for it
     └── MismatchError        engine and learner disagree about the same tokens and weights
 
 Messages give the request, the value, the limit and what to do, in that order.
@@ -88,6 +89,10 @@ class RewardError(AsyncRLHFError):
 
 class NonFiniteError(AsyncRLHFError):
     """A loss or gradient that is not a number."""
+
+
+class DivergedError(AsyncRLHFError):
+    """The policy was beyond a limit of the guard for too many steps."""
 
 
 class MismatchError(AsyncRLHFError):

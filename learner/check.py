@@ -207,11 +207,27 @@ def _check_sampling_mask(loss: LossConfig, data: RunContext) -> None:
 
 
 def _check_guard(guard: GuardConfig, data: RunContext) -> None:
+    if guard.target is not None and not data.lowest_staleness <= guard.target <= data.max_staleness:
+        raise ConfigError(
+            f"guard.target = {guard.target} is not between {data.lowest_staleness}, the lowest that can run, and "
+            f"queue.max_staleness = {data.max_staleness}, the bound; nearest: "
+            f"{min(max(guard.target, data.lowest_staleness), data.max_staleness)}"
+        )
+    if guard.target is not None and data.exact:
+        raise ConfigError(
+            f"guard.target = {guard.target} aims at a staleness, and queue.exact = true fixes it. Set guard.target = 'none', "
+            "or queue.exact = false."
+        )
     if not guard.enabled:
         return
     if data.exact:
         raise ConfigError(
             "guard.enabled = true moves the target staleness, and queue.exact = true fixes it. Set one of them to false."
+        )
+    if guard.target == data.lowest_staleness:
+        raise ConfigError(
+            f"guard.enabled = true has no room below guard.target = {guard.target}, which is the lowest that can run. Set "
+            f"guard.target = {data.lowest_staleness + 1} or more, or guard.enabled = false."
         )
     if data.max_staleness <= data.lowest_staleness:
         raise ConfigError(

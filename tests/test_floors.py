@@ -31,7 +31,7 @@ ROOMS = {
         "actors/scoring/server.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/builtins/judge.py",),
+    "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/hooks.py"),
     "torch": (
         "actors/torch_engine/",
         "actors/scoring/incremental.py",
@@ -54,7 +54,13 @@ ROOMS = {
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking.py",),
     "wandb": ("async_rlhf/run/tracking.py",),
-    "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "learner/model/gguf.py", "experiments/"),
+    "subprocess": (
+        "async_rlhf/launch/",
+        "async_rlhf/run/hooks.py",
+        "async_rlhf/run/run_dir.py",
+        "learner/model/gguf.py",
+        "experiments/",
+    ),
 }
 FORBIDDEN = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle")
 

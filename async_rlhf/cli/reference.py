@@ -49,6 +49,7 @@ _PAGES = {
     "checkpoint": "[learner.md](learner.md)",
     "evaluation": "[watching.md](watching.md)",
     "tracking": "[watching.md](watching.md)",
+    "hooks": "[operating.md](operating.md)",
 }
 _SIGNS: dict[type, tuple[str, str]] = {
     annotated_types.Ge: ("ge", "≥"),

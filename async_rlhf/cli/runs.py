@@ -46,11 +46,13 @@ def train(
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with errors():
         from async_rlhf.run.api import run
+        from async_rlhf.run.terminal import outliving_terminal
 
         chosen = {"launch.kind": launcher, "launch.address": address}
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])
-        result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+        with outliving_terminal():
+            result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
         typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
         typer.echo(f"model: {result.checkpoint}")
 
@@ -127,6 +129,32 @@ def evaluate(
         with Display() as display:
             found = judged(loaded, model, display)
         say(f"{model}: {held_out(found)}")
+
+
+@app.command("set")
+def set_values(
+    run_dir: RunPath,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="For example learner.learning_rate=5e-5.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change a run that goes on, or one that will, without a restart; without values show what may be changed."""
+    with errors():
+        from async_rlhf.learner.loop.changes import described
+        from async_rlhf.run.config import parse_override
+        from async_rlhf.run.live import ask, changes, present
+        from async_rlhf.run.run_dir import RunDir
+
+        run = RunDir.existing(run_dir)
+        asked = ask(run, dict(parse_override(text) for text in values)) if values else None
+        if as_json:
+            typer.echo(json.dumps(present(run), indent=1))
+        elif not values:
+            for line in (*(f"{key} = {json.dumps(value)}" for key, value in present(run).items()), *changes(run)):
+                say(line)
+        else:
+            say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """How runs went, as one picture: a panel for each thing that is watched, a colour for each run.
 
-Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too. Needs matplotlib (the extra `plot`), only to draw. A
-panel that no run has numbers for is left out.
+Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too, with an upright line where something was changed while a
+run went on. Needs matplotlib (the extra `plot`), only to draw. A panel that no run has numbers for is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -61,6 +62,8 @@ class Curves:
     name: str
     steps: Sequence[dict[str, Any]]
     evaluations: Sequence[dict[str, Any]]
+    changes: Sequence[int] = ()
+    """The steps from which on something was changed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
     if out.suffix not in _FORMATS:
         raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
     names = _names([run.path for run in runs])
-    found = [Curves(name, run.read_metrics(), run.read_evaluations()) for name, run in zip(names, runs, strict=True)]
+    found = [
+        Curves(name, run.read_metrics(), run.read_evaluations(), changed_at(run)) for name, run in zip(names, runs, strict=True)
+    ]
     if not any(curves.steps for curves in found):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
@@ -113,6 +118,9 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
         _draw_panel(place, panel, runs, pens)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
+        for run, pen in zip(runs, pens, strict=True):
+            for step in run.changes:
+                place.axvline(step, color=pen.colour, linewidth=0.8, linestyle=":", alpha=0.7)
         place.set_xlim(-0.03 * last, 1.03 * last)
     if title is not None:
         figure.suptitle(title, fontsize="medium", wrap=True)

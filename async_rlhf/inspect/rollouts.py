@@ -16,6 +16,7 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.config import Config
+from async_rlhf.run.live import inherit
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, read_lines
@@ -160,6 +161,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
         )
     run = RunDir.create(config)
     try:
+        inherit(run, source, config)
         with ranks_beside(run, config) as meeting, backend_of(config, meeting) as backend:
             make_trainer(run, config, ArchiveSource(source.path / "queue"), backend).run()
     finally:

@@ -26,6 +26,7 @@ from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.display import held_out, line
+from async_rlhf.run.live import changes
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable, read_last_lines
 
@@ -110,6 +111,7 @@ def read(run: RunDir) -> dict[str, Any]:
         "hub": hub,
         "scorer": scorer,
         "last": metrics[-1] if metrics else None,
+        "changes": tried(lambda: changes(run), []),
         "evaluations": evaluations,
         "problems": problems,
     }
@@ -144,6 +146,7 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
     if found["last"]:
         lines.append(f"last step: {_sentence(found['last'], line)}")
+    lines += [f"changed: {change}" for change in found["changes"]]
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])
 

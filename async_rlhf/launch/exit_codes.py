@@ -9,6 +9,7 @@ from async_rlhf.buffers.errors import (
     AsyncRLHFError,
     ConfigError,
     DamagedError,
+    DivergedError,
     MismatchError,
     NonFiniteError,
     RewardError,
@@ -59,6 +60,7 @@ def exit_code(error: BaseException) -> int:
         (StalenessError, REFUSED_TO_TRAIN),
         (NonFiniteError, REFUSED_TO_TRAIN),
         (MismatchError, REFUSED_TO_TRAIN),
+        (DivergedError, REFUSED_TO_TRAIN),
         (RefusedToTrainError, REFUSED_TO_TRAIN),
         (InterruptedRunError, INTERRUPTED),
     ]

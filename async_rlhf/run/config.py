@@ -34,7 +34,7 @@ from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain
 from async_rlhf.run.published_model import fetched, is_name
-from async_rlhf.run.watching import EvaluationConfig, TrackingConfig
+from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
 # Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
 _ENDLESS = 1 << 62
@@ -91,6 +91,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+    hooks: HooksConfig = HooksConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -183,6 +184,14 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     values = config.model_dump(mode="json")
     _prepare(values, Path.cwd())
     return _overridden(values, overrides)
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration that was checked with these values for dotted keys; each is checked by itself. Raises ConfigError."""
+    laid = config.model_dump(mode="json")
+    for key, value in values.items():
+        _lay(laid, _nested(key, value))
+    return validated(laid)
 
 
 def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:

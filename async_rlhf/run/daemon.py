@@ -58,11 +58,13 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
 from async_rlhf.run.disk import RunDisk
 from async_rlhf.run.evaluator import Evaluator
+from async_rlhf.run.events import Events
 from async_rlhf.run.launching import with_ranks
 from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.terminal import outliving_terminal
 from async_rlhf.run.tracker import Tracker
 
 _LOOK_S = 0.1
@@ -101,7 +103,8 @@ class Supervisor:
         max_deaths: int = MAX_DEATHS,
         done: bool = False,
     ) -> None:
-        self._config, self._run, self._progress = config, run, progress or Progress()
+        self._config, self._run = config, run
+        self._progress = self.events = Events(config, run, progress or Progress())
         self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
         self.agents = launcher.agents
         self._signals = _Signals()
@@ -118,7 +121,9 @@ class Supervisor:
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
-        self._disk = RunDisk(run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now)
+        self._disk = RunDisk(
+            run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
+        )
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
@@ -143,14 +148,19 @@ class Supervisor:
                 if finished:
                     self._evaluator.finish(stop=self._is_forced)
                 reason = ended or ("all data used" if finished else "drained")
-                self._run.record_end(End(code=0, reason=reason, finished=finished))
+                self._record_end(End(code=0, reason=reason, finished=finished))
                 return finished
         except BaseException as error:
-            self._run.record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
+            self._record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
             raise
         finally:
             self._launcher.close()
+            self.events.close(at_once=self._is_forced())
             self._run.retire()
+
+    def _record_end(self, end: End) -> None:
+        self._run.record_end(end)
+        self.events.ended(end)
 
     def drain(self) -> None:
         """As a first signal does; may be called by any thread."""
@@ -222,6 +232,7 @@ class Supervisor:
             self._evaluator.look()
             self._tracker.look()
             self._disk.look()
+            self.events.look()
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")
             if self._signals.count and not self._draining:
@@ -373,13 +384,14 @@ def _refused_when_full() -> Iterator[None]:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` until the block ends; only the main thread may ask for them."""
+    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with outliving_terminal():
+            yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)

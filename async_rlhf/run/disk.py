@@ -24,13 +24,20 @@ _EVERY_S = 10.0
 
 
 class RunDisk:
-    """directory: the run's. event: called when there is little room, and when there is enough again."""
+    """directory: the run's. event: called when there is little room, and when there is enough again. low: instead of it for the
+    former."""
 
     def __init__(
-        self, directory: Path, max_log_bytes: int, headroom_bytes: int, event: Callable[[str], None], now: Callable[[], float]
+        self,
+        directory: Path,
+        max_log_bytes: int,
+        headroom_bytes: int,
+        event: Callable[[str], None],
+        now: Callable[[], float],
+        low: Callable[[str], None] | None = None,
     ) -> None:
         self._directory, self._max_log_bytes, self._headroom_bytes = directory, max_log_bytes, headroom_bytes
-        self._event, self._now = event, now
+        self._event, self._low, self._now = event, low or event, now
         self._next_look_at = now()
         self.is_low = False
 
@@ -55,7 +62,7 @@ class RunDisk:
         free = shutil.disk_usage(self._directory).free
         was_low, self.is_low = self.is_low, free < self._headroom_bytes
         if self.is_low and not was_low:
-            self._event(
+            self._low(
                 f"the disk of {self._directory} has {written(free)} left, less than disk_headroom_bytes "
                 f"({written(self._headroom_bytes)}): make room, or the run will wait for it"
             )

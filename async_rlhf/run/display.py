@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from async_rlhf.run import progress
 from async_rlhf.run.run_files import printable
+from async_rlhf.run.terminal import Lasting
 
 # A log that is read later wants a line now and then, not one a step.
 _LINE_EVERY_S = 5.0
@@ -38,7 +39,7 @@ class Display(progress.Progress):
     """Prints to `console`; a context manager, so that the bar is gone whatever happens."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(file=cast(IO[str], Lasting()), highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._steps: TaskID | None = None
         self._evaluation: TaskID | None = None

@@ -23,10 +23,11 @@ from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher, Process, evaluation_node
 from async_rlhf.launch.tether import PERCENT, PROGRESS
-from async_rlhf.learner.checkpoint.evaluated import is_evaluation, link_best
+from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config
 from async_rlhf.run.evaluation import record_evaluation
+from async_rlhf.run.live import cadence
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
@@ -64,9 +65,10 @@ def plan(
     *,
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
+    due_at: Cadence | None = None,
 ) -> Plan:
     """records: the lines of `evaluations.jsonl`. checkpoints: steps of those that are whole, ascending. last_step: `max_steps`.
-    finished: no step follows. given_up: what has failed in this life of the supervisor.
+    finished: no step follows. given_up: what has failed in this life of the supervisor. due_at: where `every` was changed.
 
     The initial model comes first, then the newest checkpoint that is due, then the end. What is due and older is skipped.
     """
@@ -76,10 +78,10 @@ def plan(
     end = Due("end", newest) if config.at_end and newest else None
     known = {record["step"] for record in records} | {due.step for due in given_up}
     of_end = {newest} if finished and end else {last_step} if config.at_end else set()
-    steps = range(config.every, newest + 1, config.every) if config.every else ()
+    steps = (due_at or Cadence([(1, config.every)])).steps(newest)
     waiting = [Due("step", step) for step in steps if step not in known | of_end]
     there = [due for due in waiting if due.step in checkpoints]
-    skipped, lost = f"skipped: evaluations take longer than {config.every} steps", "there is no checkpoint of this step"
+    skipped, lost = "skipped: evaluations take longer than the steps between them", "there is no checkpoint of this step"
     missing = [(due, skipped if due in there else lost) for due in waiting if due not in there[-1:]]
     if config.at_start and start not in done:
         return Plan(start, missing)
@@ -134,6 +136,11 @@ class Evaluator:
 
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
+        try:
+            due_at = cadence(self._run, self._config)  # read after the checkpoints: what held for them stands in it
+        except DamagedError as error:
+            self._progress.event(str(error))
+            return
         found = plan(
             self._config.evaluation,
             self._records(),
@@ -141,6 +148,7 @@ class Evaluator:
             self._config.max_steps,
             finished=finished,
             given_up=self._given_up,
+            due_at=due_at,
         )
         for missing, reason in found.missing:
             self._miss(missing, reason)
@@ -179,8 +187,8 @@ class Evaluator:
         records = self._records()
         record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
         if code == 0 and record is not None and "missing" not in record:
-            self._progress.evaluation(record)
             self.link_best()
+            self._progress.evaluation(record)
             return
         self._killed[due] += code < 0
         if code < 0 and self._killed[due] < _MAX_KILLED:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards
 from async_rlhf.launch.ranks import rank_nodes, start_all
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, changed
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from async_rlhf.learner.loop.source import BatchSource
-    from async_rlhf.learner.loop.trainer import Trainer
+    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
     from async_rlhf.learner.parallel.ranks import Ranks
     from async_rlhf.learner.step.backend import Backend
     from async_rlhf.learner.step.controller import RankParts
@@ -25,34 +25,35 @@ _log = logging.getLogger(__name__)
 
 def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backend) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
-    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+    from async_rlhf.learner.loop.trainer import Trainer
 
     limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
     if limit > usual:
         _log.warning("engine.mismatch_limit = %g: rounding makes at most %g, more is another policy", limit, usual)
-    return Trainer(
-        feed,
-        backend,
-        run.path,
-        TrainerConfig(
-            learner=config.learner,
-            loss=config.loss,
-            checkpoint=config.checkpoint,
-            max_steps=config.max_steps,
-            max_trained_tokens=config.max_trained_tokens,
-            max_seconds=config.max_seconds,
-            max_staleness=config.queue.max_staleness,
-            exact=config.queue.exact,
-            composition=config.rewards.composition,
-            max_failed_ratio=config.rewards.max_failed_ratio,
-            sampled_groups=config.sampled_groups,
-            max_log_bytes=config.max_log_bytes,
-            advantage=config.advantage,
-            guard=config.guard,
-            lowest_staleness=config.bound(config.data.size).lowest_staleness,
-            evaluate_every=config.evaluation.every or 0,
-            mismatch_limit=limit,
-        ),
+    return Trainer(feed, backend, run.path, _settings(config), lambda values: _settings(changed(config, values)))
+
+
+def _settings(config: Config) -> TrainerConfig:
+    from async_rlhf.learner.loop.trainer import TrainerConfig
+
+    return TrainerConfig(
+        learner=config.learner,
+        loss=config.loss,
+        checkpoint=config.checkpoint,
+        max_steps=config.max_steps,
+        max_trained_tokens=config.max_trained_tokens,
+        max_seconds=config.max_seconds,
+        max_staleness=config.queue.max_staleness,
+        exact=config.queue.exact,
+        composition=config.rewards.composition,
+        max_failed_ratio=config.rewards.max_failed_ratio,
+        sampled_groups=config.sampled_groups,
+        max_log_bytes=config.max_log_bytes,
+        advantage=config.advantage,
+        guard=config.guard,
+        lowest_staleness=config.bound(config.data.size).lowest_staleness,
+        evaluate_every=config.evaluation.every or 0,
+        mismatch_limit=config.engine.mismatch_limit or config.usual_mismatch,
     )
 
 

@@ -17,6 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import check_stop_strings
 from async_rlhf.learner.check import remarks
 from async_rlhf.run.config import Config
+from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import reward_specs, stage_specs, stop_strings
@@ -68,6 +69,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
         _check_packages(config)
         _check_devices(config)
     check_tracking(config.tracking)
+    check_hooks(config.hooks)
     _check_rewards(config, [*rows[0], *rows[1]])
     config.rewards.check_sources(row.columns for row in rows[0])
     config.rewards.composition.check(spec.name for spec in reward_specs(config))

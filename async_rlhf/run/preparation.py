@@ -20,6 +20,7 @@ from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.evaluation import evaluate_alone, forget_evaluations
 from async_rlhf.run.fitting import check_memory
 from async_rlhf.run.launching import connect, found_by, launcher_of, meeting_address
+from async_rlhf.run.live import check_resumed, undo
 from async_rlhf.run.placing import inventory_of, placement_of
 from async_rlhf.run.preflight import Prepared, check_model, preflight
 from async_rlhf.run.progress import Progress
@@ -58,6 +59,7 @@ def prepare(
         raise ConfigError("--overwrite removes the run that --resume continues: give one of them")
     if resume:
         _check_steps(config, from_step)
+        check_resumed(RunDir.existing(config.run_dir), config)
     done = resume and from_step is None and _is_finished(config)
     connections = None
     if not done:
@@ -136,6 +138,7 @@ def _reopened(config: Config, from_step: int | None) -> RunDir:
             forget_evaluations(directory, after=from_step)
             rewind(directory, from_step)
             go_back(directory.path, from_step)
+            undo(directory, from_step)
     except AsyncRLHFError:
         directory.retire()
         raise

@@ -233,6 +233,8 @@ def main(arguments: list[str]) -> int:
     tether = Tether.from_environment()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if tether.is_tied else _end_in_order)
+    if tether.is_tied:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     tether.follow()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     callbacks = {"beat": tether.beat} if role == "hub" else {"progress": tether.progress} if role in _SAY_WHAT_IS_DONE else {}

@@ -6,6 +6,8 @@ placement.json   the host and devices of each process
 data/            the rows of the run (`run_data`)
 metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
 evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
+changes.jsonl    what was changed while it went on, and from which step on (`learner.loop.changes`)
+events.jsonl     what may need a person (supervisor)
 tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
 clocks/<actor>.jsonl  how far the clock of its host is from the supervisor's, where an agent is there (supervisor)
@@ -63,6 +65,7 @@ _MAY_CHANGE = (
     "checkpoint.",
     "evaluation.",
     "tracking.",
+    "hooks.",
     "launch.",
     *(
         f"learner.{name}:"
@@ -104,6 +107,7 @@ class RunDir:
         self.samples = path / "rollouts.jsonl"
         self.ledger = path / "ledger.json"
         self.evaluations = path / "evaluations.jsonl"
+        self.events = path / "events.jsonl"
         self.tracked = path / "tracking.json"
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
@@ -188,7 +192,8 @@ class RunDir:
         if changed:
             raise ConfigError(
                 f"run directory {str(self.path)!r} belongs to another configuration: {'; '.join(changed[:5])}. "
-                "Resume with the same values, or start a new run with --set name=NAME"
+                "Resume with the same values, or start a new run with --set name=NAME. What may change once it has begun: "
+                f"async-rlhf set {self.path}"
             )
 
     def log(self, role: str) -> Path:

@@ -1,10 +1,12 @@
-"""The sections of the configuration about watching a run: its evaluations, and where its metrics are sent."""
+"""The sections of the configuration about watching a run: its evaluations, where its metrics are sent, whom events are told."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+import shlex
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rlhf.actors.config import TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Section
@@ -72,3 +74,46 @@ class TrackingConfig(Section):
     """`wandb`: the project; the run has the name of the run directory."""
     mode: Literal["online", "offline"] = "online"
     """`wandb`: `offline` writes into `wandb/` of the run directory, for `wandb sync`, and needs no network."""
+
+
+EventKind = Literal["stalled", "guard", "failing_rewards", "disk_low", "diverged", "failed", "finished", "best"]
+_EVENTS: tuple[EventKind, ...] = get_args(EventKind)
+
+
+class HooksConfig(Section):
+    """What is called when a run needs a person or has something to show. What a hook does, fails at or takes never touches the
+    run."""
+
+    command: str | tuple[str, ...] = ()
+    """Program and arguments; a text is split as a shell does, and no shell is called. The event is JSON on its standard input,
+    and ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR are in its environment."""
+    url: str | None = None
+    """Webhook that the event is posted to as JSON: `http://` or `https://`, or `$NAME` of an environment variable that holds
+    the address, which then stands in no file."""
+    events: tuple[EventKind, ...] = _EVENTS
+    """Which events: the page has what each means."""
+    timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds a command or an answer may take; then it is killed, or given up."""
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_split(cls, command: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(command, str):
+            shlex.split(command)  # a quotation that does not end is a ValueError
+        return command
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://", "$")):
+            raise ValueError(f"{url!r} is neither http://... or https://..., nor $NAME of an environment variable")
+        return url
+
+    @property
+    def argv(self) -> list[str]:
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+
+    @property
+    def address(self) -> str:
+        """Empty where there is none."""
+        return os.environ.get(self.url[1:], "") if self.url and self.url.startswith("$") else self.url or ""

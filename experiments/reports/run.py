@@ -16,6 +16,7 @@ from async_rlhf.experiments.staleness.cells import CellResult, read_cell
 from async_rlhf.experiments.staleness.checks import checks_of_each
 from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.inspect.plot import Curves, picture
+from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
 
 # Rows of the table of curves; a longer one is no table.
@@ -76,7 +77,7 @@ def _made(result: CellResult) -> str:
 def _draw(run: RunDir, result: CellResult, command: str, say: Callable[[str], None]) -> str | None:
     """The picture as SVG."""
     try:
-        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations())
+        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
         figure = picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":

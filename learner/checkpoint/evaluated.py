@@ -7,7 +7,8 @@ of now, or has no line yet. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.buffers.lines import Line, read_lines
@@ -30,14 +31,38 @@ def best_step(records: Iterable[Line], among: Iterable[int] | None = None) -> in
     return min(rewards, key=lambda step: (-rewards[step], step), default=None)
 
 
-def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
-    """Whether the checkpoint of a step may not be removed: it is the best, or every `every`-th and not evaluated yet.
+@dataclass(frozen=True)
+class Cadence:
+    """Which steps are evaluated: from each `first` step on the multiples of its `every`, until the next part. 0 or None: none.
 
-    evaluations: the file of that name.
+    parts: (first, every), in order; steps count from 1.
+    """
+
+    parts: Sequence[tuple[int, int | None]]
+
+    def is_due(self, step: int) -> bool:
+        every = next((every for first, every in reversed(self.parts) if first <= step), None)
+        return step > 0 and bool(every) and step % every == 0  # type: ignore[operator]
+
+    def steps(self, last: int) -> list[int]:
+        """All that are due up to `last`, ascending."""
+        ends = [*(first - 1 for first, _ in self.parts[1:]), last]
+        return [
+            step
+            for (first, every), end in zip(self.parts, ends, strict=True)
+            if every
+            for step in range(-(-first // every) * every, min(end, last) + 1, every)
+        ]
+
+
+def needed(evaluations: Path, is_due: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Whether the checkpoint of a step may not be removed: it is the best, or is to be evaluated and is not yet.
+
+    evaluations: the file of that name. is_due: of a `Cadence`.
     """
     records = [record for record in read_lines(evaluations) if is_evaluation(record)]
     best, done = best_step(records), {record["step"] for record in records}
-    return lambda step: step == best or (every > 0 and step % every == 0 and step not in done)
+    return lambda step: step == best or (is_due(step) and step not in done)
 
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:

@@ -81,6 +81,10 @@ class Checkpoints:
             _remove(old.rename(self._directory / f"{_UNFINISHED}{old.name}"))
         return final
 
+    def keep(self, last: int, every: int | None) -> None:
+        """From the next `save` on other ones are kept: see `keep_last` and `keep_every`."""
+        self._keep_last, self._keep_every = last, every
+
     def set_aside(self, after: int) -> None:
         """Hide the checkpoints of more than `after` steps until another is saved; the newest that is left is `latest`."""
         for newer in reversed(self.all()):  # the newest first: killed in between, what is left is a run's past as well

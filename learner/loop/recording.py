@@ -97,6 +97,12 @@ def spent(directory: Path, steps_done: int) -> Spent:
     return next((Spent.until(line) for line in lines if line.get("step") == steps_done), Spent(steps_done))
 
 
+def last_step(directory: Path) -> int:
+    """The step of the last line of `metrics.jsonl`; 0 where there is none."""
+    lines = read_lines_backwards(directory / "metrics.jsonl")
+    return next((line["step"] for line in lines if isinstance(line.get("step"), int)), 0)
+
+
 def _is_done(line: Line, steps_done: int) -> bool:
     return isinstance(line.get("step"), int) and line["step"] <= steps_done
 

@@ -1,6 +1,6 @@
 """What protects a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps that are
-not finite, engines that sample from another policy; and the adaptive guard, which lowers the target staleness while data look
-too old.
+not finite, engines that sample from another policy, a policy beyond the limits that are set for it; and the adaptive guard,
+which lowers the target staleness while data look too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
 because an effective sample size near 1 alone certifies nothing. Down after `patience` bad steps in a row, up after `recovery`
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RewardError, StalenessError
+from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
@@ -32,7 +32,7 @@ _MIN_TOKENS = 64
 class Limits:
     """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches, max_nonfinite_steps: in a row. mismatch_limit:
     mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with; comparable: False where a
-    step does not measure that."""
+    step does not measure that. guard: its limits to divergence."""
 
     max_staleness: int
     max_failed_ratio: float
@@ -41,18 +41,19 @@ class Limits:
     max_nonfinite_steps: int
     mismatch_limit: float = math.inf
     comparable: bool = True
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
 class Safeguards:
     """Ends a run that would go on in vain. Counts what may happen a few times in a row."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._constant_in_a_row = self._unscored_in_a_row = self._refused_in_a_row = 0
+        self.limits = limits
+        self._constant_in_a_row = self._unscored_in_a_row = self._refused_in_a_row = self._diverged_in_a_row = 0
 
     def certify(self, groups: Sequence[Group], step: int) -> None:
         """The last net, right before the gradient: no token over the bound. Raises StalenessError."""
-        limit = self._limits.max_staleness
+        limit = self.limits.max_staleness
         ages = staleness_histogram(groups, step)
         if max(ages, default=0) > limit:
             numbers = [g.number for g in groups if max(staleness_histogram([g], step)) > limit]
@@ -64,12 +65,12 @@ class Safeguards:
     def check_scores(self, groups: Sequence[Group], failed_ratio: float) -> None:
         """Raises RewardError when too many scores failed."""
         scores = [(g.number, name, score) for g in groups for r in g.rollouts for name, score in r.scores.items()]
-        if failed_ratio > self._limits.max_failed_ratio and len(scores) >= _MIN_SCORES:
+        if failed_ratio > self.limits.max_failed_ratio and len(scores) >= _MIN_SCORES:
             failed = [each for each in scores if each[2].failure is not None]
             number, name, score = failed[0]
             raise RewardError(
                 f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
-                f"{self._limits.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
+                f"{self.limits.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
                 "The full traceback is in the run directory: logs/actor-*.log, or logs/scorer.log for a stage that runs there."
             )
 
@@ -81,7 +82,7 @@ class Safeguards:
             return
         unscored = all(score.state == "not_applicable" for _, score in scores)
         self._unscored_in_a_row = self._unscored_in_a_row + 1 if unscored else 0
-        if self._unscored_in_a_row >= self._limits.max_unscored_batches:
+        if self._unscored_in_a_row >= self.limits.max_unscored_batches:
             raise RewardError(
                 f"{self._unscored_in_a_row} batches in a row had no score: {', '.join(sorted({name for name, _ in scores}))} "
                 "returned None ('not applicable') for every completion, so there is nothing to learn from. Is a `return` "
@@ -92,7 +93,7 @@ class Safeguards:
         """Raises RewardError after too many batches in a row in which no completion is better than another, of those that were
         not masked because they were cut."""
         self._constant_in_a_row = self._constant_in_a_row + 1 if constant else 0
-        if self._constant_in_a_row >= self._limits.max_constant_batches:
+        if self._constant_in_a_row >= self.limits.max_constant_batches:
             rollouts = sum(len(group.rollouts) for group in groups)
             cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
             way_out = "raise generation.max_completion_length, or " if masked else ""
@@ -108,7 +109,7 @@ class Safeguards:
         self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
         if not report.applied:
             _log.error("step %d refused: its gradient is not finite; groups %s", step, [g.number for g in groups])
-        if self._refused_in_a_row >= self._limits.max_nonfinite_steps:
+        if self._refused_in_a_row >= self.limits.max_nonfinite_steps:
             raise NonFiniteError(
                 f"{self._refused_in_a_row} steps in a row had a gradient that is not finite, the last with groups "
                 f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
@@ -116,10 +117,10 @@ class Safeguards:
 
     def check_mismatch(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
         """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
-        mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self._limits.mismatch_limit
+        mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self.limits.mismatch_limit
         fresh = [span for group in groups for span in group.spans() if span.version == step]
         comparable = (
-            self._limits.comparable
+            self.limits.comparable
             and sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
             and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
             and all(
@@ -132,6 +133,33 @@ class Safeguards:
                 f"the same weights; the limit is {limit:g}. One of them computes this model wrong, or another "
                 "one. Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
             )
+
+    def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
+        found, guard = beyond(metrics, self.limits.guard), self.limits.guard
+        self._diverged_in_a_row = self._diverged_in_a_row + 1 if found else 0
+        if self._diverged_in_a_row >= guard.max_diverged_steps:
+            raise DivergedError(
+                f"the policy was beyond a limit for {self._diverged_in_a_row} steps in a row (guard.max_diverged_steps); "
+                f"step {step} had {', '.join(found)}. Change values or the limit with async-rlhf set, and go back with "
+                "--resume --from-step"
+            )
+
+
+def beyond(metrics: Mapping[str, Any], guard: GuardConfig) -> list[str]:
+    """The limits of the guard that a step with these metrics is beyond. What a step does not measure is within."""
+    divergence = "kl/reference" if metrics.get("kl/reference") is not None else "kl/behaviour"
+    # each as (metric, limit, its setting, sign): with sign +1 a value above the limit is beyond it, with -1 one below
+    limits = [
+        (divergence, guard.max_kl, "max_kl", 1),
+        ("entropy", guard.min_entropy, "min_entropy", -1),
+        ("reward", guard.min_reward, "min_reward", -1),
+    ]
+    return [
+        f"{name} {value:.4g} {'above' if sign > 0 else 'below'} guard.{setting} = {limit:g}"
+        for name, limit, setting, sign in limits
+        if limit is not None and (value := metrics.get(name)) is not None and not sign * (value - limit) <= 0
+    ]
 
 
 @dataclass(frozen=True)
@@ -187,20 +215,30 @@ def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], 
 
 @dataclass
 class StalenessController:
-    """The target staleness of the next take, moved by what each step measured; `lowest` and `highest` as of `adjusted`."""
+    """The target staleness of the next take, moved by what each step measured. lowest: as of `adjusted`. bound: hard."""
 
     config: GuardConfig
     lowest: int
-    highest: int
+    bound: int
     target: StalenessTarget = field(init=False)
 
     def __post_init__(self) -> None:
         self.target = StalenessTarget(self.highest)
 
     @property
+    def highest(self) -> int:
+        return self.bound if self.config.target is None else self.config.target
+
+    @property
     def target_staleness(self) -> int | None:
-        """What the hub is given: None without a guard."""
-        return self.target.staleness if self.config.enabled else None
+        """What the hub is given: None where nothing aims below the bound."""
+        return self.target.staleness if self.config.enabled or self.config.target is not None else None
+
+    def follow(self, config: GuardConfig) -> None:
+        """Other settings, from the next take on; another `guard.target` is aimed at at once."""
+        before, self.config = self.highest, config
+        if self.highest != before:
+            self.target = StalenessTarget(self.highest)
 
     def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
         if not self.config.enabled:

@@ -9,7 +9,8 @@
 The hub may die meanwhile: it then answers `unregistered`, and before it takes again the learner registers at its present
 step and publishes its weights. When the learner itself dies, a new one begins at the newest checkpoint and is given the
 same batches again. A step is recorded before it is made durable, so the record of a resumed run has no hole. What is
-committed is the step of the oldest checkpoint that is kept, so that a run can go on from each of them.
+committed is the step of the oldest checkpoint that is kept, so that a run can go on from each of them. What an operator changes
+(`changes`) is taken up at the border of two steps, before the next batch is asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,14 +29,15 @@ from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
-from async_rlhf.learner.checkpoint.evaluated import needed
+from async_rlhf.learner.checkpoint.evaluated import Cadence, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
+from async_rlhf.learner.loop.changes import LiveChanges
 from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
-from async_rlhf.learner.loop.recording import Recording, as_line, spent
+from async_rlhf.learner.loop.recording import Recording, as_line, last_step, spent
 from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessController
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
@@ -98,23 +100,32 @@ class TrainerConfig:
             self.learner.max_nonfinite_steps,
             self.mismatch_limit,
             comparable=not interpolated,
+            guard=self.guard,
         )
 
 
 class Trainer:
-    """See the module docstring. `run` returns the reason why it ended.
+    """See the module docstring. `run` returns the reason why it ended. changed: `config` with these values for dotted keys of
+    the run's configuration; without it nothing changes.
 
-    Raises StalenessError, NonFiniteError, MismatchError, RewardError, DeadlineError.
+    Raises StalenessError, NonFiniteError, MismatchError, DivergedError, RewardError, DeadlineError, DamagedError.
     """
 
-    def __init__(self, source: BatchSource, backend: Backend, directory: Path, config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        backend: Backend,
+        directory: Path,
+        config: TrainerConfig,
+        changed: Callable[[Mapping[str, Any]], TrainerConfig] | None = None,
+    ) -> None:
         self._backend, self._config = backend, config
-        keep = config.checkpoint
-        every, self._evaluations = config.evaluate_every, directory / "evaluations.jsonl"
-        checkpoints = Checkpoints(
-            directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(self._evaluations, every)
+        keep, evaluations = config.checkpoint, directory / "evaluations.jsonl"
+        self._cadence = Cadence([(1, config.evaluate_every)])
+        self._checkpoints = Checkpoints(
+            directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, self._cadence.is_due)
         )
-        self._writer = CheckpointWriter(checkpoints, background=keep.background)
+        self._writer = CheckpointWriter(self._checkpoints, background=keep.background)
         self.step, self._statistics = 0, Statistics()
         if (found := newest(directory)) is not None:
             path, state = found
@@ -122,6 +133,8 @@ class Trainer:
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
         self._spent = spent(directory, self.step)
+        self._changed, self._first = changed or (lambda values: config), config
+        self._changes, self._values = LiveChanges(directory, self.step, last_step(directory)), dict[str, Any]()
         self._recording = Recording(directory, config.max_log_bytes)
         self._session = SourceSession(
             source,
@@ -151,12 +164,26 @@ class Trainer:
         """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
         ended = self._config.budget.ended(self._spent)
         if not ended or self.step >= self._config.max_steps:  # of its last step the hub knows itself
+            self._adapt()
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:
             self._session.canary(self.step)
         self._make_durable()  # once the hub has let the actors go, there are no batches to do a step again in another time
         self._session.finish(self.step)
         return ended
+
+    def _adapt(self) -> None:
+        """From the next step on with the values that are then in force. Raises DamagedError."""
+        values = self._changes.at(self.step + 1) if self.step < self._first.max_steps else self._values
+        if values == self._values:
+            return
+        _log.info("from step %d on: %s", self.step + 1, values)
+        self._values, self._config = dict(values), self._changed(values)
+        self._cadence = Cadence(self._changes.course("evaluation.every", self._first.evaluate_every))
+        self._checkpoints.keep(self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
+        self._backend.learn_at(self._config.learner.learning_rate)
+        self._safeguards.limits = self._config.limits
+        self._staleness.follow(self._config.guard)
 
     def _train(self, batch: TakenBatch) -> None:
         config, step, groups = self._config, self.step, batch.groups
@@ -182,6 +209,7 @@ class Trainer:
         counted = {"groups/zero_advantage": estimates.zero_advantage_groups, "completions/masked_truncated": masked}
         self._record(batch, {**data, **self._sources.measure(groups, rewards), **counted}, report)
         self._sample(groups, estimates.advantages, report)
+        self._safeguards.count_diverged({**data, **report.metrics}, self.step)
         if self._is_saved(self.step):
             self._save()
         else:
@@ -241,6 +269,7 @@ class Trainer:
                 "applied": report.applied,
                 "learning_rate": learning_rate(self._config.learner, self.step - 1),
                 "staleness/target": self._staleness.target.staleness,
+                "changes/in_force": self._changes.num_in_force(self.step),
                 **measured,
                 "num_tokens_total": self._spent.tokens,
                 "step_time_total": self._spent.seconds,
@@ -262,8 +291,7 @@ class Trainer:
 
     def _is_saved(self, step: int) -> bool:
         config = self._config
-        evaluated = config.evaluate_every > 0 and step % config.evaluate_every == 0
-        return evaluated or step % config.checkpoint.save_every == 0 or step == config.max_steps
+        return self._cadence.is_due(step) or step % config.checkpoint.save_every == 0 or step == config.max_steps
 
     def _save(self) -> None:
         """Begin a checkpoint of the present step; training goes on while it is written."""

@@ -25,6 +25,10 @@ class Backend(Protocol):
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         ...
 
+    def learn_at(self, rate: float) -> None:
+        """From the next step on `learner.learning_rate` is this, on all ranks."""
+        ...
+
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
         ...

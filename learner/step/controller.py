@@ -83,9 +83,14 @@ class Controller:
         assert gathered is not None
         return {member: found for each in gathered for member, found in _unpacked(each).items()}
 
+    def learn_at(self, rate: float) -> None:
+        """See `Backend.learn_at`. The other ranks are told with each step."""
+        self.machine.learn_at(rate)
+
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """See `Backend.step`."""
-        return self._step.train(self._distribute("step", updates, step=step), step)
+        rate = self.machine.config.learning_rate
+        return self._step.train(self._distribute("step", updates, step=step, learning_rate=rate), step)
 
     def rehearse(self, updates: Sequence[Sequence[Row]], step: int) -> None:
         """See `Backend.rehearse`."""
@@ -144,7 +149,7 @@ class Controller:
         if self.machine.collective:
             self._ranks.command({"do": name, **header})
 
-    def _distribute(self, name: str, updates: Sequence[Sequence[Row]], **header: int) -> list[Update]:
+    def _distribute(self, name: str, updates: Sequence[Sequence[Row]], **header: float) -> list[Update]:
         """Send every worker rank its micro-batches; rank 0's own come back."""
         parts = self.partition(updates)
         if self._ranks.size > 1:
@@ -179,6 +184,7 @@ def work(parts: RankParts) -> None:
 def _carry_out(parts: RankParts, header: Mapping[str, Any], tensors: Sequence[Tensors]) -> None:
     match header["do"]:
         case "step":
+            parts.step.machine.learn_at(header["learning_rate"])
             parts.step.train(_updates(header, tensors), header["step"])
         case "rehearse":
             parts.step.rehearse(_updates(header, tensors), header["step"])

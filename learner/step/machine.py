@@ -90,6 +90,11 @@ class Machine(ABC):
         """[N]: log-probabilities under the frozen reference, or None without one."""
         return None if self._reference is None else self._reference(batch)[0]
 
+    def learn_at(self, rate: float) -> None:
+        """From the next update on `learner.learning_rate` is this."""
+        if rate != self.config.learning_rate:
+            self.config = self.config.model_copy(update={"learning_rate": rate})
+
     @abstractmethod
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""

@@ -35,7 +35,7 @@ def make(job: dict[str, Any], ranks: Ranks | None) -> RankParts:
 
 def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `rehearse` two that
-    are not made before each; a `pause` after that one until there is a file `go`), save."""
+    are not made before each; at some with other `rates`; a `pause` after that one until there is a file `go`), save."""
     out.mkdir()
     if "load" in job:
         backend.load(Path(job["load"]))
@@ -44,6 +44,8 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     reports = []
     for step in range(first, last):
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
+        if (rate := job.get("rates", {}).get(str(step))) is not None:
+            backend.learn_at(rate)
         if job.get("rehearse"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
                 backend.rehearse(split_updates(make_rows(GROUPS, values, 512), 2), step)

@@ -147,6 +147,21 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "exact = true fixes it",
         {"data.exact": False},
     ),
+    "a target beside an exact one": (
+        {"guard.target": 1, "data.exact": True},
+        r"guard\.target = 1 aims at a staleness, and queue\.exact = true fixes it\. Set guard\.target = 'none'",
+        {"guard.target": None},
+    ),
+    "a target beyond the bound": (
+        {"guard.target": 9},
+        r"guard\.target = 9 is not between .* queue\.max_staleness = 2, the bound; nearest: 2",
+        {"guard.target": 2},
+    ),
+    "a guard without room below its target": (
+        {"guard.enabled": True, "guard.target": 0},
+        r"no room below guard\.target = 0, .* Set guard\.target = 1 or more, or guard\.enabled = false",
+        {"guard.target": 1},
+    ),
     "a guard without room": (
         {"guard.enabled": True, "data.lowest_staleness": 2},
         "no room below queue.max_staleness = 2.*= 3 or more",

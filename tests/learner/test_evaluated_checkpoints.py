@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.checkpoint.evaluated import best_step, link_best, needed
+from async_rlhf.learner.checkpoint.evaluated import Cadence, best_step, link_best, needed
 from async_rlhf.learner.checkpoint.store import Checkpoints
 
 
@@ -26,7 +26,7 @@ def write(file: Path, *rewards: tuple[int, float | None]) -> list[dict[str, Any]
 
 
 def test_retention_removes_neither_the_best_nor_what_waits_for_its_evaluation(tmp_path: Path, evaluations: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, needed=lambda: needed(evaluations, 2))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, needed=lambda: needed(evaluations, Cadence([(1, 2)]).is_due))
     for step in (1, 2, 3, 4):
         checkpoints.save(step, lambda directory: None, {})
     assert [path.name for path in checkpoints.all()] == ["step_000002", "step_000004"]
@@ -58,3 +58,9 @@ def test_what_becomes_the_best_later_was_kept_at_every_moment_before(rewards: li
     judged = {record["step"] for record in records[:now]}
     later = best_step(records)
     assert later is None or later not in judged or later == best_step(records[:now])
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([None, 0, 1, 3, 7])), max_size=4), st.integers(0, 30))
+def test_a_cadence_lists_exactly_the_steps_that_are_due(changed: list[tuple[int, int | None]], last: int) -> None:
+    cadence = Cadence([(1, 5), *sorted(changed, key=lambda part: part[0])])
+    assert cadence.steps(last) == [step for step in range(last + 1) if cadence.is_due(step)]

@@ -38,6 +38,7 @@ SPLIT = ("llama", "qwen3", "llama-tied")
 CLIPPED = {"max_grad_norm": 1.0}
 # With a reference: held by every rank, and shared out.
 REFERENCE = {"updates": {}, "updates-zero-3": ZERO["zero-3"], "updates-tensor": ZERO["zero-3"] | TENSOR}
+RATES = {"1": 1e-2}  # from the second step on
 LORA = {"lora": {"rank": 2, "alpha": 4.0}}
 # Sums in another order: far below what one step of AdamW moves a weight by (1e-3).
 WEIGHTS, MOMENTS = 1e-6, 1e-6
@@ -81,6 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, own in {
         "two": {"steps": 2},
         "three": {"steps": 3},
+        "rates": {"steps": 3, "rates": RATES},
         "updates": {"steps": 2, "updates": 2, "reference": True},
         "lora": {"steps": 2, "settings": LORA},
         "lora-three": {"steps": 3, "settings": LORA},
@@ -97,6 +99,7 @@ def together(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = str(alone / "model")
     plan = [
         {"name": "torch", "model": model, "steps": 2, "rehearse": True},
+        {"name": "rates", "model": model, "steps": 3, "rates": RATES},
         *(
             {"name": name, "model": model, "steps": 2, "updates": 2, "reference": True, "settings": settings}
             for name, settings in REFERENCE.items()
@@ -209,6 +212,12 @@ def test_two_ranks_make_the_steps_of_one(alone: Path, together: Path, name: str)
     assert ours["observed"].keys() == theirs["observed"].keys()
     for member, logps in theirs["observed"].items():
         assert ours["observed"][member] == pytest.approx(logps, abs=1e-5)
+
+
+def test_another_learning_rate_reaches_every_rank_with_the_step_it_is_for(alone: Path, together: Path) -> None:
+    assert_same_state(together / "rates", alone / "rates", ODD)  # steps ten times as long
+    rates, usual = (np.array(report(alone / name)["canary"]) for name in ("rates", "three"))
+    assert np.abs(rates - usual).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["zero-2", "zero-3"])

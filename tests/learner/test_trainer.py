@@ -185,6 +185,7 @@ class Life:
         loss: LossConfig | None = None,
         max_staleness: int = 1,
         believing: Mapping[str, Any] | None = None,
+        changed: Callable[[TrainerConfig, Mapping[str, Any]], TrainerConfig] | None = None,
         composition: Composition | None = None,
         **learner: Any,
     ) -> None:
@@ -198,7 +199,9 @@ class Life:
             config, loss, checkpoint, max_steps, max_staleness, composition or Composition(), max_failed_ratio,
             sampled_groups=1, **(believing or {}),
         )  # fmt: skip
-        self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, whole)
+        self.trainer = Trainer(
+            cast(LearnerClient, hub), self.backend, directory, whole, changed and (lambda values: changed(whole, values))
+        )
 
     @property
     def weights(self) -> dict[str, bytes]:

@@ -1,0 +1,186 @@
+"""What may be changed in a run without a restart, and what a run has become by it.
+
+A request is checked by the rules of the configuration, as it is with all changes before, and written into the ledger of changes
+(`learner.loop.changes`), of a live run or one that stands still; the learner decides from which step on it holds. The
+configuration of a run is `config.toml` with these changes. Evaluations go on being judged by the reward weights of
+`config.toml`, so that all lines of `evaluations.jsonl` can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.learner.checkpoint.evaluated import Cadence
+from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
+from async_rlhf.learner.loop.recording import Recording
+from async_rlhf.run.config import Config, changed, dotted, override
+from async_rlhf.run.config_keys import settings
+from async_rlhf.run.run_data import RunData
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import reward_specs
+
+LIVE = (
+    "learner.learning_rate",
+    "guard.target",
+    "guard.max_kl",
+    "guard.min_entropy",
+    "guard.min_reward",
+    "guard.max_diverged_steps",
+    "evaluation.every",
+    "checkpoint.save_every",
+    "checkpoint.keep_last",
+    "checkpoint.keep_every",
+)
+"""The keys that may change; and the weight of each reward."""
+_WEIGHTS = "rewards.weights."
+
+
+def effective(run: RunDir) -> Config:
+    """The configuration with which a run goes on, changes that wait included. Raises ConfigError, DamagedError."""
+    return changed(run.config(), Ledger(run.path).read().asked())
+
+
+def present(run: RunDir) -> dict[str, Any]:
+    """The keys that may change in this run, with the values it goes on with. Raises ConfigError, DamagedError."""
+    config = effective(run)
+    names = dict.fromkeys(config.rewards.weights)
+    with suppress(ConfigError):  # rewards that cannot be loaded from here
+        names = dict.fromkeys(spec.name for spec in reward_specs(config))
+    return {key: _value(config, key) for key in (*LIVE, *(f"{_WEIGHTS}{name}" for name in names))}
+
+
+def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
+    """Ask the run to go on with these values, by dotted key; None when it does already.
+
+    Raises ConfigError for a key that may not change and a value that may not be, and when the run has ended for good;
+    DamagedError.
+    """
+    given = dotted(values)
+    before = run.config()
+    for key in given:
+        _check_key(key, before)
+    end = run.end()
+    if end is not None and end.finished:
+        raise ConfigError(
+            f"{str(run.path)!r} has ended for good ({end.reason}): no step follows that could change. Give it more first: "
+            "--resume --set max_steps=N"
+        )
+    ledger = Ledger(run.path)
+    while True:
+        history = ledger.read()
+        asked = _request(run, changed(before, history.asked()), given, history.last_number + 1)
+        if asked is None:
+            return None
+        try:
+            found = ledger.append(partial(_unless_it_grew, history, asked))
+        except OSError as error:
+            raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+        for change in found.changes:
+            if (change.number, change.asked_at) == (asked.number, asked.time):
+                return change
+
+
+def _unless_it_grew(known: History, line: Line, found: History) -> list[Line]:
+    return [line] if found == known else []
+
+
+def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> Asked | None:
+    """The line that asks a run of this configuration for these values; None where it has them. Raises ConfigError."""
+    new = override(config, given)
+    if any(key.startswith(_WEIGHTS) for key in given):
+        new.rewards.composition.check(spec.name for spec in reward_specs(new))
+    _check_evaluation(run, config, new)
+    pairs = {key: (_value(config, key), _value(new, key)) for key in given}
+    values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
+    return Asked(number=number, values=values) if values else None
+
+
+def undo(run: RunDir, after: int) -> None:
+    """The run has gone back to the checkpoint of this step: what was applied to later steps is forgotten, what waits holds from
+    the next step on. The records of later steps go too, for no such step counts as made. Raises ConfigError, DamagedError."""
+    try:
+        Recording(run.path).begin(after)
+        if Ledger(run.path).path.exists():
+            Ledger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
+    except OSError as error:
+        raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+
+
+def inherit(run: RunDir, source: RunDir, config: Config) -> None:
+    """A run that learns again from the batches of another is changed where that was, but for the keys in which `config` is
+    another. Raises ConfigError, DamagedError, OSError."""
+    before, lines = source.config(), list[Line]()
+    for change in Ledger(source.path).read().changes:
+        kept = {key: pair for key, pair in change.values.items() if _value(config, key) == _value(before, key)}
+        if kept and change.step is not None:
+            lines += [Asked(number=change.number, values=kept), Applied(number=change.number, step=change.step)]
+    if lines:
+        Ledger(run.path).append(lambda history: lines)
+
+
+def check_resumed(run: RunDir, config: Config) -> None:
+    """A key that was changed while the run went on is changed in the same way again. Raises ConfigError, DamagedError."""
+    before = run.config()
+    for change in Ledger(run.path).read().changes:
+        for key in change.values:
+            if (given := _value(config, key)) != _value(before, key):
+                raise ConfigError(
+                    f"{key} = {given!r}: it was changed while the run went on ({described(change)}). Change it by async-rlhf "
+                    f"set {run.path} {key}={given}, and resume without it"
+                )
+
+
+def cadence(run: RunDir, config: Config) -> Cadence:
+    """Which steps are evaluated. Raises DamagedError."""
+    return Cadence(Ledger(run.path).read().course("evaluation.every", config.evaluation.every))
+
+
+def changed_at(run: RunDir) -> list[int]:
+    """The steps from which on something was changed. Raises DamagedError."""
+    return sorted({change.step for change in Ledger(run.path).read().changes if change.step is not None})
+
+
+def changes(run: RunDir) -> list[str]:
+    """What was changed, in lines for a person. Raises DamagedError."""
+    return [described(change) for change in Ledger(run.path).read().changes]
+
+
+def _check_key(key: str, config: Config) -> None:
+    if key in LIVE:
+        return
+    if not key.startswith(_WEIGHTS):
+        known = {setting.key for setting in settings(Config)}
+        what = f"{key} may not change in a run that has begun" if key in known else f"unknown key {key!r}"
+        near = did_you_mean(key, [*LIVE, f"{_WEIGHTS}NAME"])
+        raise ConfigError(f"{what}; {near}")
+    if config.advantage.constant_groups == "refill":
+        raise ConfigError(
+            f"{key} may not change with advantage.constant_groups = 'refill': actors say by these weights which groups are "
+            "constant"
+        )
+
+
+def _check_evaluation(run: RunDir, before: Config, config: Config) -> None:
+    """What a run is given for evaluations when it starts it has not where it was to make none."""
+    every = config.evaluation.every
+    if not every or before.evaluation.every:
+        return
+    if config.evaluation.source is None and not RunData(run.path, config.data).rows[1]:
+        raise ConfigError(f"evaluation.every = {every}, and the run keeps no held-out prompts (data.held_out = 0)")
+    if config.engine.device != "cpu":
+        raise ConfigError(
+            f"evaluation.every = {every}: evaluations beside training need devices of their own, which are given out at "
+            f"the start of a run. Stop it, and give --resume --set evaluation.every={every}"
+        )
+
+
+def _value(config: Config, key: str) -> Any:
+    """As JSON has it."""
+    if key.startswith(_WEIGHTS):
+        return config.rewards.weights.get(key.removeprefix(_WEIGHTS), 1.0)
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

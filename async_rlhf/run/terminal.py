@@ -1,0 +1,65 @@
+"""What a run needs of a terminal is nothing: it may be closed, or its reader may end, and the run goes on.
+
+The kernel then sends SIGHUP, which would end a program, and refuses what is written (EIO; EPIPE where it was a pipe).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+_GONE = (errno.EIO, errno.EPIPE)
+
+
+@contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Within the block the terminal's end ends neither this process nor those it starts. Only the main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Lasting:
+    """A stream of this process that leads nowhere once its other end is gone; so do then standard output and standard error,
+    where they lead to the same end."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _leave(self, error: OSError) -> None:
+        if error.errno not in _GONE:
+            raise error
+        own = os.fstat(self._stream.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in {self._stream.fileno(), 1, 2}:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), own):
+                    os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -1,0 +1,260 @@
+"""The ledger of changes: what an operator changes in a run that goes on, and from which step on it holds.
+
+`changes.jsonl` in the run directory, one object a line, only ever appended to:
+
+    asked    number, values {key: [old, new]}   the operator: `async-rlhf set`
+    applied  number, step                       the learner: this step and all after it are made with the new values
+    reached  step                               a learner that begins again: so far its past lives have come
+    undone   step                               the run goes back: what was applied to steps after this one is forgotten
+
+    owns        the file, while it holds its lock (flock): who appends reads first, so that numbers and steps are in order
+    waits for   another process that appends, which does nothing else meanwhile; the learner waits for none and tries again at
+                the next border
+    on close    what was appended is durable; the beginning of a line that a power failure left is cut off by the next
+
+A step that may have been made already is always made again with the values it had: versions that came of it may have made
+groups which are still queued. So `applied` is durable before its step begins, and a learner that begins again applies what it
+finds waiting behind all steps that its past lives recorded, and one more, which they may have made without recording it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import DISK
+
+_log = logging.getLogger(__name__)
+_MAX_BYTES = 16 << 20
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+    time: float = Field(default_factory=time.time)
+
+
+class Asked(_Line):
+    """values: old and new one by dotted key of the configuration. Numbers count from 1."""
+
+    kind: Literal["asked"] = "asked"
+    number: Count
+    values: dict[str, tuple[Any, Any]]
+
+
+class Applied(_Line):
+    """step: the first that is made with it, counted from 1."""
+
+    kind: Literal["applied"] = "applied"
+    number: Count
+    step: Count
+
+
+class Reached(_Line):
+    """step: the highest that the learner's past lives recorded."""
+
+    kind: Literal["reached"] = "reached"
+    step: Count
+
+
+class Undone(_Line):
+    """step: the last that still counts."""
+
+    kind: Literal["undone"] = "undone"
+    step: Count
+
+
+Line = Asked | Applied | Reached | Undone
+_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was asked for, and the first step that is made with it; None while it waits."""
+
+    number: int
+    values: Mapping[str, tuple[Any, Any]]
+    asked_at: float
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """What the lines of a ledger come to: the changes that count, in the order of their numbers, all numbers that were given,
+    and how far the learner's past lives came."""
+
+    changes: tuple[Change, ...] = ()
+    last_number: int = 0
+    reached: int = 0
+
+    def then(self, line: Line) -> History:
+        match line:
+            case Asked():
+                change = Change(line.number, line.values, line.time)
+                return replace(self, changes=(*self.changes, change), last_number=max(self.last_number, line.number))
+            case Applied():
+                applied = (replace(each, step=line.step) if each.number == line.number else each for each in self.changes)
+                return replace(self, changes=tuple(applied))
+            case Reached():
+                return replace(self, reached=max(self.reached, line.step))
+            case Undone():
+                left = tuple(each for each in self.changes if each.step is None or each.step <= line.step)
+                return replace(self, changes=left, reached=min(self.reached, line.step))
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> History:
+        history = cls()
+        for line in lines:
+            history = history.then(line)
+        return history
+
+    def in_force(self, step: int) -> dict[str, Any]:
+        """The changed values with which `step` is made."""
+        return _values(each for each in self.changes if each.step is not None and each.step <= step)
+
+    def asked(self) -> dict[str, Any]:
+        """The changed values with which the run goes on, those that wait included."""
+        return _values(self.changes)
+
+    def course(self, key: str, first: Any) -> list[tuple[int, Any]]:
+        """From which step on the key has which value; `first` is that of step 1."""
+        found = [(each.step, each.values[key][1]) for each in self.changes if each.step is not None and key in each.values]
+        return [(1, first), *found]
+
+    def apply(self, step: int) -> list[Line]:
+        """Lines by which all that waits is applied from this step on."""
+        return [Applied(number=each.number, step=step) for each in self.changes if each.step is None]
+
+
+def _values(changes: Iterable[Change]) -> dict[str, Any]:
+    return {key: new for change in changes for key, (_, new) in change.values.items()}
+
+
+class Ledger:
+    """The file. Raises DamagedError for what is no regular file of bounded size, and for a line that is none of its own: a step
+    made without it would be another step."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "changes.jsonl"
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Another one after every change of the file."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_size, found.st_mtime_ns
+
+    def read(self) -> History:
+        try:
+            with self._open(os.O_RDONLY) as file:
+                return self._history(file.read())
+        except FileNotFoundError:
+            return History()
+
+    def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
+        """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
+        OSError, BlockingIOError without `wait`; nothing is added then."""
+        with self._open(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = file.read()
+            history, end = self._history(data), data.rfind(b"\n") + 1
+            if not (lines := decide(history)):
+                return history
+            try:
+                if end < len(data):
+                    os.truncate(self.path, end)
+                file.write("".join(f"{line.model_dump_json()}\n" for line in lines).encode())
+                DISK.sync(file)
+                DISK.sync_path(self.path.parent)
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(self.path, end)
+                raise
+        for line in lines:
+            history = history.then(line)
+        return history
+
+    def _open(self, flags: int) -> IO[bytes]:
+        """Unbuffered, at its beginning; never waits for the other end of a pipe."""
+        descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+            os.close(descriptor)
+            raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
+        return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+
+    def _history(self, data: bytes) -> History:
+        whole = data[: data.rfind(b"\n") + 1].splitlines()
+        try:
+            return History.of(_LINE.validate_json(line) for line in whole)
+        except ValidationError as error:
+            raise DamagedError(f"{self.path} is damaged: {error.errors()[0]['msg']}; restore it from a copy") from error
+
+
+class LiveChanges:
+    """The ledger as the learner sees it. step: of its checkpoint. reached: the highest step in the metrics, before they are cut
+    to that. Raises OSError and DamagedError where it begins; later it goes on with what it knows."""
+
+    def __init__(self, run: Path, step: int, reached: int) -> None:
+        self._ledger = Ledger(run)
+        self._history = self._ledger.read()
+        self._reached = max(step, reached, self._history.reached)
+        self._seen: tuple[int, int] | None = (0, 0)
+        self._complained = False
+        if self._reached > max(step, self._history.reached):
+            self._seen = None  # it says so at once, or with the first step
+            self._append(self._begun)
+
+    def at(self, step: int) -> Mapping[str, Any]:
+        """The changed values with which `step` is made, which is about to begin. What waits is applied first. Where the ledger
+        cannot be written (a full disk), it goes on waiting."""
+        if (stamp := self._ledger.stamp) != self._seen and self._append(
+            lambda history: [*self._begun(history), *history.apply(max(step, self._reached + 2))]
+        ):
+            self._seen = stamp
+        return self._history.in_force(step)
+
+    def num_in_force(self, step: int) -> int:
+        """Changes with which `step` is made."""
+        return sum(change.step is not None and change.step <= step for change in self._history.changes)
+
+    def course(self, key: str, first: Any) -> list[tuple[int, Any]]:
+        """See `History.course`."""
+        return self._history.course(key, first)
+
+    def _begun(self, history: History) -> list[Line]:
+        return [Reached(step=self._reached)] if self._seen is None and self._reached > history.reached else []
+
+    def _append(self, decide: Callable[[History], Sequence[Line]]) -> bool:
+        """Whether it was done."""
+        try:
+            self._history = self._ledger.append(decide, wait=False)
+        except BlockingIOError:
+            return False
+        except (OSError, DamagedError) as error:
+            if not self._complained:
+                _log.error("nothing of the run changes as long as this lasts: %s", error)
+            self._complained = True
+            return False
+        self._complained = False
+        return True
+
+
+def described(change: Change) -> str:
+    """In a line, as a person reads it."""
+    what = ", ".join(f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in change.values.items())
+    return f"{what}, {'waits for the next step' if change.step is None else f'from step {change.step} on'}"

@@ -1,0 +1,76 @@
+"""A terminal that is closed, and a reader that ends, do not end what is shown there: a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, wait_for
+
+PROGRAM = """
+import pathlib, signal, sys
+from async_rlhf.run.daemon import on_signals
+from async_rlhf.run.display import Display
+
+begun, closed, ended = map(pathlib.Path, sys.argv[1:])
+record = dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0)
+asked = []
+with on_signals(lambda *_: asked.append(1)), Display() as display:
+    display.event("it has begun")
+    begun.touch()
+    while not closed.exists():
+        pass
+    for step in range(1, 200):
+        display.step({**record, "step": step}, 200)
+        display.event("x" * 1000)
+print("y" * 100_000, flush=True)
+print("it has ended", file=sys.stderr, flush=True)
+ended.write_text(f"{asked}")
+"""
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_a_display_whose_other_end_is_gone_goes_on_in_silence(tmp_path: Path, kind: str) -> None:
+    files = [tmp_path / name for name in ("begun", "closed", "ended")]
+    master, slave = pty.openpty() if kind == "terminal" else os.pipe()
+    started = subprocess.Popen(
+        [sys.executable, "-c", leading(PROGRAM) if kind == "terminal" else PROGRAM, *map(str, files)],
+        cwd=REPOSITORY,
+        stdin=slave if kind == "terminal" else subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    try:
+        os.close(slave)
+        wait_for(files[0].exists, "its beginning")
+        assert b"it has begun" in os.read(master, 1 << 16)
+        os.close(master)  # the kernel sends SIGHUP to the leader of the session, and refuses what is written
+        files[1].touch()
+        assert started.wait(60) == 0
+    finally:
+        started.kill()
+        started.wait()
+    assert files[2].read_text() == "[]"
+
+
+def leading(program: str) -> str:
+    """As a shell starts it: the terminal of its input is that of its session."""
+    return f"import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{program}"
+
+
+def test_without_that_the_end_of_the_terminal_is_the_end(tmp_path: Path) -> None:
+    """What is tested above is something."""
+    master, slave = pty.openpty()
+    program = leading("import sys, time\nprint('it has begun', flush=True)\ntime.sleep(600)")
+    started = subprocess.Popen([sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    os.close(slave)
+    assert b"it has begun" in os.read(master, 1 << 16)
+    os.close(master)
+    assert started.wait(60) == -signal.SIGHUP
