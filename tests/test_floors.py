@@ -54,7 +54,13 @@ ROOMS = {
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking.py",),
     "wandb": ("async_rlhf/run/tracking.py",),
-    "subprocess": ("async_rlhf/launch/", "async_rlhf/run/run_dir.py", "learner/model/gguf.py", "experiments/"),
+    "subprocess": (
+        "async_rlhf/launch/",
+        "async_rlhf/run/manifest.py",
+        "async_rlhf/serve/daemon.py",
+        "learner/model/gguf.py",
+        "experiments/",
+    ),
 }
 FORBIDDEN = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle")
 
