@@ -94,7 +94,7 @@ class Daemon:
                 self._queue.keep(entry)
                 if not entry.is_active:
                     self._children.pop(entry.number, None)
-            if entry.state != old.state:
+            if entry.state != old.state or entry.number in made.start:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
         for entry in made.entries:
             if entry.number in made.tell or (self._signals > 1 and entry.is_active):
