@@ -61,4 +61,4 @@ def test_two_runs_finish_in_order_though_daemon_run_and_all_of_it_are_killed(
     assert daemon.finish() == (0, "first: running\nfirst: finished\nsecond: running\nsecond: finished\n")
     assert_whole(first, num_steps)
     assert_whole(second, 1)
-    assert (queue.folder(queue.find("first")) / "log").read_text().count("starting the processes") == 3
+    assert (queue.folder(queue.find("first")) / "log").read_text().count("drained; --resume continues") == 1
