@@ -7,7 +7,6 @@ lies in. To be kept as it is: a change that cannot read it raises `oldest` in `a
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,17 +28,12 @@ from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError
 from async_rlhf.run.config import override
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-
-SAMPLE = Path(__file__).parent / "run-1"
+from tests.formats.sample import SAMPLE, copied
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A copy of the sample."""
-    copy = shutil.copytree(SAMPLE, tmp_path / "run-1", symlinks=True)
-    config = copy / "config.toml"
-    config.write_text(config.read_text().replace("@HERE@", str(tmp_path)))
-    return RunDir.existing(copy)
+    return copied(tmp_path)
 
 
 def content(run: RunDir) -> dict[str, bytes]:
