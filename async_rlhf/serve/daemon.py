@@ -3,7 +3,7 @@
 owns        the lock of the queue's directory; the processes that it started, each in a session and with a log of its own
 waits for   nothing: looks round once a second
 woken by    signals: the first drains what runs, which goes on when a daemon is back; the second forces it to end
-on close    runs have ended, by their own account; one that is killed leaves them alive, and the next one finds them
+on close    runs have ended, by their own account; a daemon that is killed, or forced while its disk is full, leaves them alive
 
 who dies    what happens
 run         it is started again with --resume, unless an error of its own ended it (`turns`)
@@ -17,7 +17,6 @@ ended: so none is started twice, from its first moment on, when it does not hold
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,9 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, FormatError
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
 from async_rlhf.launch.exit_codes import ending
-from async_rlhf.launch.run_lock import RunLock, signal_holder
+from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.daemon import on_signals
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
@@ -59,6 +58,7 @@ class Daemon:
         lock = self._queue.take()
         try:
             with on_signals(self._count):
+                self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
                     time.sleep(_LOOK_S)
         finally:
@@ -78,7 +78,7 @@ class Daemon:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 self._say(f"cannot go on, and tries again: {error}")
-            return True
+            return self._signals < 2
         self._complaint = ""
         return active or not self._signals
 
@@ -89,7 +89,7 @@ class Daemon:
         made = plan(before, seen, at_once=self._at_once, closing=self._signals > 0)
         for old, entry in zip(before, made.entries, strict=True):
             if entry.number in made.start:
-                self._start(entry)
+                entry = self._started(entry)
             elif entry != old:
                 self._queue.keep(entry)
                 if not entry.is_active:
@@ -98,7 +98,7 @@ class Daemon:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
         for entry in made.entries:
             if entry.number in made.tell or (self._signals > 1 and entry.is_active):
-                self._tell(entry)
+                self._queue.tell(entry)
         return any(entry.is_active for entry in made.entries)
 
     def _seen(self, entry: Entry) -> Seen:
@@ -111,7 +111,7 @@ class Daemon:
             ended = Ended(failed=_last_words(self._queue.folder(entry) / "log") or ending(code, ""))
         return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
 
-    def _start(self, entry: Entry) -> None:
+    def _started(self, entry: Entry) -> Entry:
         """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
         run, folder = self._queue.run(entry), self._queue.folder(entry)
         command = [sys.executable, "-m", "async_rlhf", "train", str(folder / "config.toml")]
@@ -125,18 +125,11 @@ class Daemon:
                 self._queue.keep(replace(entry, steps=self._queue.steps(entry)))
                 self._children[entry.number] = _begun(command, entry.cwd or str(self._queue.path), log, lock)
         except (FormatError, DamagedError, _CannotBegin) as error:
-            self._queue.keep(replace(entry, state="failed", reason=str(error)))
-            self._say(f"{entry.name}: failed ({error})")
+            entry = replace(entry, state="failed", reason=str(error))
+            self._queue.keep(entry)
         finally:
             lock.release()  # the process that was started holds it
-
-    def _tell(self, entry: Entry) -> None:
-        """Ask a run to drain; one that does not hold its directory yet is asked at the next look."""
-        try:
-            signal_holder(self._queue.run(entry).lock_file, signal.SIGTERM)
-        except ConfigError:
-            return
-        self._queue.keep(replace(entry, told=True))
+        return entry
 
 
 def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> subprocess.Popen[bytes]:

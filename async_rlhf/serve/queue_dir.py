@@ -15,21 +15,22 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError, did_you_mean
-from async_rlhf.buffers.files import lock_directory, write_whole
+from async_rlhf.buffers.files import DISK, lock_directory, write_whole
 from async_rlhf.buffers.formats import QUEUE
 from async_rlhf.launch.exit_codes import INTERRUPTED
-from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held
+from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.config import Config, dump
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import highest_step, read_last_lines, read_object, read_small
@@ -87,6 +88,7 @@ class QueueDir:
                 write_whole(made / "config.toml", dump(config))
                 self._write(made, entry)
                 made.rename(self.folder(entry))
+                DISK.sync_path(self._queue)
             except OSError as error:
                 shutil.rmtree(made, ignore_errors=True)
                 raise ConfigError(f"{config.name!r} cannot be queued in {str(self.path)!r}: {error}") from error
@@ -105,6 +107,8 @@ class QueueDir:
                 )
             try:
                 self.keep(changed)
+                if what == "stop" and changed.is_active and not changed.told and self.daemon() is None:
+                    self.tell(changed)
             except OSError as error:
                 raise ConfigError(f"{what} {name!r}: {error}") from error
         return changed
@@ -132,6 +136,12 @@ class QueueDir:
     def keep(self, entry: Entry) -> None:
         """Replace what is known of an entry. Raises OSError; it is then as it was."""
         self._write(self.folder(entry), entry)
+
+    def tell(self, entry: Entry) -> None:
+        """Ask the run of an entry to drain; one that does not hold its directory yet is asked later. Raises OSError."""
+        with suppress(ConfigError):
+            signal_holder(self.run(entry).lock_file, signal.SIGTERM)
+            self.keep(replace(entry, told=True))
 
     def folder(self, entry: Entry) -> Path:
         return self._queue / f"{entry.number:06d}-{entry.name}"
@@ -214,11 +224,13 @@ class QueueDir:
     def _read(folder: Path, number: int, name: str) -> Entry:
         try:
             fields: dict[str, Any] = read_object(folder / "state.json")
+            if "state" not in fields:
+                raise DamagedError(f"{folder / 'state.json'} is missing, or says nothing of it")
             QUEUE.check(fields.pop("format", 1), folder)
             return _ENTRIES.validate_python({**fields, "number": number, "name": name})
         except (DamagedError, ValidationError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            return Entry(number, name, "failed", f"its state.json cannot be read: {reason}")
+            return Entry(number, name, "failed", f"its state cannot be read: {reason}")
 
 
 def _way(what: Request, entry: Entry, queue: QueueDir) -> str:
@@ -227,4 +239,6 @@ def _way(what: Request, entry: Entry, queue: QueueDir) -> str:
         return f"; stop it first: async-rlhf stop {queue.path} {entry.name}"
     if what == "resume" and entry.state == "finished":
         return f"; go on from its model with async-rlhf fork {queue.runs / entry.name} --name NEW"
+    if what == "stop" and entry.state == "stopping":
+        return f"; to force it to end: async-rlhf stop {queue.runs / entry.name}"
     return ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -183,9 +185,12 @@ def test_a_full_disk_refuses_a_submission_leaves_nothing_of_it_and_starts_nothin
 def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued: Queued) -> None:
     damaged = queued("damaged")
     queued("good")
-    (queue.folder(damaged) / "state.json").write_text('{"state": "asleep"}')
+    for harm in ('{"state": "asleep"}', "{}", "torn"):
+        (queue.folder(damaged) / "state.json").write_text(harm)
+        assert states(queue) == {"damaged": "failed", "good": "waiting"}
+        assert "its state cannot be read: " in queue.find("damaged").reason
+    (queue.folder(damaged) / "state.json").unlink()
     assert states(queue) == {"damaged": "failed", "good": "waiting"}
-    assert "its state.json cannot be read: " in queue.find("damaged").reason
 
 
 def test_an_entry_of_a_newer_format_is_refused_by_commands_and_daemon_and_left_as_it_is(
@@ -208,6 +213,29 @@ def test_a_run_directory_of_a_newer_format_is_not_started(queue: QueueDir, queue
     said: list[str] = []
     Daemon(queue, say=said.append).look()
     assert queue.find("run").state == "failed" and "a run directory of format 99" in queue.find("run").reason
+
+
+def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopped_when_a_daemon_looks(
+    queue: QueueDir, queued: Queued, tmp_path: Path
+) -> None:
+    entry = queued("run", "running")
+    queue.run(entry).path.mkdir()
+    hold = (
+        "import sys, pathlib, async_rlhf.launch.run_lock as l; x = l.RunLock.take(pathlib.Path(sys.argv[1])); print(); input()"
+    )
+    command = [sys.executable, "-c", hold, str(queue.run(entry).lock_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
+        assert held.stdout is not None and held.stdout.readline() == b"\n"
+        assert queue.is_alive(entry)
+        code, output = invoke("cancel", queue.path, "run")
+        assert code == 3 and "stop it first" in output
+        assert invoke("stop", queue.path, "run") == (0, "run: stopping\n")
+        assert held.wait(60) == -signal.SIGTERM
+    assert queue.find("run").told
+    code, output = invoke("stop", queue.path, "run")
+    assert code == 3 and f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output
+    Daemon(queue, say=lambda line: None).look()
+    assert states(queue) == {"run": "stopped"}
 
 
 def test_the_folder_that_a_run_was_submitted_from_may_be_gone_and_the_run_says_so(
