@@ -25,6 +25,14 @@ from async_rlhf.serve.turns import Entry, State
 from tests.conftest import file_size_limit
 
 Queued = Callable[..., Entry]
+HOLD = """
+import sys
+from pathlib import Path
+from async_rlhf.launch.run_lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -220,10 +228,7 @@ def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopp
 ) -> None:
     entry = queued("run", "running")
     queue.run(entry).path.mkdir()
-    hold = (
-        "import sys, pathlib, async_rlhf.launch.run_lock as l; x = l.RunLock.take(pathlib.Path(sys.argv[1])); print(); input()"
-    )
-    command = [sys.executable, "-c", hold, str(queue.run(entry).lock_file)]
+    command = [sys.executable, "-c", HOLD, str(queue.run(entry).lock_file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
         assert held.stdout is not None and held.stdout.readline() == b"\n"
         assert queue.is_alive(entry)
