@@ -1,8 +1,9 @@
-"""The numbers of what lies on disk: this code reads up to its own, and refuses what a newer one has written by name.
+"""The numbers of what lies on disk: this code reads up to its own, and refuses what a newer one has written.
 
     what            number                                     lies in
     run directory   RUN: also of the small files in it         manifest.json
-    journal         JOURNAL: also of the groups in it          the STATE record that every segment begins with
+    journal         JOURNAL                                    the STATE record that every segment begins with
+    group in it     `protocol/packing.py`, _OLDEST_PUT         its first frame
     weight set      WEIGHTS                                    the head of its file
     checkpoint      `learner/checkpoint/store.py`, SCHEMA      state.json
     queue of runs   QUEUE                                      state.json of each of its runs
