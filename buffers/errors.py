@@ -2,6 +2,7 @@
 
     AsyncRLHFError
     ├── ConfigError          a setting that is wrong, impossible or would hang; raised before any process starts
+    │   └── FormatError      what another version has written, and this one does not read
     ├── RecordError          a rollout or group that breaks its own invariants; raised where it is made
     ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
     ├── DeadlineError        a named wait that ran out of time
@@ -32,6 +33,10 @@ class AsyncRLHFError(Exception):
 
 class ConfigError(AsyncRLHFError, ValueError):
     """A setting that is wrong, impossible, or would make the run hang."""
+
+
+class FormatError(ConfigError):
+    """Files of a format that this version does not read. Nothing was changed."""
 
 
 class RecordError(AsyncRLHFError, ValueError):

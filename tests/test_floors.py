@@ -57,7 +57,8 @@ ROOMS = {
     "subprocess": (
         "async_rlhf/launch/",
         "async_rlhf/run/hooks.py",
-        "async_rlhf/run/run_dir.py",
+        "async_rlhf/run/manifest.py",
+        "async_rlhf/serve/daemon.py",
         "learner/model/gguf.py",
         "experiments/",
     ),

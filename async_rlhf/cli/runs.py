@@ -45,16 +45,10 @@ def train(
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with errors():
-        from async_rlhf.run.api import run
-        from async_rlhf.run.terminal import outliving_terminal
-
         chosen = {"launch.kind": launcher, "launch.address": address}
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])
-        with outliving_terminal():
-            result = run(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
-        typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
-        typer.echo(f"model: {result.checkpoint}")
+        run_to_end(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
 
 
 @app.command()
@@ -158,10 +152,19 @@ def set_values(
 
 
 @app.command()
-def stop(run_dir: RunPath) -> None:
-    """Drain a live run: no new work, finish what has begun, checkpoint, exit 0."""
+def stop(
+    run_dir: RunPath,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Of a run, where RUN_DIR is that of a queue.")] = None,
+) -> None:
+    """Drain a live run: no new work, finish what has begun, checkpoint, exit 0. One of a queue stays so until it is resumed."""
     with errors():
         import signal
+
+        if name is not None:
+            from async_rlhf.serve.queue_dir import QueueDir
+
+            say(f"{name}: {QueueDir.existing(run_dir).request('stop', name).state}")
+            return
 
         from async_rlhf.launch.run_lock import signal_holder
         from async_rlhf.run.run_dir import RunDir
@@ -249,6 +252,17 @@ def sweep(
     """
     with errors():
         experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
+
+
+def run_to_end(config: Any, **how: Any) -> None:
+    """Run a checked configuration as `async_rlhf.run.api.run` does, and say how it ended. Raises what that raises."""
+    from async_rlhf.run.api import run
+    from async_rlhf.run.terminal import outliving_terminal
+
+    with outliving_terminal():
+        result = run(config, **how)
+    typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
+    typer.echo(f"model: {result.checkpoint}")
 
 
 def _ending(result: Any) -> str:

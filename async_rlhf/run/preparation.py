@@ -85,6 +85,17 @@ def prepare(
     return supervisor, directory
 
 
+def check_startable(config: Config) -> None:
+    """What `prepare` looks at, but for the run directory; no process is started. Raises ConfigError."""
+    config, connections = connect(as_rewards_want(_checked(config, None)[0]))
+    try:
+        hosts, _ = found_by(connections)
+        _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
+    finally:
+        if connections is not None:
+            connections.close()
+
+
 def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Placement:
     """The placement of a run that fits and can be started from here. hosts: that the launcher reaches. Raises ConfigError."""
     placement = placement_of(config, inventory)
@@ -170,8 +181,10 @@ def evaluate(config: Config, model: str | Path, progress: Progress | None = None
 def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     """Those that are given, those that a run to continue began with, or those that the configuration names.
 
-    Raises ConfigError, also where a run to continue began with other rows than those that are given.
+    Raises ConfigError, also where there is no run to continue, or it began with other rows than those that are given.
     """
+    if resume:
+        RunDir.existing(config.run_dir)  # before anything of it is read
     kept = RunData(config.run_dir, config.data)
     if not (resume and kept.is_kept):
         return load_rows(config.data, data)

@@ -1,6 +1,6 @@
 """The run directory: who writes what where, and what a reader may expect of it.
 
-config.toml      the resolved configuration            manifest.json   versions, seed, sources, commit
+config.toml      the resolved configuration            manifest.json   format, versions, seed, sources, commit, origin
 run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second; then `ended`
 placement.json   the host and devices of each process
 data/            the rows of the run (`run_data`)
@@ -21,29 +21,26 @@ Small files are replaced whole: a full disk or a crash leaves the old one. `roll
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
-import subprocess
-import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
-from async_rlhf.buffers.files import content_digest, write_whole
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.formats import RUN
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
@@ -75,8 +72,6 @@ _MAY_CHANGE = (
         )
     ),
 )  # fmt: skip
-_PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
-_ROOMS = ("actors", "buffers", "launch", "learner", "run")
 
 
 class _Live(BaseModel):
@@ -111,7 +106,8 @@ class RunDir:
         self.tracked = path / "tracking.json"
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
-        self._config, self._run, self._placement = path / "config.toml", path / "run.json", path / "placement.json"
+        self._config, self._manifest = path / "config.toml", path / "manifest.json"
+        self._run, self._placement = path / "run.json", path / "placement.json"
 
     @property
     def launcher(self) -> Launcher:
@@ -138,10 +134,10 @@ class RunDir:
             made.append(run.lock_file)
             run.lock = RunLock.take(run.lock_file)
             run._check_new()
-            made += [run.path / "manifest.json", run._config]
+            made += [run._manifest, run._config]
             if rows is not None:
                 RunData(run.path, config.data).keep(rows, dropped, made)
-            write_whole(run.path / "manifest.json", json.dumps(_manifest(config), indent=1) + "\n")
+            write_whole(run._manifest, json.dumps(manifest(config), indent=1) + "\n")
             write_whole(run._config, dump(config))  # the last: what has it is a run
         except OSError as error:
             run._release()
@@ -158,6 +154,7 @@ class RunDir:
         try:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
+            run._keep_format()
             write_whole(run._config, dump(config))
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
@@ -173,11 +170,20 @@ class RunDir:
 
     @classmethod
     def existing(cls, path: str | Path, lock: RunLock | None = None) -> RunDir:
-        """A directory that holds a run; raises ConfigError for any other. lock: where this process holds or inherited it."""
+        """A directory that holds a run; raises ConfigError for any other, FormatError for one that another version has made.
+
+        lock: where this process holds or inherited it.
+        """
         run = cls(Path(path), lock)
-        if not run._config.exists():
+        if not run.exists:
             raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml)")
+        run._check_format()
         return run
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run has begun here."""
+        return self._config.exists()
 
     def config(self) -> Config:
         """Raises ConfigError, or DamagedError when the file is no TOML."""
@@ -233,6 +239,12 @@ class RunDir:
         except (DamagedError, ValidationError):
             return None
 
+    def forget_end(self) -> None:
+        """The run is to go on: what is read as its end from now on is the next one. Raises OSError, DamagedError."""
+        ledger = self.read_ledger()
+        if ledger.pop("ended", None) is not None:
+            write_whole(self.ledger, json.dumps(ledger, indent=1) + "\n")
+
     def withdraw(self) -> None:
         """Nothing listens any more."""
         self._run.unlink(missing_ok=True)
@@ -283,8 +295,10 @@ class RunDir:
 
     def _make_room(self, overwrite: bool) -> None:
         """Remove the run that is here, if it may be."""
-        if not self._config.exists():
+        if not self.exists:
             return
+        if not overwrite:
+            self._check_format()
         end = self.end()
         failed_to_start = end is not None and end.code != 0 and not self.metrics.exists()
         if not overwrite and not failed_to_start:
@@ -300,12 +314,28 @@ class RunDir:
             lock.release()
 
     def _check_new(self) -> None:
-        if self._config.exists():
+        if self.exists:
             self._release()
             raise ConfigError(
                 f"run directory {str(self.path)!r} exists. Continue it with --resume, remove it with --overwrite, or choose "
                 "another with --set name=NAME"
             )
+
+    def _check_format(self) -> None:
+        """Raises FormatError."""
+        RUN.check(self._read_manifest().get("format", 1), self.path)
+
+    def _keep_format(self) -> None:
+        """What is written from now on is of this format. Raises OSError."""
+        known = self._read_manifest()
+        if known.get("format") != RUN.newest:
+            write_whole(self._manifest, json.dumps({**known, "format": RUN.newest}, indent=1) + "\n")
+
+    def _read_manifest(self) -> dict[str, Any]:
+        """What has no readable manifest has no number, and is taken for one of the first format."""
+        with suppress(DamagedError):
+            return read_object(self._manifest)
+        return {}
 
     def _release(self) -> None:
         if self.lock is not None:
@@ -319,41 +349,3 @@ def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
             f"{path} is damaged: {lines.unreadable} lines are no JSON objects, the first is line {lines.first_unreadable}"
         )
     return lines.records
-
-
-def _manifest(config: Config) -> dict[str, Any]:
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "seed": config.seed,
-        "git_commit": _commit(),
-        "sources": _sources(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
-
-
-def _sources() -> str:
-    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
-    changes, and says too much of where only documents differ."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
-    lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
-    return xxhash.xxh3_128_hexdigest(lines.encode())[:12]
-
-
-def _commit() -> str | None:
-    """The commit of this code, where it is a checkout and there is git."""
-    here = Path(__file__).resolve().parent
-    with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-            stdin=subprocess.DEVNULL,
-        )
-        return found.stdout.strip() or None
-    return None

@@ -21,6 +21,9 @@ from async_rlhf.buffers.record import MAX_LOGPROB, Entry, Float32Array, Group, I
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32
+# The oldest protocol whose Put reads like today's: a journal keeps puts as they came, and hands them on after an upgrade. It is
+# raised with a change to Put, and `formats.JOURNAL.oldest` with it.
+_OLDEST_PUT = 8
 
 
 def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
@@ -217,8 +220,8 @@ def _wrong(header: GroupHeader, reason: str, detail: str) -> WireError:
 
 
 def decode_put(frames: Frames) -> Group:
-    """The group in the frames of a Put; raises WireError."""
-    _, put, arrays = decode(frames, max_frame_bytes=MAX_FRAME_BYTES)
+    """The group in the frames of a Put, which a journal may have kept since an older protocol; raises WireError."""
+    _, put, arrays = decode(frames, max_frame_bytes=MAX_FRAME_BYTES, oldest=_OLDEST_PUT)
     if not isinstance(put, Put):
         raise WireError(f"a batch holds a {put.type!r} where a put belongs")
     return unpack_group(put.group, arrays)

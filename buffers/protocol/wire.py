@@ -331,8 +331,8 @@ def encode(message: Message, arrays: Frames | None = None, request: int = 0) -> 
     return [header, *(arrays or [])]
 
 
-def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frames]:
-    """Request number, message, array frames.
+def decode(frames: Frames, *, max_frame_bytes: int, oldest: int = PROTOCOL) -> tuple[int, Message, Frames]:
+    """Request number, message, array frames. oldest: the protocol it may be of.
 
     Raises WireError with one of the reasons `oversized`, `malformed`, `protocol`, `unknown-type` and `field`.
     """
@@ -358,7 +358,7 @@ def decode(frames: Frames, *, max_frame_bytes: int) -> tuple[int, Message, Frame
     if not isinstance(envelope, list) or len(envelope) != 3 or not isinstance(envelope[1], int):
         raise WireError("a header that is no [protocol, request, message]")
     protocol, request, fields = envelope
-    if protocol != PROTOCOL:
+    if not isinstance(protocol, int) or not oldest <= protocol <= PROTOCOL:
         raise WireError(f"protocol {_shown(protocol).strip(chr(39))}; this side speaks {PROTOCOL}", "protocol", request)
     # What is compared with the known types must be shown in an error, which goes wrong for what is nested too deep.
     if not isinstance(fields, dict) or not isinstance(tag := fields.get("type"), str):

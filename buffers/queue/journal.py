@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_rlhf.buffers.config import Fsync
-from async_rlhf.buffers.errors import DamagedError, DiskFullError, JournalError
+from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, JournalError
 from async_rlhf.buffers.files import DISK, FULL, File, Files
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
@@ -68,8 +68,9 @@ class Replay:
 class Journal:
     """Owns the segment files. Waits only for the disk. On close: syncs and releases the lock.
 
-    Raises JournalError when the directory belongs to a running hub or holds a damaged record, and from every method when
-    the disk does not do what it should; of those DiskFullError can be waited out. `clock` counts `interval_s`.
+    Raises JournalError when the directory belongs to a running hub or holds a damaged record, FormatError when another version
+    has written it, and JournalError from every method when the disk does not do what it should; of those DiskFullError can be
+    waited out. `clock` counts `interval_s`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Journal:
         try:
             with self.disk():
                 self.replay = self._read()
-        except JournalError:
+        except (JournalError, FormatError):
             self._lock.close()
             raise
         self._state = segment.state_payload(self.replay.state)  # the newest

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.buffers.config import QueueConfig
-from async_rlhf.buffers.errors import JournalError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import packing
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -71,7 +70,8 @@ class ArchivedBatch:
 def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
     """Every batch whose groups are in the journal, by ascending step.
 
-    Raises JournalError for a damaged segment, and for a directory that holds no journal.
+    Raises JournalError for a damaged segment, and for a directory that holds no journal; WireError for groups of a protocol
+    that is not read any more.
     """
     waiting: dict[int, bytes] = {}
     for record in records(queue_dir):
@@ -79,7 +79,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
             waiting[record.number] = record.payload
         elif all(number in waiting for number in record.numbers):
             payloads = [waiting.pop(number) for number in sorted(record.numbers)]
-            yield ArchivedBatch(record.step, tuple(_group(payload) for payload in payloads))
+            yield ArchivedBatch(record.step, tuple(packing.decode_put(packing.from_bytes(payload)) for payload in payloads))
 
 
 def committed_step(queue_dir: Path) -> int:
@@ -92,10 +92,3 @@ def committed_step(queue_dir: Path) -> int:
         if state is not None:
             return state.committed_step
     return 0
-
-
-def _group(payload: bytes) -> Group:
-    _, message, arrays = wire.decode(packing.from_bytes(payload), max_frame_bytes=wire.MAX_FRAME_BYTES)
-    if not isinstance(message, wire.Put):
-        raise JournalError(f"a group's place in the journal holds a {message.type!r}")
-    return packing.unpack_group(message.group, arrays)

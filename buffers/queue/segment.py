@@ -6,7 +6,8 @@ A record is
 
 integers little endian. The payload of a PUT is a length (4 bytes), a MessagePack list [number, attempt, oldest version,
 newest version, tokens] of that length, and the group's bytes; of a TAKE the list [step, numbers]; of a STATE the fields of
-`ledger.QueueSnapshot`; of a MARK an offset (8 bytes): every byte of the segment before it was on disk when it was written.
+`ledger.QueueSnapshot` and the number of the format; of a MARK an offset (8 bytes): every byte of the segment before it was on
+disk when it was written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError, JournalError
+from async_rlhf.buffers.formats import JOURNAL
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
 
@@ -72,7 +74,7 @@ def take_payload(step: int, numbers: Sequence[int]) -> bytes:
 
 
 def state_payload(state: QueueSnapshot) -> bytes:
-    packed: bytes = msgpack.packb(asdict(state))
+    packed: bytes = msgpack.packb({"format": JOURNAL.newest, **asdict(state)})
     return packed
 
 
@@ -98,7 +100,10 @@ def is_whole(record: bytes) -> bool:
 
 
 def parse(data: bytes, at: int) -> tuple[Record, int] | None:
-    """The record at byte `at` and where the next one begins, or None when it is cut short or damaged."""
+    """The record at byte `at` and where the next one begins, or None when it is cut short or damaged.
+
+    Raises FormatError for a state of another format, which every segment begins with.
+    """
     if at + HEAD.size > len(data):
         return None
     kind, length, expected = HEAD.unpack_from(data, at)
@@ -156,4 +161,5 @@ def _record(kind: int, payload: bytes) -> Record:
     if kind == MARK:
         return Mark(*_OFFSET.unpack(payload))
     fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
+    JOURNAL.check(fields.pop("format", 1))
     return QueueSnapshot(**fields)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgpack
 
-from async_rlhf.buffers.errors import DamagedError, DiskFullError, WeightsError
+from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
 from async_rlhf.buffers.files import DISK, FULL, Files
+from async_rlhf.buffers.formats import WEIGHTS
 from async_rlhf.buffers.protocol.weight_messages import DeltaSpec, Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
@@ -112,7 +113,7 @@ class WeightStore:
 
 
 def _save(weights: WeightSet, path: Path, files: Files) -> None:
-    head = msgpack.packb(weights.manifest().model_dump(exclude={"place", "deltas"}))
+    head = msgpack.packb({"format": WEIGHTS.newest, **weights.manifest().model_dump(exclude={"place", "deltas"})})
     temporary = path.with_suffix(".tmp")
     try:
         file = files.create(temporary)
@@ -136,9 +137,13 @@ def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
     length = int.from_bytes(data[:8], "little")
     blob = memoryview(data)[8 + length :]
     try:
-        assembly = Assembly(Manifest.model_validate(msgpack.unpackb(data[8 : 8 + length])), make)
+        head = msgpack.unpackb(data[8 : 8 + length])
+        WEIGHTS.check(head.pop("format", 1), path)
+        assembly = Assembly(Manifest.model_validate(head), make)
         for index in range(len(assembly.missing)):
             assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
         return assembly.whole()
-    except (ValueError, msgpack.exceptions.UnpackException, WeightsError) as error:
+    except FormatError:
+        raise
+    except (ValueError, AttributeError, msgpack.exceptions.UnpackException, WeightsError) as error:
         raise DamagedError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error

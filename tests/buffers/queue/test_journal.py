@@ -20,7 +20,7 @@ from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
 
-SEGMENT_BYTES = 512
+SEGMENT_BYTES = 544
 MARK_BYTES = len(segment.mark(0))
 
 

@@ -1,0 +1,71 @@
+"""What a run directory says of how it was made: the format of its files, the code, the packages, the model it began with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rlhf.buffers.files import content_digest
+from async_rlhf.buffers.formats import RUN
+from async_rlhf.learner.checkpoint.store import complete, step_of
+from async_rlhf.run.config import Config
+
+_PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
+_ROOMS = ("actors", "buffers", "launch", "learner", "run")
+
+
+def manifest(config: Config) -> dict[str, Any]:
+    """What is written down when a run begins."""
+    return {
+        "format": RUN.newest,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seed": config.seed,
+        "origin": _origin(Path(config.model)),
+        "git_commit": _commit(),
+        "sources": _sources(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _origin(model: Path) -> dict[str, Any] | None:
+    """The run and the step whose checkpoint a run begins with, where it is one."""
+    checkpoint = model.resolve().parent
+    run = checkpoint.parent.parent
+    if not (run / "config.toml").exists() or checkpoint not in complete(checkpoint.parent):
+        return None
+    return {"run": str(run), "step": step_of(checkpoint)}
+
+
+def _sources() -> str:
+    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
+    changes, and says too much of where only documents differ."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
+    lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
+    return xxhash.xxh3_128_hexdigest(lines.encode())[:12]
+
+
+def _commit() -> str | None:
+    """The commit of this code, where it is a checkout and there is git."""
+    here = Path(__file__).resolve().parent
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+        )
+        return found.stdout.strip() or None
+    return None

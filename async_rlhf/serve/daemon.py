@@ -1,0 +1,160 @@
+"""The daemon of a machine: starts the runs of a queue one after the other, and sees how they end.
+
+owns        the lock of the queue's directory; the processes that it started, each in a session and with a log of its own
+waits for   nothing: looks round once a second
+woken by    signals: the first drains what runs, which goes on when a daemon is back; the second forces it to end
+on close    runs have ended, by their own account; a daemon that is killed, or forced while its disk is full, leaves them alive
+
+who dies    what happens
+run         it is started again with --resume, unless an error of its own ended it (`turns`)
+daemon      its runs go on; the next daemon sees them by their locks, and starts those that are gone with --resume
+machine     the same: nothing that holds a lock is left, so all that ran is started again
+
+A run is `python -m async_rlhf train CONFIG`, as by hand. Its process inherits the lock of its entry, and keeps it until it has
+ended: so none is started twice, from its first moment on, when it does not hold the lock of its run directory yet.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
+from async_rlhf.launch.exit_codes import ending
+from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.daemon import on_signals
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import printable
+from async_rlhf.serve.queue_dir import QueueDir
+from async_rlhf.serve.turns import Ended, Entry, Seen, plan
+
+_LOOK_S = 1.0
+_LAST_BYTES = 1 << 14
+_FATAL = "error: "  # what the command line begins a reason with
+
+
+class _CannotBegin(AsyncRLHFError):
+    """No process could be made for a run."""
+
+
+class Daemon:
+    """See the module docstring. at_once: runs at a time. say: is given a line for each thing that happens."""
+
+    def __init__(self, queue: QueueDir, *, at_once: int = 1, say: Callable[[str], object]) -> None:
+        self._queue, self._at_once, self._say = queue, at_once, say
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._signals = 0
+        self._complaint = ""
+
+    def run(self) -> None:
+        """Until a signal. Raises ConfigError when there is another daemon, FormatError for a queue of another version."""
+        lock = self._queue.take()
+        try:
+            with on_signals(self._count):
+                self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
+                while self.look():
+                    time.sleep(_LOOK_S)
+        finally:
+            lock.release()
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    def look(self) -> bool:
+        """Look at every run once, and do what is to be done; False when nothing is left to do for a daemon that ends."""
+        try:
+            with self._queue.alone():
+                active = self._turn()
+        except FormatError:
+            raise
+        except (OSError, AsyncRLHFError) as error:  # a full disk, an operator's command that hangs: tried again
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                self._say(f"cannot go on, and tries again: {error}")
+            return self._signals < 2
+        self._complaint = ""
+        return active or not self._signals
+
+    def _turn(self) -> bool:
+        """Raises OSError when what is to be done cannot be written down; it is not done then."""
+        before = self._queue.entries()
+        seen = {entry.number: self._seen(entry) for entry in before if entry.is_active}
+        made = plan(before, seen, at_once=self._at_once, closing=self._signals > 0)
+        for old, entry in zip(before, made.entries, strict=True):
+            if entry.number in made.start:
+                entry = self._started(entry)
+            elif entry != old:
+                self._queue.keep(entry)
+                if not entry.is_active:
+                    self._children.pop(entry.number, None)
+            if entry.state != old.state or entry.number in made.start:
+                self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
+        for entry in made.entries:
+            if entry.number in made.tell or (self._signals > 1 and entry.is_active):
+                self._queue.tell(entry)
+        return any(entry.is_active for entry in made.entries)
+
+    def _seen(self, entry: Entry) -> Seen:
+        child = self._children.get(entry.number)
+        code = None if child is None else child.poll()
+        if (child is not None and code is None) or self._queue.is_alive(entry):
+            return Seen(alive=True)
+        ended = self._queue.ended(entry)
+        if ended is None and code is not None and code > 0:  # it was refused before it had begun
+            ended = Ended(failed=_last_words(self._queue.folder(entry) / "log") or ending(code, ""))
+        return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
+
+    def _started(self, entry: Entry) -> Entry:
+        """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
+        run, folder = self._queue.run(entry), self._queue.folder(entry)
+        command = [sys.executable, "-m", "async_rlhf", "train", str(folder / "config.toml")]
+        command += ["--set", f"output_dir={self._queue.runs}"]  # wherever the queue has been moved to
+        lock = RunLock.take(folder / "lock")
+        try:
+            if run.exists:
+                RunDir.existing(run.path).forget_end()
+                command.append("--resume")
+            with (folder / "log").open("ab") as log:
+                self._queue.keep(replace(entry, steps=self._queue.steps(entry)))
+                self._children[entry.number] = _begun(command, entry.cwd or str(self._queue.path), log, lock)
+        except (FormatError, DamagedError, _CannotBegin) as error:
+            entry = replace(entry, state="failed", reason=str(error))
+            self._queue.keep(entry)
+        finally:
+            lock.release()  # the process that was started holds it
+        return entry
+
+
+def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            pass_fds=(lock.descriptor,),
+            start_new_session=True,
+        )
+    except OSError as error:  # the folder that it was submitted from is gone, there is no memory
+        raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error
+
+
+def _last_words(log: Path) -> str:
+    """The reason that the command line gave for its end."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LAST_BYTES))
+        lines = file.read(_LAST_BYTES).decode(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith(_FATAL)), "") or next(
+        (line for line in reversed(lines) if line.strip()), ""
+    )
+    return printable(said.removeprefix(_FATAL))

@@ -1,0 +1,69 @@
+"""What keeps a daemon running: a unit of systemd, and a container file. Text only; nothing is installed."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+_DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; then it is killed, and resumed later
+
+
+def unit(directory: Path, at_once: int) -> str:
+    """Of a daemon of this directory, run by this user with this Python.
+
+    Only the daemon is asked to end, for it drains its runs; what is left after that is killed. A process of a run that the
+    kernel kills for want of memory is for the run to start again, not for systemd.
+    """
+    words = [sys.executable, "-m", "async_rlhf", "serve", str(directory.absolute()), "--at-once", str(at_once)]
+    return f"""\
+[Unit]
+Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=exec
+User={getpass.getuser()}
+ExecStart={" ".join(map(_quoted, words))}
+KillMode=mixed
+TimeoutStopSec={_DRAIN_S}
+OOMPolicy=continue
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2 3
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def container(at_once: int) -> str:
+    """Of an image with this version, built in a clone, whose command is a daemon of /serve."""
+    return f"""\
+# async-rlhf {version("async-rlhf")}. In a clone:
+#   docker build --tag async-rlhf --file Containerfile .
+#   docker run --detach --name async-rlhf --init --restart unless-stopped --stop-timeout {_DRAIN_S} \\
+#       --ipc host --volume /srv/async-rlhf:/serve async-rlhf
+# with a GPU also: --gpus all. Paths in a configuration are those inside: let data and models lie under /serve.
+#   docker exec async-rlhf async-rlhf submit /serve quick
+FROM python:3.12-slim
+COPY . /source
+RUN pip install --no-cache-dir --constraint /source/constraints.txt /source && rm -rf /source
+VOLUME /serve
+WORKDIR /serve
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["async-rlhf"]
+CMD ["serve", "/serve", "--at-once", "{at_once}"]
+"""
+
+
+def _quoted(word: str) -> str:
+    """A word of a command line of systemd."""
+    text = _literal(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{text}"' if set(text) & set(" \t'\"\\;") or not text else text
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")

@@ -1,0 +1,244 @@
+"""The directory of a queue of runs: what lies where, and what an operator may do to it, whether a daemon runs or not.
+
+lock                           held by the daemon                       queue/  itself locked for each change, for a moment
+queue/NNNNNN-NAME/config.toml  the run's configuration, resolved        state.json  how it stands (`turns.Entry`)
+queue/NNNNNN-NAME/log          what `train` printed                     lock        held while that `train` lives
+runs/NAME                      the run directory
+
+An entry comes into being under its name when it is whole, and its state is replaced whole: a full disk or a crash leaves what
+was. An entry of a run that has ended may be removed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_rlhf.buffers.errors import ConfigError, DamagedError, did_you_mean
+from async_rlhf.buffers.files import DISK, lock_directory, write_whole
+from async_rlhf.buffers.formats import QUEUE
+from async_rlhf.launch.exit_codes import INTERRUPTED
+from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.run.config import Config, dump
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import highest_step, read_last_lines, read_object, read_small
+from async_rlhf.serve.turns import AFTER, Ended, Entry, Request, requested
+
+_NAME = re.compile(r"(\d{6,})-(.+)")
+_LOOK_S, _PATIENCE_S = 0.05, 10.0
+_ENTRIES = TypeAdapter(Entry)
+
+_DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
+
+
+class QueueDir:
+    """See the module docstring. Methods raise ConfigError for what cannot be done, FormatError for another version's queue."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.runs = self.path / "runs"
+        self._lock, self._queue = self.path / "lock", self.path / "queue"
+
+    @classmethod
+    def made(cls, path: Path) -> QueueDir:
+        """The queue in this directory, which is made where there is none."""
+        found = cls(path)
+        try:
+            for directory in (found._queue, found.runs):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be made a queue of runs: {error}") from error
+        return found
+
+    @classmethod
+    def existing(cls, path: Path) -> QueueDir:
+        found = cls(path)
+        if not found._queue.is_dir():
+            raise ConfigError(
+                f"{str(path)!r} holds no queue of runs; async-rlhf submit {path} CONFIG and serve {path} make one"
+            )
+        return found
+
+    # -- what an operator does -----------------------------------------------------------------------------------------
+
+    def submit(self, config: Config, cwd: Path) -> Entry:
+        """Put a checked configuration behind the others. cwd: where the run's process is started, for import paths."""
+        config = config.model_copy(update={"output_dir": str(self.runs)})
+        with self.alone():
+            entries = self.entries()
+            self._check_name(config.name, entries)
+            number = max((entry.number for entry in entries), default=0) + 1
+            entry = Entry(number, config.name, cwd=str(cwd.absolute()))
+            made = self._queue / f".{number:06d}-{config.name}"
+            try:
+                shutil.rmtree(made, ignore_errors=True)  # of one that was killed here
+                made.mkdir()
+                write_whole(made / "config.toml", dump(config))
+                self._write(made, entry)
+                made.rename(self.folder(entry))
+                DISK.sync_path(self._queue)
+            except OSError as error:
+                shutil.rmtree(made, ignore_errors=True)
+                raise ConfigError(f"{config.name!r} cannot be queued in {str(self.path)!r}: {error}") from error
+        return entry
+
+    def request(self, what: Request, name: str) -> Entry:
+        """Cancel, stop or resume the run of this name. The daemon acts on it within a second, or when there is one."""
+        with self.alone():
+            entry = self.find(name)
+            changed = requested(entry, what)
+            if changed is None:
+                *others, last = AFTER[what]
+                raise ConfigError(
+                    f"{what} {name!r}: it is {entry.state}, and only runs that are {', '.join(others)} or {last} can be "
+                    f"{_DONE[what]}{_way(what, entry, self)}"
+                )
+            try:
+                self.keep(changed)
+                if what == "stop" and changed.is_active and not changed.told and self.daemon() is None:
+                    self.tell(changed)
+            except OSError as error:
+                raise ConfigError(f"{what} {name!r}: {error}") from error
+        return changed
+
+    def find(self, name: str) -> Entry:
+        """The newest entry of this name."""
+        entries = self.entries()
+        found = [entry for entry in entries if entry.name == name]
+        if not found:
+            known = {entry.name for entry in entries}
+            hint = did_you_mean(name, known) if known else "it is empty"
+            raise ConfigError(f"{str(self.path)!r} has no run {name!r}; {hint}")
+        return found[-1]
+
+    # -- what the daemon and readers see -------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """In the order in which they were submitted. One whose state cannot be read is shown as failed, with the reason."""
+        found = []
+        for folder in self._queue.iterdir():
+            if match := _NAME.fullmatch(folder.name):
+                found.append(self._read(folder, int(match[1]), match[2]))
+        return sorted(found, key=lambda entry: entry.number)
+
+    def keep(self, entry: Entry) -> None:
+        """Replace what is known of an entry. Raises OSError; it is then as it was."""
+        self._write(self.folder(entry), entry)
+
+    def tell(self, entry: Entry) -> None:
+        """Ask the run of an entry to drain; one that does not hold its directory yet is asked later. Raises OSError."""
+        with suppress(ConfigError):
+            signal_holder(self.run(entry).lock_file, signal.SIGTERM)
+            self.keep(replace(entry, told=True))
+
+    def folder(self, entry: Entry) -> Path:
+        return self._queue / f"{entry.number:06d}-{entry.name}"
+
+    def run(self, entry: Entry) -> RunDir:
+        """It need not be there yet."""
+        return RunDir(self.runs / entry.name)
+
+    def is_alive(self, entry: Entry) -> bool:
+        """Whether a process of the run lives, or one that is about to begin it."""
+        return is_held(self.folder(entry) / "lock") or self.run(entry).is_alive()
+
+    def ended(self, entry: Entry) -> Ended | None:
+        """How a run whose processes are gone says that it ended; None for one that was killed."""
+        end = self.run(entry).end()
+        if end is None:
+            return None
+        return Ended(end.finished, "" if end.code in (0, INTERRUPTED) else end.reason)
+
+    def steps(self, entry: Entry) -> int:
+        """The highest that is recorded."""
+        with suppress(DamagedError):
+            return highest_step(read_last_lines(self.run(entry).metrics).records)
+        return 0
+
+    def max_steps(self, entry: Entry) -> int | None:
+        with suppress(OSError, DamagedError, tomllib.TOMLDecodeError):
+            value = tomllib.loads(read_small(self.folder(entry) / "config.toml")).get("max_steps")
+            return value if isinstance(value, int) else None
+        return None
+
+    def daemon(self) -> Holder | None:
+        """The daemon that works here."""
+        return holder(self._lock) if is_held(self._lock) else None
+
+    def take(self) -> RunLock:
+        """Be the daemon, as long as this is held."""
+        try:
+            return RunLock.take(self._lock)
+        except ConfigError as error:
+            raise ConfigError(f"{str(self.path)!r} has a daemon already ({holder(self._lock)}); one is enough") from error
+        except OSError as error:
+            raise ConfigError(f"{str(self.path)!r} cannot be written: {error}") from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While the block runs no other process changes an entry."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                descriptor = lock_directory(self._queue)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"another process has held {self._queue} for {_PATIENCE_S:.0f} s; end it") from error
+                time.sleep(_LOOK_S)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_name(self, name: str, entries: list[Entry]) -> None:
+        taken = next((entry for entry in entries if entry.name == name and entry.state != "cancelled"), None)
+        if taken is not None:
+            raise ConfigError(
+                f"name {name!r} is taken: run {taken.number} of {str(self.path)!r} has it and is {taken.state}; choose another "
+                "with --set name=NAME"
+            )
+        if (self.runs / name).exists():
+            raise ConfigError(f"name {name!r} is taken: {self.runs / name} exists; choose another with --set name=NAME")
+
+    @staticmethod
+    def _write(folder: Path, entry: Entry) -> None:
+        fields = {key: value for key, value in asdict(entry).items() if key not in ("number", "name")}
+        write_whole(folder / "state.json", json.dumps({"format": QUEUE.newest, **fields}, indent=1) + "\n")
+
+    @staticmethod
+    def _read(folder: Path, number: int, name: str) -> Entry:
+        try:
+            fields: dict[str, Any] = read_object(folder / "state.json")
+            if "state" not in fields:
+                raise DamagedError(f"{folder / 'state.json'} is missing, or says nothing of it")
+            QUEUE.check(fields.pop("format", 1), folder)
+            return _ENTRIES.validate_python({**fields, "number": number, "name": name})
+        except (DamagedError, ValidationError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            return Entry(number, name, "failed", f"its state cannot be read: {reason}")
+
+
+def _way(what: Request, entry: Entry, queue: QueueDir) -> str:
+    """What to do instead, where there is something."""
+    if what == "cancel" and entry.is_active:
+        return f"; stop it first: async-rlhf stop {queue.path} {entry.name}"
+    if what == "resume" and entry.state == "finished":
+        return f"; go on from its model with async-rlhf fork {queue.runs / entry.name} --name NEW"
+    if what == "stop" and entry.state == "stopping":
+        return f"; to force it to end: async-rlhf stop {queue.runs / entry.name}"
+    return ""

@@ -1,0 +1,130 @@
+"""Which run of the queue is started, ended or given up next: a function of what is known to what is to be done.
+
+No file, no clock and no process: the daemon looks (`Seen`), asks `plan`, and does what it says.
+
+    state      what happens                                    state after it
+    waiting    its turn has come                               running
+    running    it ends with nothing left to train on           finished
+               an error ends it                                failed
+               it is drained by `stop RUN_DIR`                 stopped
+               it is lost: nothing says how it ended           waiting; failed, when that goes on without a new step
+               an operator stops it                            stopping, and stopped when it has ended
+               the daemon is to end                            pausing, and waiting when it has ended
+    waiting    an operator stops or cancels it                 stopped, cancelled
+    stopped    an operator resumes or cancels it               waiting, cancelled
+    failed     an operator resumes or cancels it               waiting, cancelled
+
+A run keeps its number whatever happens to it, and the lowest number that waits is started first: what was interrupted goes on
+before anything else begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+State = Literal["waiting", "running", "pausing", "stopping", "stopped", "finished", "failed", "cancelled"]
+ACTIVE: tuple[State, ...] = ("running", "pausing", "stopping")
+"""Of a run that was started, and whose end has not been seen."""
+Request = Literal["cancel", "stop", "resume"]
+AFTER: Mapping[Request, Mapping[State, State]] = {
+    "cancel": {"waiting": "cancelled", "stopped": "cancelled", "failed": "cancelled"},
+    "stop": {"waiting": "stopped", "running": "stopping", "pausing": "stopping"},
+    "resume": {"stopped": "waiting", "failed": "waiting"},
+}
+"""What becomes of a run that an operator asks this for, by its state."""
+MAX_LOSSES = 6
+"""Lives in a row without a new step, of which nothing says how they ended; as many as a role of a run may have."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run of the queue. reason: why it is in this state, where that is not plain. told: it was asked to end, once.
+
+    losses: lives in a row that were lost without a new step. steps: those done when it was started last. cwd: where it was
+    submitted from, for rewards that are named by import path.
+    """
+
+    number: int
+    name: str
+    state: State = "waiting"
+    reason: str = ""
+    told: bool = False
+    losses: int = 0
+    steps: int = 0
+    cwd: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run says of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
+
+    finished: bool = False
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is there of an active entry. alive: a process of it. ended: None where nothing says how it ended. steps: done."""
+
+    alive: bool
+    ended: Ended | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. tell: to end."""
+
+    entries: tuple[Entry, ...]
+    start: tuple[int, ...] = ()
+    tell: tuple[int, ...] = ()
+
+
+def requested(entry: Entry, what: Request) -> Entry | None:
+    """The entry after an operator's request; None where its state does not allow it."""
+    state = AFTER[what].get(entry.state)
+    # A run that was asked to end before is not asked again: a second time would force it.
+    return None if state is None else replace(entry, state=state, reason="", told=entry.told and entry.is_active, losses=0)
+
+
+def plan(entries: Sequence[Entry], seen: Mapping[int, Seen], *, at_once: int = 1, closing: bool = False) -> Plan:
+    """seen: of every active entry. at_once: how many may run. closing: the daemon ends; what runs goes on when it is back."""
+    now = [_settled(entry, seen[entry.number], closing) if entry.is_active else entry for entry in entries]
+    room = 0 if closing else at_once - sum(entry.is_active for entry in now)
+    waiting = sorted(entry.number for entry in now if entry.state == "waiting")
+    start = tuple(waiting[: max(0, room)])
+    now = [replace(entry, state="running", reason="", told=False) if entry.number in start else entry for entry in now]
+    tell = tuple(entry.number for entry in now if entry.state in ("pausing", "stopping") and not entry.told)
+    return Plan(tuple(now), start, tell)
+
+
+def _settled(entry: Entry, seen: Seen, closing: bool) -> Entry:
+    """An active entry after a look at its run."""
+    if seen.alive:
+        return replace(entry, state="pausing") if closing and entry.state == "running" else entry
+    ended = seen.ended
+    if ended is not None and ended.finished:
+        return replace(entry, state="finished", reason="")
+    if entry.state == "stopping":
+        return replace(entry, state="stopped", reason="")
+    if entry.state == "pausing" and (ended is None or not ended.failed):
+        return replace(entry, state="waiting", reason="the daemon ended", losses=0)
+    if ended is None:
+        return _lost(entry, seen.steps)
+    if ended.failed:
+        return replace(entry, state="failed", reason=ended.failed)
+    return replace(entry, state="stopped", reason="stopped by its own directory")
+
+
+def _lost(entry: Entry, steps: int) -> Entry:
+    """Killed, or the machine went down. What is lost again and again without a new step would be so for ever."""
+    losses = 1 if steps > entry.steps else entry.losses + 1
+    if losses >= MAX_LOSSES:
+        return replace(entry, state="failed", losses=losses, reason=f"lost {losses} times in a row without a new step")
+    return replace(entry, state="waiting", losses=losses, reason="interrupted")

@@ -1,0 +1,287 @@
+"""The directory of a queue: what an operator may do, what is refused by name. Real commands and files; no run is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.formats import QUEUE
+from async_rlhf.cli.commands import app
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.serve.daemon import Daemon
+from async_rlhf.serve.queue_dir import QueueDir
+from async_rlhf.serve.turns import Entry, State
+from tests.conftest import file_size_limit
+
+Queued = Callable[..., Entry]
+HOLD = """
+import sys
+from pathlib import Path
+from async_rlhf.launch.run_lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> QueueDir:
+    return QueueDir.made(tmp_path / "serve")
+
+
+@pytest.fixture
+def queued(queue: QueueDir, small: Any, tmp_path: Path) -> Queued:
+    """`queued("name", "failed")`: a run of this name in this state."""
+
+    def put(name: str, state: State = "waiting") -> Entry:
+        entry = replace(queue.submit(small(name=name), tmp_path), state=state)
+        queue.keep(entry)
+        return entry
+
+    return put
+
+
+def invoke(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+def states(queue: QueueDir) -> dict[str, str]:
+    return {entry.name: entry.state for entry in queue.entries()}
+
+
+def test_what_is_submitted_is_listed_in_order_with_its_resolved_configuration(queue: QueueDir, small_arguments: Any) -> None:
+    submitted = small_arguments(name="first")[1:]
+    assert invoke("submit", queue.path, *submitted) == (
+        0,
+        f"run 1 of {queue.path}: first; it waits for: async-rlhf serve {queue.path}\n",
+    )
+    assert invoke("submit", queue.path, *submitted, "--set", "name=second")[0] == 0
+    code, output = invoke("queue", queue.path, "--json")
+    found = json.loads(output)
+    assert code == 0 and found["daemon"] is None
+    assert [(row["number"], row["name"], row["state"], row["max_steps"]) for row in found["runs"]] == [
+        (1, "first", "waiting", 4),
+        (2, "second", "waiting", 4),
+    ]
+    assert found["runs"][0]["run"] == str(queue.path / "runs" / "first") and found["runs"][0]["cwd"] == str(Path.cwd())
+    assert "output_dir = " + json.dumps(str(queue.runs)) in (queue.folder(queue.find("first")) / "config.toml").read_text()
+    shown = invoke("queue", queue.path)[1].splitlines()
+    assert shown[0].startswith("no daemon; start one: async-rlhf serve ") and shown[1].split() == [
+        "1",
+        "first",
+        "waiting",
+        "0/4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["learner.batch_size=3"], "batch_size"),
+        (["model=nowhere/at-all"], "nowhere/at-all"),
+        (["data.source=lost.jsonl"], "lost.jsonl"),
+        (["rewards.functions=lost.py:reward"], "lost.py"),
+        (["queue.max_stalenes=1"], "did you mean 'queue.max_staleness'"),
+    ],
+)
+def test_what_check_refuses_is_refused_before_it_is_queued(
+    queue: QueueDir, small_arguments: Any, overrides: list[str], words: str
+) -> None:
+    sets = [word for each in overrides for word in ("--set", each)]
+    code, output = invoke("submit", queue.path, *small_arguments()[1:], *sets)
+    assert code == 3 and words in output, output
+    assert queue.entries() == []
+
+
+def test_a_name_that_is_taken_is_refused_and_that_of_a_run_that_was_cancelled_before_it_began_is_free(
+    queue: QueueDir, queued: Queued, small: Any, tmp_path: Path
+) -> None:
+    queued("one")
+    with pytest.raises(ConfigError, match=r"'one' is taken: run 1 of .* is waiting; choose another with --set name=NAME"):
+        queued("one")
+    queue.request("cancel", "one")
+    assert queued("one").number == 2
+    RunDir.create(small(name="two", output_dir=str(queue.runs))).retire()
+    with pytest.raises(ConfigError, match=r"'two' is taken: .*runs/two exists"):
+        queue.submit(small(name="two"), tmp_path)
+
+
+def test_an_operator_cancels_stops_and_resumes_what_is_in_a_state_for_it(queue: QueueDir, queued: Queued) -> None:
+    for number, (request, state, then) in enumerate(
+        [
+            ("cancel", "waiting", "cancelled"),
+            ("cancel", "failed", "cancelled"),
+            ("stop", "waiting", "stopped"),
+            ("stop", "running", "stopping"),
+            ("resume", "stopped", "waiting"),
+            ("resume", "failed", "waiting"),
+        ]
+    ):
+        name = f"run-{number}"
+        queued(name, state)  # type: ignore[arg-type]
+        assert invoke(request, queue.path, name) == (0, f"{name}: {then}\n")
+        assert queue.find(name).state == then
+
+
+@pytest.mark.parametrize(
+    ("request_", "state", "words"),
+    [
+        ("cancel", "finished", "it is finished, and only runs that are waiting, stopped or failed can be cancelled"),
+        ("cancel", "cancelled", "it is cancelled"),
+        ("cancel", "running", "stop it first: async-rlhf stop {queue} run"),
+        ("stop", "finished", "it is finished"),
+        ("resume", "running", "it is running"),
+        ("resume", "finished", "async-rlhf fork {queue}/runs/run --name NEW"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_state_and_the_way(
+    queue: QueueDir, queued: Queued, request_: str, state: State, words: str
+) -> None:
+    queued("run", state)
+    code, output = invoke(request_, queue.path, "run")
+    assert code == 3 and words.format(queue=queue.path) in output, output
+    assert states(queue) == {"run": state}
+
+
+def test_a_name_or_a_directory_that_is_not_there_is_named(queue: QueueDir, queued: Queued, tmp_path: Path) -> None:
+    queued("speller")
+    code, output = invoke("cancel", queue.path, "speler")
+    assert code == 3 and "has no run 'speler'; did you mean 'speller'?" in output
+    code, output = invoke("queue", tmp_path / "nowhere")
+    assert code == 3 and "holds no queue of runs; async-rlhf submit" in output
+
+
+def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None:
+    lock = queue.take()
+    code, output = invoke("serve", queue.path)
+    assert code == 3 and f"'{queue.path}' has a daemon already (process " in output, output
+    assert "daemon: process " in invoke("queue", queue.path)[1]
+    lock.release()
+    queue.take().release()
+
+
+def test_a_full_disk_refuses_a_submission_leaves_nothing_of_it_and_starts_nothing(
+    queue: QueueDir, queued: Queued, small: Any, tmp_path: Path
+) -> None:
+    """A real limit on the size of files stands for the disk."""
+    queued("before")
+    with file_size_limit(100):
+        with pytest.raises(ConfigError, match=r"'after' cannot be queued in .*File too large"):
+            queue.submit(small(name="after"), tmp_path)
+        with pytest.raises(ConfigError, match="File too large"):
+            queue.request("stop", "before")
+        said: list[str] = []
+        daemon = Daemon(queue, say=said.append)
+        assert daemon.look() and daemon.look()
+        assert len(said) == 1 and said[0].startswith("cannot go on, and tries again: ") and "File too large" in said[0]
+    assert states(queue) == {"before": "waiting"}
+    assert sorted(path.name for path in (queue.path / "queue").iterdir()) == ["000001-before"]
+
+
+def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued: Queued) -> None:
+    damaged = queued("damaged")
+    queued("good")
+    for harm in ('{"state": "asleep"}', "{}", "torn"):
+        (queue.folder(damaged) / "state.json").write_text(harm)
+        assert states(queue) == {"damaged": "failed", "good": "waiting"}
+        assert "its state cannot be read: " in queue.find("damaged").reason
+    (queue.folder(damaged) / "state.json").unlink()
+    assert states(queue) == {"damaged": "failed", "good": "waiting"}
+
+
+def test_an_entry_of_a_newer_format_is_refused_by_commands_and_daemon_and_left_as_it_is(
+    queue: QueueDir, queued: Queued
+) -> None:
+    state = queue.folder(queued("run")) / "state.json"
+    state.write_text(newer := json.dumps({**json.loads(state.read_text()), "format": QUEUE.newest + 1}))
+    for words in (("queue", queue.path), ("cancel", queue.path, "run"), ("serve", queue.path)):
+        code, output = invoke(*words)
+        assert code == 3 and "an entry of a queue of runs of format 2, this version of async-rlhf reads 1" in output, output
+    assert state.read_text() == newer
+
+
+def test_a_run_directory_of_a_newer_format_is_not_started(queue: QueueDir, queued: Queued, small: Any) -> None:
+    queued("run")
+    queue_run = RunDir.create(small(name="other", output_dir=str(queue.runs)))
+    queue_run.retire()
+    manifest = queue_run.path.rename(queue.runs / "run") / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    said: list[str] = []
+    Daemon(queue, say=said.append).look()
+    assert queue.find("run").state == "failed" and "a run directory of format 99" in queue.find("run").reason
+
+
+def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopped_when_a_daemon_looks(
+    queue: QueueDir, queued: Queued, tmp_path: Path
+) -> None:
+    entry = queued("run", "running")
+    queue.run(entry).path.mkdir()
+    command = [sys.executable, "-c", HOLD, str(queue.run(entry).lock_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
+        assert held.stdout is not None and held.stdout.readline() == b"\n"
+        assert queue.is_alive(entry)
+        code, output = invoke("cancel", queue.path, "run")
+        assert code == 3 and "stop it first" in output
+        assert invoke("stop", queue.path, "run") == (0, "run: stopping\n")
+        assert held.wait(60) == -signal.SIGTERM
+    assert queue.find("run").told
+    code, output = invoke("stop", queue.path, "run")
+    assert code == 3 and f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output
+    Daemon(queue, say=lambda line: None).look()
+    assert states(queue) == {"run": "stopped"}
+
+
+def test_the_folder_that_a_run_was_submitted_from_may_be_gone_and_the_run_says_so(
+    queue: QueueDir, small: Any, tmp_path: Path
+) -> None:
+    queue.submit(small(name="run"), tmp_path / "gone")
+    Daemon(queue, say=lambda line: None).look()
+    found = queue.find("run")
+    assert found.state == "failed" and f"cannot be started in {tmp_path / 'gone'}" in found.reason
+    assert not queue.is_alive(found)
+
+
+def test_the_unit_starts_a_command_that_this_command_line_takes(tmp_path: Path) -> None:
+    code, output = invoke("serve", tmp_path / "a place", "--print-unit", "--at-once", 2)
+    lines = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
+    words = shlex.split(lines["ExecStart"])
+    assert code == 0 and words[1:3] == ["-m", "async_rlhf"]
+    assert parsed(words[3:]) == {"directory": tmp_path / "a place", "at_once": 2}
+    assert Path(words[0]).exists() and lines["KillMode"] == "mixed"
+    (tmp_path / "async-rlhf.service").write_text(output)
+    try:
+        verified = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / "async-rlhf.service"],
+                                  capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    except FileNotFoundError:
+        return
+    assert "async-rlhf.service" not in verified.stderr, verified.stderr
+
+
+def test_the_container_file_starts_a_command_that_this_command_line_takes(tmp_path: Path) -> None:
+    code, output = invoke("serve", tmp_path, "--print-container")
+    lines = dict(line.split(" ", 1) for line in output.splitlines() if line and not line.startswith("#"))
+    entry, *words = [*json.loads(lines["ENTRYPOINT"]), *json.loads(lines["CMD"])]
+    assert code == 0 and entry == "async-rlhf"
+    assert parsed(words) == {"directory": Path(lines["VOLUME"]), "at_once": 1}
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The arguments of `serve`, as the command line understands these words."""
+    from typer.main import get_command
+
+    group: Any = get_command(app)
+    assert words[0] == "serve"
+    values = group.commands["serve"].make_context("serve", words[1:]).params
+    return {"directory": Path(values["directory"]), "at_once": values["at_once"]}

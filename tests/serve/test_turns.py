@@ -1,0 +1,160 @@
+"""Whose turn it is: laws of the function that decides it, under any course of events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.serve.turns import MAX_LOSSES, Ended, Entry, Plan, Request, Seen, State, plan, requested
+
+DRAINED, FINISHED, BROKEN = Ended(), Ended(finished=True), Ended(failed="it broke")
+
+
+class Machine:
+    """Runs, a daemon that asks `plan`, and everything that may befall them. Checks the laws at every look."""
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self.entries: list[Entry] = []
+        self.alive: set[int] = set()
+        self.ended: dict[int, Ended | None] = {}
+        self.steps: dict[int, int] = {}
+        self.started: list[int] = []
+        self.closing = False
+
+    def seen(self) -> Mapping[int, Seen]:
+        return {
+            entry.number: Seen(entry.number in self.alive, self.ended.get(entry.number), self.steps.get(entry.number, 0))
+            for entry in self.entries
+            if entry.is_active
+        }
+
+    def look(self) -> Plan:
+        made = plan(self.entries, self.seen(), at_once=self.at_once, closing=self.closing)
+        for number in made.start:
+            assert number not in self.alive, "started twice at once"
+            waiting = [entry.number for entry in made.entries if entry.state == "waiting"]
+            assert all(number < other for other in waiting), "first in, first out"
+            self.alive.add(number)
+            self.ended[number] = None
+            self.started.append(number)
+        assert len(self.alive) <= self.at_once
+        assert not (self.closing and made.start)
+        self.entries = [
+            replace(entry, steps=self.steps.get(entry.number, 0))
+            if entry.number in made.start
+            else replace(entry, told=entry.told or entry.number in made.tell)
+            for entry in made.entries
+        ]
+        assert self.alive <= {entry.number for entry in self.entries if entry.is_active}, "what lives is watched"
+        return made
+
+    def end(self, number: int, ended: Ended | None) -> None:
+        self.alive.discard(number)
+        self.ended[number] = ended
+
+
+REQUESTS: tuple[Request, ...] = ("stop", "resume", "cancel")
+ENDS: dict[str, Ended | None] = {"drain": DRAINED, "finish": FINISHED, "break": BROKEN, "kill": None}
+KINDS = ("submit", *REQUESTS, *ENDS, "step", "power fails", "daemon ends", "daemon begins")
+EVENTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=60)
+
+
+@given(EVENTS, st.integers(1, 3))
+def test_whatever_happens_runs_begin_in_order_never_twice_and_all_end(events: list[tuple[str, int]], at_once: int) -> None:
+    machine = Machine(at_once)
+    for kind, which in events:
+        if kind == "submit":
+            machine.entries.append(Entry(len(machine.entries) + 1, f"run-{len(machine.entries) + 1}"))
+        elif kind.startswith("daemon"):
+            machine.closing = kind == "daemon ends"
+        elif kind == "power fails":
+            for number in list(machine.alive):
+                machine.end(number, None)
+        elif kind in REQUESTS and machine.entries:
+            place = which % len(machine.entries)
+            entry = machine.entries[place]
+            machine.entries[place] = requested(entry, kind) or entry
+        elif machine.alive:
+            number = sorted(machine.alive)[which % len(machine.alive)]
+            if kind == "step":
+                machine.steps[number] = machine.steps.get(number, 0) + 1
+            else:
+                machine.end(number, ENDS[kind])
+        machine.look()
+    machine.closing = False
+    for _ in range(3 * len(machine.entries) + 3):
+        machine.look()
+        for number in list(machine.alive):
+            machine.end(number, FINISHED)
+    assert not machine.alive
+    assert {entry.state for entry in machine.entries} <= {"finished", "stopped", "failed", "cancelled"}
+
+
+def after(entry: Entry, seen: Seen, *, closing: bool = False) -> Entry:
+    (found,) = plan([entry], {entry.number: seen}, closing=closing).entries
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "ended", "then"),
+    [
+        ("running", FINISHED, "finished"),
+        ("running", BROKEN, "failed"),
+        ("running", DRAINED, "stopped"),
+        ("stopping", FINISHED, "finished"),
+        ("stopping", DRAINED, "stopped"),
+        ("stopping", None, "stopped"),
+        ("pausing", FINISHED, "finished"),
+        ("pausing", BROKEN, "failed"),
+    ],
+)
+def test_a_run_that_has_ended_is_started_again_only_where_it_was_interrupted(
+    state: State, ended: Ended | None, then: State
+) -> None:
+    found = after(Entry(1, "run", state), Seen(False, ended))
+    assert found.state == then and (found.reason == "it broke") == (then == "failed")
+
+
+@pytest.mark.parametrize(("state", "ended"), [("running", None), ("pausing", None), ("pausing", DRAINED)])
+def test_what_the_machine_or_the_end_of_the_daemon_interrupted_goes_on_before_anything_else_begins(
+    state: State, ended: Ended | None
+) -> None:
+    entries: Sequence[Entry] = [Entry(1, "old"), Entry(2, "run", state), Entry(3, "new")]
+    made = plan([replace(entries[0], state="finished"), *entries[1:]], {2: Seen(False, ended)})
+    assert made.start == (2,) and made.entries[2].state == "waiting"
+
+
+def test_a_daemon_that_ends_drains_what_runs_asks_once_and_leaves_it_for_the_next() -> None:
+    running = Entry(1, "run", "running")
+    made = plan([running, Entry(2, "next")], {1: Seen(True)}, closing=True)
+    assert made.entries[0].state == "pausing" and made.tell == (1,) and made.start == ()
+    told = replace(made.entries[0], told=True)
+    assert plan([told], {1: Seen(True)}, closing=True).tell == ()
+    drained = plan([told, Entry(2, "next")], {1: Seen(False, DRAINED)}, closing=True)
+    assert drained.entries[0].state == "waiting" and drained.start == ()
+    again = plan(drained.entries, {})
+    assert again.start == (1,) and not again.entries[0].told
+
+
+def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_that_works_is_not() -> None:
+    idle = busy = Entry(1, "run", "running")
+    for number in range(1, MAX_LOSSES):
+        idle = after(idle, Seen(False, None, steps=0))
+        assert idle.state == "running" and idle.losses == number
+    for number in range(3 * MAX_LOSSES):
+        busy = replace(after(busy, Seen(False, None, steps=number + 1)), steps=number + 1)
+        assert busy.state == "running"
+    given_up = after(idle, Seen(False, None, steps=0))
+    assert given_up.state == "failed" and given_up.reason == f"lost {MAX_LOSSES} times in a row without a new step"
+
+
+def test_fewer_runs_at_a_time_than_before_let_those_that_run_end_first() -> None:
+    both = [Entry(1, "a", "running"), Entry(2, "b", "running"), Entry(3, "c")]
+    assert plan(both, {1: Seen(True), 2: Seen(True)}, at_once=1) == Plan(tuple(both))
+    one = plan(both, {1: Seen(True), 2: Seen(False, None)}, at_once=1)
+    assert one.start == () and one.entries[1].state == "waiting"
