@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from async_rlhf.cli import runs, services, views  # each adds its commands to `app`
+from async_rlhf.cli import runs, services, spool, views  # each adds its commands to `app`
 from async_rlhf.cli.app import app
 
-__all__ = ["app", "main", "runs", "services", "views"]
+__all__ = ["app", "main", "runs", "services", "spool", "views"]
 
 
 def main() -> None:

@@ -62,7 +62,8 @@ class TrainerConfig:
     learner: LearnerConfig
     loss: LossConfig
     checkpoint: CheckpointConfig
-    max_steps: int
+    max_steps: int | None
+    """None: the hub, a budget or the data end the run."""
     max_staleness: int
     composition: Composition
     max_failed_ratio: float
@@ -87,12 +88,13 @@ class TrainerConfig:
 
     @property
     def limits(self) -> Limits:
+        most = self.advantage.max_constant_batches
         interpolated = self.loss.proximal == "interpolate" and self.learner.updates_per_step * self.learner.epochs > 1
         return Limits(
             self.max_staleness,
             self.max_failed_ratio,
-            self.advantage.max_constant_batches,
-            min(self.advantage.max_constant_batches, self.max_steps),  # a short run does not end well without a reward
+            most,
+            most if self.max_steps is None else min(most, self.max_steps),  # a short run does not end well without a reward
             self.learner.max_nonfinite_steps,
             self.mismatch_limit,
             comparable=not interpolated,
@@ -148,7 +150,8 @@ class Trainer:
     def _take(self) -> TakenBatch | str:
         """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
         ended = self._config.budget.ended(self._spent)
-        if not ended or self.step >= self._config.max_steps:  # of its last step the hub knows itself
+        most = self._config.max_steps
+        if not ended or (most is not None and self.step >= most):  # of its last step the hub knows itself
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:
             self._session.canary(self.step)

@@ -114,6 +114,9 @@ class MemoryDisk:
     def names(self, directory: Path) -> list[str]:
         return [path.name for path in self._names if path.parent == directory]
 
+    def is_readable(self, path: Path) -> bool:
+        return path in self._names
+
     def lock(self, path: Path) -> File:
         return MemoryFile(self, Node())
 
