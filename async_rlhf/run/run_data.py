@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
@@ -66,7 +67,8 @@ class RunData:
         """Of one epoch; of a spool, how many have come so far. Raises as `rows`, JournalError."""
         if self._config.spool is None:
             return len(self.epoch())
-        return Stream(self._directory / "spool", self._config.repeat).num_rows
+        with closing(Stream(self._directory / "spool")) as stream:
+            return stream.num_rows
 
     def prompt_of(self, seed: int, group: int) -> int:
         """Index of the row that group number `group` has: of an epoch, or in the order in which rows came into the spool."""

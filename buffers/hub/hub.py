@@ -123,6 +123,8 @@ class Hub:
                 self._exchange.outbox.messages.clear()
         finally:
             self._socket.close()
+            if self._spool is not None:
+                self._spool.stream.close()
             try:
                 self._journal.close()
             finally:

@@ -14,7 +14,8 @@
 Why each row is bound once. Of two runs that share a spool one renames the file. Claims are bound in their order and lines in
 theirs, so what is bound is what is not behind the newest place in the stream: a claim that is looked at again after a crash
 goes on behind it. A number of a claim is never given twice: it is above all that are in `claimed/`, in `rejected/`, in the
-stream, or in the spool under this run's name.
+stream, or in the spool under this run's name. When power fails a rename is there whole or not at all, which is what file
+systems that keep a journal promise; and it is on disk before a row of its file is bound.
 
 What the disk refuses (a full one, a spool that is read-only or gone) is named in the status and tried again with the next
 turn; the rows that are bound already are there meanwhile.
