@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, TypeAdapter
 
 from async_rlhf.actors.data.rows import row_of
 from async_rlhf.actors.data.tokens import PromptTokenizer
@@ -21,6 +24,7 @@ from async_rlhf.run.model_checks import longest_prompt
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
 
+_COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
 _LOOK_S = 1.0
 _FRESH_S = 5.0  # the hub writes its status twice a second
@@ -86,7 +90,9 @@ class RowCheck:
             text = self._tokenizer.text(row, self._template)
             text.encode()
             # As a finished group carries them back, whatever their values are.
-            wire.decode(wire.encode(wire.Status(status=row.columns)), max_frame_bytes=2 * MAX_ROW_BYTES)
+            wire.decode(
+                wire.encode(wire.Status(status=_COLUMNS.validate_python(row.columns))), max_frame_bytes=4 * MAX_ROW_BYTES
+            )
             found = to_json(row), text, self._template.is_chat(row)
         except (ConfigError, WireError) as error:
             return Rejected(str(error))

@@ -120,6 +120,7 @@ class Spool:
         path = self._directory / "id"
         if path.name not in self._files.names(self._directory):
             write_whole(path, secrets.token_hex(8), self._files)
+        self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
         return self._files.read(path).decode()
 
     def _num_lines(self, path: Path) -> int:
@@ -169,7 +170,7 @@ class Spool:
     def _fetch(self, name: str, waiting: list[str]) -> None:
         """Bring a file over from another file system, where it bears this run's name."""
         claim = name.removeprefix(self._prefix)
-        if _number(claim) > self.stream.tail[0] and claim not in self._files.names(self._claimed):
+        if claim not in self._files.names(self._claimed):
             temporary = self._claimed / f".{claim}.tmp"
             self._copy(self._source / name, temporary)
             self._files.replace(temporary, self._claimed / claim)

@@ -51,6 +51,7 @@ class Stream:
             self.ended = self._marker.name in names
             if self._path.name in names:
                 self._open()
+            files.sync_path(directory)  # a process that was killed may have left that undone
         except OSError as error:
             raise JournalError(f"{self._path} cannot be read: {error}; mend the disk, then resume the run") from error
 
@@ -124,9 +125,7 @@ class Stream:
         self._cut()
         if self._end < size:
             self._files.truncate(self._path, self._end)
-        # A process that was killed may have left them with the operating system only.
-        self._files.sync_path(self._path)
-        self._files.sync_path(self._path.parent)
+        self._files.sync_path(self._path)  # and this
 
     def _cut(self) -> None:
         """Leave out the first line that is no row, among those that the newest append may have written, and all behind it."""

@@ -6,7 +6,7 @@ import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -70,6 +70,7 @@ class Run:
     def __init__(self, disk: MemoryDisk, name: str, repeat: int) -> None:
         self.disk, self.directory, self.repeat = disk, Path(f"/{name}/data/spool"), repeat
         self.promised: list[str] = []
+        self.ended = False
         self.spool: Spool | None = None
 
     def turn(self) -> bool:
@@ -82,7 +83,8 @@ class Run:
         rows = [stream.row(number) for number in range(stream.num_numbers)]
         assert rows == [row for row in rows[:: self.repeat] for _ in range(self.repeat)], "each row has its numbers, in order"
         assert rows[:: self.repeat][: len(self.promised)] == self.promised, "what was credited stays as it was"
-        self.promised = rows[:: self.repeat]
+        assert not self.ended or rows[:: self.repeat] == self.promised, "behind the end nothing comes"
+        self.promised, self.ended = rows[:: self.repeat], stream.ended
         return more
 
     def rejected(self) -> Iterator[str]:
@@ -116,7 +118,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(EVENTS, st.booleans(), st.integers(1, 2), st.integers(1, 3), st.integers(0, 1 << 30))
 def test_whatever_dies_when_every_good_row_is_bound_once_and_stays(
     events: list[tuple[str, int | list[bool]]], far: bool, num_runs: int, repeat: int, seed: int
@@ -160,16 +162,43 @@ def test_whatever_dies_when_every_good_row_is_bound_once_and_stays(
                 for _ in range(4):
                     turn(kind == "power")
                 disk.fuse = None
-        drop(disk, END, [])
-        for run in runs:
-            for _ in range(200):
-                if not run.turn() and run.spool is not None and run.spool.stream.ended:
-                    break
+        finish(disk, runs, good, bad)
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("power", [False, True])
+def test_a_claim_may_be_cut_at_every_operation_on_files_and_once_more_behind_it(far: bool, power: bool) -> None:
+    good, bad = ['{"n":0}', '{"n":1}', '{"n":2}'], ["bad 0"]
+    for first, second in product(range(50), (None, *range(0, 24, 2))):
+        disk = (FarDisk if far else JournalingDisk)(Random(first))
+        run = Run(disk, "run", 1)
+        drop(disk, "a.jsonl", ["bad 0", '{"n":0}', '{"n":1}'])
+        drop(disk, "b.jsonl", ['{"n":2}'])
+        for fuse in (first, second):
+            disk.fuse = fuse
+            try:
+                run.turn()
+                run.turn()
+            except HubKilledError:
+                run.spool = None
+                if power or fuse == second:
+                    disk.crash()
+            disk.fuse = None
+        finish(disk, [run], good, bad)
+
+
+def finish(disk: MemoryDisk, runs: Sequence[Run], good: Sequence[str], bad: Sequence[str]) -> None:
+    """Nothing fails any more, and the spool ends: every promise is kept."""
+    drop(disk, END, [])
+    for run in runs:
+        for _ in range(200):
+            if not run.turn() and run.ended:
+                break
     bound = [row for run in runs for row in run.promised]
     assert sorted(bound) == sorted(good), "each good row is bound once, by one run"
     for run in runs:
         assert run.promised == sorted(run.promised, key=lambda row: json.loads(row)["n"]), "in the order of their files"
-        assert run.spool is not None and run.spool.stream.ended and not run.spool.problem
+        assert run.spool is not None and run.ended and not run.spool.problem
         assert run.disk.names(run.directory / "claimed") == []
     assert sorted({row for run in runs for row in run.rejected()}) == sorted(bad)
     assert disk.names(SPOOL) == [END]
