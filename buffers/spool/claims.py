@@ -40,7 +40,7 @@ from async_rlhf.buffers.spool.stream import Place, Stream
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
-_CLAIMS = 64  # files that are claimed at a time, with one sync of the two directories
+_CLAIMS = 256  # files that are claimed at a time, with one sync of the two directories
 _SHOWN_BYTES = 2000  # of a line in `rejected/`
 _NAME_BYTES = 120  # of a file's own name in that of its claim
 
@@ -65,7 +65,7 @@ class Spool:
         self._prefix = ""  # of the names in the spool that are this run's
         self._waiting: list[str] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
-        self._next = 1
+        self._next, self._more = 1, False
         self._num_rejected: dict[str, int] = {}  # by the name of the claim
         self.problem = ""
         """Why nothing more can be claimed or bound now."""
@@ -81,7 +81,7 @@ class Spool:
         except OSError as error:
             if self._claim is not None:
                 self._claim.close()
-            self._waiting = self._claim = None
+            self._waiting, self._claim, self._more = None, None, False
             if self.problem != (problem := f"the spool {self._source} cannot be used: {error}"):
                 _log.error("%s; it is tried again", problem)
             self.problem = problem
@@ -89,7 +89,7 @@ class Spool:
         if self.problem:
             _log.warning("the spool %s can be used again", self._source)
         self.problem = ""
-        return bool(self._waiting)
+        return bool(self._waiting) or self._more
 
     def status(self) -> dict[str, Any]:
         """For an operator: rows that are bound, lines set aside, whether there is an end, and what stands in the way."""
@@ -142,6 +142,7 @@ class Spool:
         for name in mine:
             self._fetch(name, waiting)
         ready = sorted(name for name in names if is_ready(name) and self._files.is_readable(self._source / name))
+        self._more = len(ready) > _CLAIMS
         for name in ready[:_CLAIMS]:
             self._take(name, waiting)
         if ready:
@@ -196,35 +197,36 @@ class Spool:
 
     def _bind(self, waiting: list[str]) -> None:
         """Look at a piece of what is claimed, or at several small files, and bind its good rows."""
-        rows: list[tuple[Place, str]] = []
-        done: list[str] = []
+        lines: list[tuple[_Claim, int, bytes]] = []
+        done: list[_Claim] = []
         num_bytes = 0
         while num_bytes < _PIECE and len(done) < len(waiting):
-            name = waiting[len(done)]
             if self._claim is None:
+                name = waiting[len(done)]
                 self._claim = _Claim(self._files, self._claimed / name, self._rejected / name)
-            lines = self._claim.read()
-            if lines is None:
-                if num_rejected := self._claim.finish():
-                    self._num_rejected[name] = num_rejected
+            claim, read = self._claim, self._claim.read()
+            if read is None:
                 self._claim = None
-                done.append(name)
-                continue
-            num_bytes += sum(len(line) for _, line in lines)
-            rows += [row for row in self._good(self._claim, lines) if row[0] > self.stream.tail]
+                done.append(claim)
+            else:
+                lines += [(claim, number, line) for number, line in read]
+                num_bytes += sum(len(line) for _, line in read)
+        rows = [row for row in self._good(lines) if row[0] > self.stream.tail]
+        for claim in done:
+            if num_rejected := claim.finish():
+                self._num_rejected[claim.name] = num_rejected
         if rows:
             self.stream.append(rows)
-        for name in done:
-            self._files.unlink(self._claimed / name)
+        for claim in done:
+            self._files.unlink(self._claimed / claim.name)
         del waiting[: len(done)]
 
-    def _good(self, claim: _Claim, lines: Sequence[tuple[int, bytes]]) -> list[tuple[Place, str]]:
+    def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
         """Rows with their places; the other lines are set aside."""
-        short = [(number, line) for number, line in lines if len(line) <= MAX_ROW_BYTES]
-        found = dict(zip((number for number, _ in short), self._check([line for _, line in short]), strict=True))
+        found = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
         rows: list[tuple[Place, str]] = []
-        for number, line in lines:
-            row = found.get(number, Rejected(f"it is longer than {MAX_ROW_BYTES} bytes"))
+        for claim, number, line in lines:
+            row = next(found) if len(line) <= MAX_ROW_BYTES else Rejected(f"it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, str) and len(row.encode()) > MAX_ROW_BYTES:
                 row = Rejected(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, Rejected):
@@ -243,7 +245,7 @@ class _Claim:
     """A claimed file that is read piece by piece, and the file of its lines that are set aside."""
 
     def __init__(self, files: Files, path: Path, rejected: Path) -> None:
-        self.number = _number(path.name)
+        self.name, self.number = path.name, _number(path.name)
         self.num_rejected = 0
         self._files, self._rejected = files, rejected
         self._temporary = rejected.with_name(f".{rejected.name}.tmp")

@@ -22,7 +22,7 @@ from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
-from tests.simulation.disk import HubKilledError, MemoryDisk
+from tests.simulation.disk import HubKilledError, JournalingDisk, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
@@ -47,7 +47,7 @@ class HubRole:
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
         self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=ADOPT_TIMEOUT_S)
-        self.disk = MemoryDisk(world.rng)
+        self.disk = (JournalingDisk if fed else MemoryDisk)(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,
