@@ -226,7 +226,7 @@ class Exchange:
         items, num_bytes = list[wire.CreditItem](), 0
         for credit in credits:
             row = "" if self._spool is None else self._spool.stream.row(credit.number)
-            if items and num_bytes + 4 * len(row) > _ROWS_BYTES:  # a character has four bytes at most
+            if items and num_bytes + len(row.encode()) > _ROWS_BYTES:
                 yield wire.Credits(credits=items)
                 items, num_bytes = [], 0
             num_bytes += len(row.encode())

@@ -31,6 +31,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ class Spool:
         self._next = max([self._next, *(1 + _number(name.removeprefix(self._prefix)) for name in mine)])
         for name in mine:
             self._fetch(name, waiting)
-        ready = sorted(name for name in names if is_ready(name) and self._files.is_readable(self._source / name))
+        readable = (name for name in sorted(filter(is_ready, names)) if self._files.is_readable(self._source / name))
+        ready = list(islice(readable, _CLAIMS + 1))
         self._more = len(ready) > _CLAIMS
         for name in ready[:_CLAIMS]:
             self._take(name, waiting)
