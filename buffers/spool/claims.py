@@ -4,9 +4,9 @@
     waits for   nothing: the hub calls `turn` twice a second, and again at once while there is more to do
     on close    nothing: it may end between any two operations on files, and goes on from what it finds
 
-    1. claim    a file is renamed from the spool into `claimed/NNNNNNNNN-NAME`. Where that is another file system, it is renamed
-                within the spool first, to a name that says whose it is and begins with ".", then copied, then removed
-    2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NNNNNNNNN-NAME`,
+    1. claim    a file is renamed from the spool into `claimed/NUMBER-NAME.jsonl`. Where that is another file system, it is
+                renamed within the spool first, to a name that says whose it is and begins with ".", then copied, then removed
+    2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NUMBER-NAME.jsonl`,
                 which is on disk before the last rows of its file are bound
     3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
     4. remove   the claimed file
@@ -154,7 +154,7 @@ class Spool:
             self.stream.end()
 
     def _take(self, name: str, waiting: list[str]) -> None:
-        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(name)[:_NAME_BYTES])}"
+        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
         try:
             self._files.replace(self._source / name, self._claimed / claim)
         except FileNotFoundError:
