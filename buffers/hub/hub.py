@@ -16,6 +16,7 @@ largest that may be and `UNREAD_BY_ZMQ` (`transport.authenticator`), then it is 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,8 @@ class Hub:
 
     def run(self) -> None:
         """Serve until a Halt; returns with everything on disk."""
-        next_tick = next_look = next_turn = self._clock()
+        next_tick = next_look = self._clock()
+        next_turn = math.inf if self._spool is None else next_tick
         try:
             while not self._exchange.stopped:
                 self._socket.wait(max(0.0, min(next_tick, next_look, next_turn) - self._clock()) + 0.001)
@@ -115,9 +117,8 @@ class Hub:
                     self._exchange.tick()
                     self._socket.report()
                     self._write_ledger()
-                if self._clock() >= next_turn:
-                    more = self._spool is not None and self._spool.turn()
-                    next_turn = self._clock() + (0.0 if more else _TICK_S)
+                if self._spool is not None and self._clock() >= next_turn:
+                    next_turn = self._clock() if self._spool.turn() else self._clock() + _TICK_S
                 self._exchange.settle()
                 self._socket.send(self._exchange.outbox.messages)
                 self._exchange.outbox.messages.clear()
