@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import content_digest, write_whole
+from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
@@ -116,8 +117,8 @@ class RunDir:
         """A new directory for a new run. overwrite: also where there is a run that has ended; it is removed.
 
         rows: what the run trains on and is evaluated with, kept in it (`RunData`). dropped: how many prompts were left out.
-        A run that failed before its first step is always removed. Raises ConfigError when the directory exists, is in use or
-        cannot be written.
+        A run that failed before its first step is always removed, unless it has claimed rows of a spool. Raises ConfigError
+        when the directory exists, is in use or cannot be written.
         """
         run = cls(config.run_dir)
         run._make_room(overwrite)
@@ -279,6 +280,7 @@ class RunDir:
             return
         end = self.end()
         failed_to_start = end is not None and end.code != 0 and not self.metrics.exists()
+        failed_to_start = failed_to_start and not has_claimed(self.path / "data" / "spool")
         if not overwrite and not failed_to_start:
             return
         lock = RunLock.take(self.lock_file)

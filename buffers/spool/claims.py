@@ -57,6 +57,12 @@ Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
 """Lines of a file to rows, JSON objects as they are credited, or the reason why a line is none."""
 
 
+def has_claimed(directory: Path) -> bool:
+    """Whether a run's own directory holds rows that came out of a spool, and are nowhere else. Raises OSError."""
+    stream, claimed = directory / "stream.jsonl", directory / "claimed"
+    return (stream.exists() and stream.stat().st_size > 0) or (claimed.exists() and any(claimed.iterdir()))
+
+
 class Spool:
     """See the module docstring. source: the spool. directory: the run's own, where its stream is too."""
 

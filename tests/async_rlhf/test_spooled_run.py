@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.claims import Rejected
 from async_rlhf.buffers.spool.deposit import end, put
+from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
@@ -22,7 +24,7 @@ from async_rlhf.learner.loop.budget import Budget, Spent
 from async_rlhf.run.api import load
 from async_rlhf.run.display import StepPace, beginning
 from async_rlhf.run.preflight import preflight
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.spooling import PromptWatch, RowCheck
 from tests.conftest import QUICK, has_ended, wait_for
 
@@ -121,6 +123,19 @@ def test_what_a_spool_cannot_give_is_refused_before_the_run(small: Any, tmp_path
     mixed = {"data.source": "", "data.sources": [{"source": f"spool:{tmp_path}"}]}
     with pytest.raises(ConfigError, match=r"data\.source = it alone"):
         preflight(small(**fed(tmp_path, **mixed)))
+
+
+def test_a_run_that_failed_before_its_first_step_keeps_the_rows_that_it_has_claimed(small: Any, tmp_path: Path) -> None:
+    config = small(**fed(tmp_path))
+    run = RunDir.create(config)
+    run.record_end(End(code=4, reason="stalled", finished=False))
+    with closing(Stream(run.path / "data" / "spool")) as stream:
+        stream.append([((1, 1), '{"prompt": "a"}')])
+    run.retire()
+    with pytest.raises(ConfigError, match="Continue it with --resume, remove it with --overwrite"):
+        RunDir.create(config)
+    RunDir.create(config, overwrite=True).retire()
+    assert not (run.path / "data").exists()
 
 
 def test_check_says_of_an_empty_spool_what_the_run_will_do(tmp_path: Path) -> None:
