@@ -1,7 +1,9 @@
 """Files of one JSON object a line that one process appends to: a line is in the file whole, or not at all.
 
 What a crash, a failing disk or a full one left behind the last whole line is cut off before the next is written. Files are
-read in pieces, so that a long run's cost no memory.
+read in pieces, so that a long run's cost no memory. A file with a limit begins anew when it is reached, and the lines before it
+lie beside it (`NAME.1`) until it is reached again: the newest lines of so many bytes are always there, and no more than twice
+as many and a line.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,16 +36,27 @@ class Cut:
 
 
 class LineFile:
-    """Owns the file, which is made with the first line. Each line is with the operating system when `write` returns."""
+    """Owns the file, which is made with the first line. Each line is with the operating system when `write` returns.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    max_bytes: after which the file begins anew; None: never.
+    """
+
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
+        self._path, self._max_bytes = path, max_bytes
         self._file: File | None = None
         self._end = 0  # of the last whole line
         self._torn = False  # there may be something behind it
 
     def cut(self, keep: Callable[[Line], bool] = lambda line: True) -> Cut:
         """End the file with its last whole line that `keep` keeps. To be called before the first `write`."""
+        found, before = self._cut(keep), earlier(self._path)
+        if found.last is None and before.exists():  # all that is kept lies in the lines before
+            DISK.replace(before, self._path)
+            rest = self._cut(keep)
+            return Cut(rest.last, found.damaged + rest.damaged)
+        return found
+
+    def _cut(self, keep: Callable[[Line], bool]) -> Cut:
         self._end, last = 0, None
         if not self._path.exists():
             return Cut(None, 0)
@@ -64,6 +78,8 @@ class LineFile:
 
     def write(self, line: str) -> None:
         """Append a line, given without its end. Raises OSError; nothing of it is then left when the next one is written."""
+        if self._max_bytes is not None and self._end >= self._max_bytes:
+            self._begin_anew()
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = DISK.append(self._path)
@@ -76,9 +92,15 @@ class LineFile:
         self._torn = False
         self._end += len(data)
 
+    def _begin_anew(self) -> None:
+        self.sync()  # whoever syncs later knows this file alone
+        self.close()
+        DISK.replace(self._path, earlier(self._path))
+        self._file, self._end = None, 0
+
     def sync(self) -> None:
         """What was written is durable when this returns; may be called by another thread. Raises OSError."""
-        if self._path.exists():
+        with suppress(FileNotFoundError):  # it may be about to begin anew
             DISK.sync_path(self._path)
             DISK.sync_path(self._path.parent)
 
@@ -87,13 +109,23 @@ class LineFile:
             self._file.close()
 
 
+def earlier(path: Path) -> Path:
+    """Where the lines lie that were written before the file began anew."""
+    return path.with_name(f"{path.name}.1")
+
+
 def read_lines(path: Path) -> Iterator[Line]:
-    """The whole lines of a file, first to last; none where there is no file, and the last may be being written.
+    """The whole lines of a file, first to last, those before it began anew included; none where there is no file, and the last
+    may be being written.
 
     What is no line (a damaged page) is passed over and logged with its place.
     """
-    if not path.exists():
-        return
+    for part in (earlier(path), path):
+        if part.exists():
+            yield from _read(part)
+
+
+def _read(path: Path) -> Iterator[Line]:
     with path.open("rb") as file:
         start = 0
         for raw in file:

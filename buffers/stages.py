@@ -121,10 +121,11 @@ _log = logging.getLogger(__name__)
 class SpanFile:
     """What a process did and when (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
 
-    Owns the file, appended to by one process. `lost_lines`: those that could not be written, on a full disk for example."""
+    Owns the file, appended to by one process. max_bytes: as of `LineFile`. `lost_lines`: those that could not be written, on a
+    full disk for example."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
+        self._file = LineFile(path, max_bytes)
         self._file.cut()
         self.lost_lines = 0
 

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.lines import earlier
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.launch.run_lock import RunLock
@@ -92,7 +94,7 @@ def _recorded(run: RunDir) -> Iterator[tuple[int, Group | dict[str, Any]]]:
 
 def _samples(run: RunDir) -> Iterator[_Found]:
     """The lines of `rollouts.jsonl`. Raises DamagedError for a file with others."""
-    for line in Tail(run.samples).rest():
+    for line in chain.from_iterable(Tail(part).rest() for part in (earlier(run.samples), run.samples)):
         if type(line.get("step")) is not int or type(line.get("group")) is not int:
             raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
         yield line["step"], 1, line

@@ -66,6 +66,11 @@ class Config(Section):
     """Where the hub listens beside its private ipc socket: nowhere, at `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
     sampled_groups: int = Field(default=1, ge=0)
     """Groups of every step written to `rollouts.jsonl`."""
+    max_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Bytes after which `rollouts.jsonl`, an actor's `spans` or a process's log begin anew; what was in them lies beside them
+    (`NAME.1`) until they do again. `metrics.jsonl` is kept whole: two kilobytes a step."""
+    disk_headroom_bytes: int = Field(default=1 << 30, ge=0)
+    """Bytes of free disk below which the run says so, before there is none and it must wait for room."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a finished step after which the run ends with a stall report; those in which nothing is missing but
     prompts in the spool do not count."""

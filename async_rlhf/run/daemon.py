@@ -57,6 +57,7 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.run.config import Config
 from async_rlhf.run.courier import Courier
+from async_rlhf.run.disk import RunDisk
 from async_rlhf.run.evaluator import Evaluator
 from async_rlhf.run.launching import with_ranks
 from async_rlhf.run.placing import nodes_of, placement_of
@@ -120,6 +121,7 @@ class Supervisor:
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
         self._prompts = PromptWatch(config, run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
+        self._disk = RunDisk(run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now)
 
     def run(self) -> bool:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
@@ -222,6 +224,7 @@ class Supervisor:
                 self._look_after(child)
             self._evaluator.look()
             self._tracker.look()
+            self._disk.look()
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")
             if self._signals.count and not self._draining:

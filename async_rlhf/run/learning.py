@@ -46,6 +46,7 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
             composition=config.rewards.composition,
             max_failed_ratio=config.rewards.max_failed_ratio,
             sampled_groups=config.sampled_groups,
+            max_log_bytes=config.max_log_bytes,
             advantage=config.advantage,
             guard=config.guard,
             lowest_staleness=config.bound(config.data.size).lowest_staleness,

@@ -139,7 +139,7 @@ def run_actor(
             progress()
 
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
-    spans = SpanFile(run.spans(name))
+    spans = SpanFile(run.spans(name), config.max_log_bytes)
     try:
         reason = Worker(
             name,

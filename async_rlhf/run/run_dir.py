@@ -13,7 +13,8 @@ checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/l
 queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
 keys/            of a run with actors elsewhere
 
-Small files are replaced whole: a full disk or a crash leaves the old one. Readers trust none of them (`run_files`).
+Small files are replaced whole: a full disk or a crash leaves the old one. `rollouts.jsonl`, spans and logs that have grown to
+`max_log_bytes` begin anew, and what was in them lies beside them (`NAME.1`). Readers trust none of them (`run_files`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _MAY_CHANGE = (
     "stall_timeout_s",
     "watchdog_s",
     "sampled_groups",
+    "max_log_bytes",
+    "disk_headroom_bytes",
     "address",
     "security.",
     "output_dir",

@@ -63,8 +63,12 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
     if node.role == "actor":
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"], clock = run.spans(node.name), run.clock(node.name)
+        changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
     inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
     return Parcel(contents.files, inline, returns, clock)
+
+
+_NEVER = 1 << 62
 
 
 class _Contents:

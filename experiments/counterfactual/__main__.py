@@ -1,4 +1,4 @@
-"""`python -m async_rlhf.experiments.counterfactual RUN_DIR [--step N] [--completions N] [--corrections FILE] [--out DIR]`."""
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from async_rlhf.experiments.counterfactual.page import (
     correction_row,
     draw,
     fresh_row,
+    over_seeds,
     render,
     shortfall,
     write_csv,
 )
-from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, recorded
+from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.run.config import Config
@@ -46,9 +47,16 @@ Report = Callable[[str, int, int], None]
 
 @app.command()
 def main(
-    run_dir: Annotated[Path, typer.Argument(help="Run that has ended, with kept checkpoints and batches.")],
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...",
+            help="Run that has ended, with kept checkpoints and batches; or three and more that differ in their seed.",
+        ),
+    ],
     step: Annotated[
-        list[int] | None, typer.Option(min=1, help="A step with a checkpoint; again for another. All of them without.")
+        list[int] | None,
+        typer.Option(min=1, help="A step with a checkpoint; again for another. Without, all that every run has."),
     ] = None,
     completions: Annotated[
         int, typer.Option(min=1, help="Fresh completions at each step, rounded up to whole batches of the run.")
@@ -56,28 +64,31 @@ def main(
     chosen: Annotated[
         Path, typer.Option("--corrections", help="TOML file of losses, as corrections.toml of this experiment.")
     ] = SHIPPED,
-    out: Annotated[Path | None, typer.Option(help="Directory, made; counterfactual/ of the run without.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory, made; counterfactual/ of the first run without.")] = None,
 ) -> None:
     """How far is each correction's gradient on a stale batch from the gradient that the same weights have on fresh data?
 
     Leaves results.csv, picture.png, picture.svg and report.md.
     """
     with errors():
-        run, config, moments = recorded(run_dir, step or [])
+        runs = several(run_dirs, step or [])
+        config = runs[0][1]
         losses = corrections(chosen, config.loss)
         num_batches = batches_for(config, completions)
         if warning := shortfall(num_batches * config.learner.batch_size):
             say(f"warning: {warning}", err=True)
         transformers_logging.disable_progress_bar()
-        directory = out or run.path / "counterfactual"
+        directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
         rows: list[Row] = []
         with Shown() as shown:
-            for moment in moments:
-                rows += compare(run, config, moment, losses, num_batches, shown.at)
-                write_csv(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
-        draw(rows, directory)
-        (directory / "report.md").write_text(render(rows))
+            for run, own, moments in runs:
+                for moment in moments:
+                    rows += compare(run, own, moment, losses, num_batches, shown.at)
+                    write_csv(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
+        pooled = over_seeds(rows)
+        draw(pooled, directory)
+        (directory / "report.md").write_text(render(pooled))
         typer.echo(str(directory / "report.md"))
 
 
@@ -101,7 +112,7 @@ def compare(
     report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed, and
     ConfigError where there is nothing to learn from, or no room.
     """
-    where, count = f"step {moment.step}", num_batches * config.groups_per_batch
+    where, count = f"{run.path.name}, step {moment.step}", num_batches * config.groups_per_batch
     blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
     gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
     check_memory(gradients.num_parameters, num_batches * blocks_a_batch, psutil.virtual_memory().available)
@@ -115,7 +126,7 @@ def compare(
         fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
         reference = _reference(fresh, where)
         batches = fresh_batches(reference, blocks_a_batch)
-        rows.setdefault("", fresh_row(moment, count * config.generation.group_size, reference, batches))
+        rows.setdefault("", fresh_row(config.seed, moment, count * config.generation.group_size, reference, batches))
         for name in names:
             stale = gradients.sums(moment.groups, of_stale, losses[name], progress=partial(report, f"{where}: {name}"))
             _check_groups(stale, where)

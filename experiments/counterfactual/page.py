@@ -1,14 +1,15 @@
 """What was measured, as rows, as a picture and as a page whose sentences are worded by intervals.
 
-Corrections differ in colour, marker and dashes at once (the colours are those of Okabe and Ito). Needs matplotlib (the extra
-`experiments`).
+Of several runs, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch says
+and another would not is in them. Corrections differ in colour, marker and dashes at once (the colours are those of Okabe and
+Ito, and two more). Needs matplotlib (the extra `experiments`).
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, jackknife
 from async_rlhf.experiments.counterfactual.recorded import Moment
-from async_rlhf.experiments.statistics import Difference, holm, worded
+from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paired, worded
 
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
@@ -27,14 +28,16 @@ _MEASURES = {
     "norm_ratio": "norm / norm of the reference",
     "share": "share: length along the true gradient\n(1: unbiased)",
 }
-_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D1F")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)))
+_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D1F", "#7F7F7F", "#332288")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", "h")
+_DASHES: tuple[Any, ...] = (
+    "-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 2, 1)),
+)  # fmt: skip
 
 
 class Interval(NamedTuple):
-    """Of a correction: its value and the 95 % interval of the jackknife. Of a fresh batch: the mean over fresh batches, and
-    where nine in ten of them lie."""
+    """Of a correction: its value and its 95 % interval, of the jackknife or over seeds. Of a fresh batch: the mean over fresh
+    batches, and where nine in ten of them lie (of several runs, the means of their ends)."""
 
     value: float
     low: float
@@ -47,9 +50,11 @@ class Row:
 
     completions: fresh ones, of the reference. halves: cosine of its halves. fresh_below: share of fresh batches whose cosine is
     lower. base: the correction it is compared with, and `difference` that of the cosines; None where it is not compared.
-    bias: of share - 1, from 0; None for a fresh batch.
+    bias: of share - 1, from 0; None for a fresh batch. seed: of the run; runs: over how many this is a mean, with the seed of
+    the first.
     """
 
+    seed: int
     step: int
     estimate: str
     staleness: float
@@ -65,12 +70,15 @@ class Row:
     bias: Difference | None = None
     base: str = ""
     difference: Difference | None = None
+    runs: int = 1
 
     def compared(self, base: str, difference: Difference) -> Row:
         return replace(self, base=base, difference=difference)
 
 
-def fresh_row(moment: Moment, completions: int, reference: Reference, batches: Sequence[tuple[float, float, float]]) -> Row:
+def fresh_row(
+    seed: int, moment: Moment, completions: int, reference: Reference, batches: Sequence[tuple[float, float, float]]
+) -> Row:
     """The yardstick: what batches as large as the stale one reach when they are fresh. batches: of `fresh_batches`."""
     values = np.array(batches)
     low, high = np.quantile(values, [0.05, 0.95], axis=0)
@@ -78,6 +86,7 @@ def fresh_row(moment: Moment, completions: int, reference: Reference, batches: S
     all_B = np.ones(len(reference.counts_B))
     halves, (mean, oldest) = reference.halves(all_B)[0], moment.staleness
     return Row(
+        seed,
         moment.step,
         FRESH,
         mean,
@@ -108,6 +117,55 @@ def correction_row(name: str, fresh: Row, estimate: Estimate, batches: Sequence[
         share=Interval(1 + bias.mean, 1 + bias.low, 1 + bias.high),
         fresh_below=float(np.mean([each[0] < cosine.mean for each in batches])),
         bias=bias,
+    )
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Row]:
+    """A row for each step and estimate: as it is where one run was made, else the mean over runs, with intervals over seeds.
+
+    Of each seed the estimate is subtracted from 1 and from the base's before anything is averaged. Raises ValueError for fewer
+    than MIN_SEEDS runs, and more than one.
+    """
+    together: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        together.setdefault((row.step, row.estimate), []).append(row)
+    return [_mean(each) if len(each) > 1 else each[0] for each in together.values()]
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    if len(rows) < MIN_SEEDS:
+        raise ValueError(f"{len(rows)} runs have no interval; at least {MIN_SEEDS} are needed")
+    first = rows[0]
+
+    def mean(of: Callable[[Row], float]) -> float:
+        return math.fsum(map(of, rows)) / len(rows)
+
+    def differs(values: Sequence[float]) -> Difference:
+        if not all(map(math.isfinite, values)):
+            return Difference(math.nan, math.nan, math.nan, len(values), None)
+        return paired(values, [0.0] * len(values))
+
+    def interval(of: Callable[[Row], Interval]) -> Interval:
+        if first.estimate == FRESH:
+            return Interval(*(mean(lambda row, i=i: of(row)[i]) for i in range(3)))  # type: ignore[misc]
+        found = differs([of(row).value for row in rows])
+        return Interval(found.mean, found.low, found.high)
+
+    biases = [row.bias.mean for row in rows if row.bias is not None]
+    differences = [row.difference.mean for row in rows if row.difference is not None]
+    return replace(
+        first,
+        staleness=mean(lambda row: row.staleness),
+        oldest=max(row.oldest for row in rows),
+        halves=mean(lambda row: row.halves),
+        ceiling=mean(lambda row: row.ceiling),
+        cosine=interval(lambda row: row.cosine),
+        norm_ratio=interval(lambda row: row.norm_ratio),
+        share=interval(lambda row: row.share),
+        fresh_below=None if first.fresh_below is None else mean(lambda row: row.fresh_below or 0.0),
+        bias=differs(biases) if biases else None,
+        difference=differs(differences) if differences else None,
+        runs=len(rows),
     )
 
 
@@ -143,21 +201,29 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row], directory: Path) -> None:
-    """`picture.png` and `picture.svg`: each measure over steps and over mean staleness; the same bytes for the same rows."""
+    """`picture.png` and `picture.svg`: each measure over steps, and over mean staleness where that is another number; the same
+    bytes for the same rows. rows: of `over_seeds`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.5, 12), layout="constrained")
-    panels: Any = figure.subplots(len(_MEASURES), 2, sharey="row", squeeze=False)
+    over = [("step", "learner step"), ("staleness", "mean staleness")]
+    if all(row.step == row.staleness for row in rows):
+        over = [("step", "learner step and staleness")]
+    figure = Figure(figsize=(12.5 if over[1:] else 9, 12), layout="constrained")
+    panels: Any = figure.subplots(len(_MEASURES), len(over), sharey="row", squeeze=False)
     for line, measure in enumerate(_MEASURES):
-        for axes, (x, words) in zip(panels[line], (("step", "learner step"), ("staleness", "mean staleness")), strict=True):
+        for axes, (x, words) in zip(panels[line], over, strict=True):
             _panel(axes, rows, measure, x)
             axes.set_xlabel(words)
         panels[line][0].set_ylabel(_MEASURES[measure])
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    first, runs = rows[0], rows[0].runs
+    batches, spread = "one stale batch", "jackknife over groups and blocks"
+    if runs > 1:
+        batches, spread = f"{runs} stale batches, one a seed,", f"over {runs} seeds"
     title = (
-        f"Gradients of one stale batch of {rows[0].groups} groups against {rows[0].completions} fresh completions\n"
-        "bars: 95 % intervals (jackknife over groups and blocks); grey: nine in ten fresh batches of the same size"
+        f"Gradients of {batches} of {first.groups} groups against {first.completions} fresh completions\n"
+        f"bars: 95 % intervals ({spread}); grey: nine in ten fresh batches of the same size"
     )
     warning = shortfall(rows[0].completions)
     figure.suptitle(f"{title}\nWARNING: {warning}" if warning else title, fontsize="medium")
@@ -180,8 +246,8 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
     if measure == "cosine":
         ceilings = [row.ceiling for row in (fresh[0], *fresh, fresh[-1])]
         axes.plot(at, ceilings, color="#B00000", linewidth=1.6, label="ceiling: the true gradient itself")
-    names = list(dict.fromkeys(row.estimate for row in rows if row.estimate != FRESH))
-    for i, name in enumerate(names):
+    names = _drawn(rows)
+    for i, (name, label) in enumerate(names.items()):
         mine = sorted((row for row in rows if row.estimate == name), key=lambda row: float(getattr(row, x)))
         found = [getattr(row, measure) for row in mine]
         shift = 0.4 * width * ((i + 0.5) / len(names) - 0.5)
@@ -193,7 +259,7 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
             [float(getattr(row, x)) + shift for row in mine],
             [each.value for each in found],
             yerr=errors,
-            label=name,
+            label=label,
             color=_COLOURS[i % len(_COLOURS)],
             marker=_MARKERS[i % len(_MARKERS)],
             linestyle=style,
@@ -211,12 +277,28 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _drawn(rows: Sequence[Row]) -> dict[str, str]:
+    """The corrections that have a line of their own, and its label: those that gave one gradient at every step share it."""
+    steps = len({row.step for row in rows})
+    together: dict[tuple[str, ...], int] = {}
+    for same in _alike(rows):
+        names = tuple(row.estimate for row in same)
+        together[names] = together.get(names, 0) + 1
+    joined = {names for names, count in together.items() if count == steps}
+    singles = dict.fromkeys(
+        row.estimate for row in rows if row.estimate != FRESH and not any(row.estimate in j for j in joined)
+    )
+    found = {names[0]: ", ".join(names) for names in joined} | {name: name for name in singles}
+    return {row.estimate: found[row.estimate] for row in rows if row.estimate in found}
+
+
 def render(rows: Sequence[Row]) -> str:
-    """The page; the picture lies beside it."""
+    """The page; the picture lies beside it. rows: of `over_seeds`."""
     steps = list(dict.fromkeys(row.step for row in rows))
     warning = shortfall(rows[0].completions)
+    runs = rows[0].runs
     parts = [
-        _HEAD,
+        f"{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
         "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
         *(_section([row for row in rows if row.step == step]) for step in steps),
@@ -244,7 +326,14 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             if others
         ),
         *(
-            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), unit="groups")
+            worded(
+                f"Step {row.step}, {row.estimate}: its {what}",
+                base,
+                found,
+                p,
+                len(known),
+                "groups" if row.runs == 1 else "seeds",
+            )
             for (row, what, base, found), p in zip(known, adjusted, strict=True)
         ),
     ]
@@ -264,10 +353,13 @@ _HEAD = """# Gradients on a stale batch, against fresh ones at the same weights
 
 Written by `python -m async_rlhf.experiments.counterfactual`; no sentence below is written by hand. At each step the reference
 is the on-policy gradient of the checkpoint's weights, from fresh completions of the run's prompts; every correction gives the
-first update's gradient of the batch that the run trained on from there, the same batch for all.
-
-Numbers are values and, in brackets, 95 % intervals of a jackknife over the groups of the batch and the blocks of the
-reference; of fresh batches: the mean, and where nine in ten of them lie. The *ceiling* is the cosine that the true gradient
+first update's gradient of the batch that the run trained on from there, the same batch for all."""
+_OF_ONE = """Numbers are values and, in brackets, 95 % intervals of a jackknife over the groups of the batch and the blocks of
+the reference;"""
+_OF_SEEDS = (
+    """Numbers are means over {runs} runs, which differ in their seed, and, in brackets, 95 % intervals over these seeds;"""
+)
+_READ = """of fresh batches: the mean, and where nine in ten of them lie. The *ceiling* is the cosine that the true gradient
 itself would have with the reference. The *share* is the estimate's length along the true gradient, in lengths of that: 1 on
 average without bias. A difference is said to be there when its p value, after Holm's correction over all sentences, is below
 0.05."""

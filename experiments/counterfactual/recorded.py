@@ -17,10 +17,11 @@ from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group, staleness
+from async_rlhf.experiments.statistics import MIN_SEEDS
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.run.config import Config, read_toml
+from async_rlhf.run.config import Config, differences, read_toml
 from async_rlhf.run.run_dir import RunDir
 
 SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
@@ -85,6 +86,27 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
             "follows the last checkpoint"
         )
     return run, config, [_moment(config, step, checkpoints[step], batches[step]) for step in sorted(batches)]
+
+
+def several(directories: Sequence[Path], steps: Sequence[int]) -> list[tuple[RunDir, Config, list[Moment]]]:
+    """Of each run as `recorded`, at the steps that all of them have. Raises ConfigError as `recorded` does, for two runs, which
+    have no interval, and for runs that differ in more than their seed or do not differ in it."""
+    if 1 < len(directories) < MIN_SEEDS:
+        raise ConfigError(f"{len(directories)} runs have no interval over seeds; give one, or at least {MIN_SEEDS}")
+    found = [recorded(directory, steps) for directory in directories]
+    first = found[0][1]
+    for _, config, _ in found[1:]:
+        like = config.model_copy(update={"name": first.name, "output_dir": first.output_dir, "seed": first.seed})
+        if other := differences(first, like):
+            raise ConfigError(f"{config.name!r} differs from {first.name!r} in more than its seed: {'; '.join(other)}")
+    if len({config.seed for _, config, _ in found}) < len(found):
+        raise ConfigError(f"the runs have the seeds {', '.join(str(config.seed) for _, config, _ in found)}; one run a seed")
+    common = set.intersection(*({moment.step for moment in moments} for *_, moments in found))
+    if not common:
+        raise ConfigError(
+            "there is no step at which every run has a checkpoint and a batch; give the runs the same checkpoint.keep_every"
+        )
+    return [(run, config, [moment for moment in moments if moment.step in common]) for run, config, moments in found]
 
 
 def corrections(path: Path, own: LossConfig) -> dict[str, LossConfig]:

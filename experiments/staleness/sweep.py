@@ -246,6 +246,11 @@ class _Running:
 def _cells(ray: str | None, jobs: int | None, sweep: SweepConfig, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
     """Where they run. Raises ConfigError where they cannot."""
     if ray is None:
+        if jobs not in (None, 1) and any(job.cell.config.max_seconds is not None for job in all_jobs):
+            raise ConfigError(
+                f"--jobs {jobs}: cells that end by time (sweep.seconds, max_seconds) would take it from each other; run them "
+                "one at a time, or on the nodes of a Ray cluster (--ray)"
+            )
         return nullcontext(Here(1 if jobs is None else jobs))
     check_ray("--ray", ray, "the cells run here, --jobs N at once")
     from async_rlhf.experiments.staleness.on_ray import nodes

@@ -161,8 +161,8 @@ def _draw_to_sampler(axes: Any, settings: Settings) -> None:
             axes.plot(*zip(*points, strict=True), marker, color=setting.colour, markersize=6, alpha=0.85)
     _widen(axes)
     axes.set(
-        title="Held-out reward over KL to the sampling policy\na mark a run",
-        xlabel="KL(sampler, learner), mean over steps [nats a token]",
+        title="Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps",
+        xlabel="KL(sampler, learner) [nats a token]",
         ylabel="held-out reward, end",
     )
 

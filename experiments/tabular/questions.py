@@ -15,6 +15,8 @@ import torch
 
 from async_rlhf.experiments.gradient_laws.table import Case, measure
 from async_rlhf.experiments.statistics import Array, first_at
+from async_rlhf.experiments.tabular.lengths import BOUNDS as QUEUE_BOUNDS
+from async_rlhf.experiments.tabular.lengths import CREDIT, RULES, lengths
 from async_rlhf.experiments.tabular.training import NUM_UPDATES, Recipe, Trained, history, outcome, train
 from async_rlhf.experiments.tabular.world import Worlds, make_worlds
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LossConfig
@@ -198,6 +200,7 @@ def _against(quantity: str, base: str, arms: Sequence[str], xs: Sequence[str | f
 
 
 _ARMS = list(CORRECTIONS)
+_DROPPING = [rule for rule in RULES if rule != CREDIT]
 _OLD = STALENESS[1:]
 _SHARE = "as a share of the way from the initial policy to the best completions"
 QUESTIONS: Sequence[Question] = (
@@ -290,6 +293,22 @@ QUESTIONS: Sequence[Question] = (
             (Cell("gold", arm, GUARDED), Cell("gold", arm, f"fixed {staleness}"))
             for arm in (NAIVE, "decoupled PPO")
             for staleness in BOUNDS
+        ],
+    ),
+    Question(
+        "lengths",
+        "Does dropping for age favour short answers?",
+        "bound on age [steps]",
+        {
+            "length": "mean length trained on, over that of the first answers to as many prompts",
+            "dropped": "share of the tokens of finished answers that were dropped",
+            "ticks": "time of a step, over that of slots that never wait and lose nothing",
+        },
+        lengths,
+        [
+            *_against("length", CREDIT, _DROPPING, QUEUE_BOUNDS),
+            *_against("ticks", CREDIT, _DROPPING, QUEUE_BOUNDS),
+            *((Cell("first", arm, QUEUE_BOUNDS[-1]), Cell("first", CREDIT, QUEUE_BOUNDS[-1])) for arm in _DROPPING),
         ],
     ),
 )

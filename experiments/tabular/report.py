@@ -65,6 +65,7 @@ over {NUM_PROMPTS} prompts with 125 completions each, trained by the learner's o
 samples of its own past. One update sees {GROUPS} groups of {MEMBERS}; {NUM_UPDATES} updates in all, Adam at {LEARNING_RATE:g}
 unless the rate is what is varied. What is reported is exact: sums over all completions under the policy, not samples. The proxy
 reward is the gold one but for {OVERRATED * 100:g} % of the completions, which it takes to be {BONUS:g} better than they are.
+Lengths alone are asked of an emulated queue, in which nothing is learned.
 
 Numbers are means over seeds and, in brackets, 95 % intervals of the bootstrap over seeds; comparisons are within a seed. A
 difference is said to be there when its p value, after Holm's correction over all comparisons of its question, is below 0.05."""

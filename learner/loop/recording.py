@@ -29,11 +29,13 @@ _AGAIN_S = 1.0
 
 
 class Recording:
-    """See the module docstring. `sleep`: how it waits for room. `lost_lines`: those that should be in the files and are not."""
+    """See the module docstring. max_bytes: after which the samples begin anew (`LineFile`); metrics are kept whole. `sleep`:
+    how it waits for room. `lost_lines`: those that should be in the files and are not."""
 
-    def __init__(self, directory: Path, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, directory: Path, max_bytes: int | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
         self._sleep = sleep
-        self._metrics, self._samples = LineFile(directory / "metrics.jsonl"), LineFile(directory / "rollouts.jsonl")
+        self._metrics = LineFile(directory / "metrics.jsonl")
+        self._samples = LineFile(directory / "rollouts.jsonl", max_bytes)
         self._begun = False
         self.lost_lines = 0
 

@@ -79,6 +79,8 @@ class TrainerConfig:
     """Steps between two evaluations, each of which has a checkpoint; 0: none."""
     mismatch_limit: float = math.inf
     """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
+    max_log_bytes: int | None = None
+    """After which `rollouts.jsonl` begins anew."""
     max_trained_tokens: int | None = None
     max_seconds: float | None = None
 
@@ -122,7 +124,7 @@ class Trainer:
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
         self._spent = spent(directory, self.step)
-        self._recording = Recording(directory)
+        self._recording = Recording(directory, config.max_log_bytes)
         self._session = SourceSession(
             source,
             backend,

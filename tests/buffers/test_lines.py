@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.lines import LineFile, read_lines
 from tests.conftest import file_size_limit
 
@@ -120,3 +121,49 @@ def test_a_file_that_cannot_be_made_is_made_when_it_can(tmp_path: Path) -> None:
     file.sync()
     file.close()
     assert steps(in_the_way / "actor.jsonl") == [2]
+
+
+LINE = len(json.dumps({"step": 10, "text": "x" * 80})) + 1
+
+
+def test_a_file_with_a_limit_keeps_the_newest_lines_and_no_more_than_twice_as_many(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    file = LineFile(path, max_bytes=10 * LINE)
+    for step in range(10, 99):
+        file.write(json.dumps({"step": step, "text": "x" * 80}))
+        found = steps(path)
+        assert found == list(range(found[0], step + 1)) and len(found) >= min(10, step - 9)
+        assert sum(part.stat().st_size for part in tmp_path.iterdir()) <= 20 * LINE
+    file.close()
+    assert sorted(part.name for part in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1"]
+
+
+@pytest.mark.parametrize("step", [28, 29, 30, 37, 99, 9])
+def test_a_file_that_began_anew_is_cut_as_if_it_were_one(tmp_path: Path, step: int) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    file = LineFile(path, max_bytes=10 * LINE)
+    for each in range(10, 38):
+        file.write(json.dumps({"step": each, "text": "x" * 80}))
+    file.close()
+    there = steps(path)
+    again = LineFile(path, max_bytes=10 * LINE)
+    last = again.cut(up_to(step)).last
+    kept = [each for each in there if each <= step]
+    assert steps(path) == kept and (last or {}).get("step") == (kept[-1] if kept else None)
+    again.write(json.dumps({"step": 99, "text": ""}))
+    again.close()
+    assert steps(path) == [*kept, 99]
+
+
+def test_what_was_written_before_a_file_began_anew_is_durable_before_it_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, done = tmp_path / "rollouts.jsonl", list[str]()
+    monkeypatch.setattr(DISK, "sync_path", lambda path: done.append(f"sync {path.name}"))
+    replace = DISK.replace
+    monkeypatch.setattr(DISK, "replace", lambda old, new: (done.append(f"move {old.name}"), replace(old, new)))
+    file = LineFile(path, max_bytes=1)
+    file.write('{"step": 1}')
+    file.write('{"step": 2}')
+    file.close()
+    assert done == ["sync rollouts.jsonl", f"sync {tmp_path.name}", "move rollouts.jsonl"]

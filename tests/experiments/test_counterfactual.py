@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ from async_rlhf.experiments.counterfactual.measures import (
     fresh_batches,
     jackknife,
 )
-from async_rlhf.experiments.counterfactual.page import FRESH, Interval, Row, draw, render, sentences
-from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded
+from async_rlhf.experiments.counterfactual.page import FRESH, Interval, Row, draw, over_seeds, render, sentences
+from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
 from async_rlhf.experiments.statistics import Difference
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.api import run
@@ -135,11 +136,7 @@ def test_at_bound_0_every_correction_gives_the_plain_gradient_of_its_batch(direc
     assert moment.staleness == (0.0, 0)
     gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
     rewards = rewards_of(config, moment.groups, moment.statistics)
-    others = {
-        "gspo": LossConfig(kind="gspo"),
-        "proximal_rloo": LossConfig(kind="proximal_rloo"),
-        "topr": LossConfig(kind="topr"),
-    }
+    others = {"gspo": LossConfig(kind="gspo"), "proximal_rloo": LossConfig(kind="proximal_rloo")}
     for name, loss in {**corrections(SHIPPED, config.loss), **others}.items():
         found_P, plain_P = (gradients.sums(moment.groups, rewards, each).whole() for each in (loss, plain(loss)))
         norm, of_plain = np.linalg.norm(found_P), np.linalg.norm(plain_P)
@@ -182,7 +179,7 @@ def test_the_command_leaves_rows_a_picture_and_a_page_and_says_when_the_referenc
 
 def rows_of(completions: int) -> list[Row]:
     near = Interval(0.5, 0.4, 0.6)
-    fresh = Row(10, FRESH, 7.5, 8, 16, completions, 0.6, 0.87, near, near, near)
+    fresh = Row(0, 10, FRESH, 7.5, 8, 16, completions, 0.6, 0.87, near, near, near)
     below, none = Difference(-0.2, -0.3, -0.1, 16, 0.001, 0.2), Difference(0.01, -0.1, 0.12, 16, 0.8, 0.2)
     base = replace(fresh, estimate="uncorrected", fresh_below=0.5, bias=none)
     clip = replace(base, estimate="ppo_clip", cosine=Interval(0.51, 0.4, 0.6), bias=below).compared("uncorrected", none)
@@ -209,6 +206,53 @@ def test_a_reference_that_is_large_enough_is_drawn_without_a_warning_and_twice_t
         draw(rows_of(4096), page)
     one, other = ((page / "picture.svg").read_text() for page in pages)
     assert one == other and "WARNING" not in one and "Warning" not in render(rows_of(4096))
+
+
+def of_seed(seed: int, share: float, cosine: float) -> list[Row]:
+    """Rows of one run: a fresh batch, the base, and a correction with this share and this cosine."""
+    fresh, base, clip, _ = rows_of(4096)
+    changed = replace(
+        clip,
+        cosine=Interval(cosine, -9.0, 9.0),
+        share=Interval(share, -9.0, 9.0),
+        bias=Difference(share - 1, -9.0, 9.0, 16, 0.9, 9.0),
+        difference=Difference(cosine - 0.5, -9.0, 9.0, 16, 0.9, 9.0),
+    )
+    return [replace(row, seed=seed) for row in (fresh, base, changed)]
+
+
+def test_several_runs_are_a_mean_whose_interval_is_over_seeds_and_not_that_of_their_batches() -> None:
+    rows = [row for seed, share in enumerate((0.4, 0.5, 0.6)) for row in of_seed(seed, share, 0.3 + share / 10)]
+    fresh, base, clip = over_seeds(rows)
+    assert (fresh.runs, fresh.cosine) == (3, pytest.approx((0.5, 0.4, 0.6))) and base.runs == 3
+    # 4.303 is the 0.975 quantile of t with two degrees of freedom
+    half = 4.303 * 0.1 / 3**0.5
+    assert clip.share == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-3)
+    assert clip.bias is not None and clip.bias.high == pytest.approx(half - 0.5, abs=1e-3) and clip.bias.count == 3
+    assert clip.difference is not None and clip.difference.mean == pytest.approx(0.35 - 0.5)
+    said = sentences([fresh, base, clip])
+    assert said[-1] == "Step 10, ppo_clip: its share lies below 1, that of an unbiased estimate: -0.500 (-0.748 to -0.252)."
+    page = render([fresh, base, clip])
+    assert "means over 3 runs, which differ in their seed" in page and "jackknife" not in page
+
+
+def test_the_rows_of_one_run_stay_as_they_are_and_two_runs_have_no_interval() -> None:
+    assert over_seeds(of_seed(0, 0.5, 0.5)) == of_seed(0, 0.5, 0.5)
+    with pytest.raises(ValueError, match="2 runs have no interval"):
+        over_seeds([*of_seed(0, 0.5, 0.5), *of_seed(1, 0.5, 0.5)])
+
+
+def test_a_share_that_is_unknown_in_one_run_is_unknown_over_all() -> None:
+    rows = [row for seed, share in enumerate((0.4, float("nan"), 0.6)) for row in of_seed(seed, share, 0.3)]
+    clip = over_seeds(rows)[-1]
+    assert np.isnan(clip.share.value) and "its share" not in "".join(sentences([clip]))
+
+
+def test_corrections_with_one_gradient_share_a_line_and_steps_that_are_the_staleness_are_drawn_once(tmp_path: Path) -> None:
+    draw([replace(row, staleness=10.0) for row in rows_of(4096)], tmp_path)
+    picture = (tmp_path / "picture.svg").read_text()
+    assert picture.count(">ppo_clip, naive<") == 1 and ">naive<" not in picture
+    assert "learner step and staleness" in picture and ">mean staleness<" not in picture
 
 
 @pytest.fixture
@@ -250,8 +294,31 @@ def test_what_cannot_be_asked_is_refused_before_any_work(
     with pytest.raises(ConfigError, match=r"32 gradients of 100,000,000 parameters need 11\.9 GiB at once, 8\.0 GiB are free"):
         check_memory(100_000_000, 32, 8 << 30)
     check_memory(1_000_000, 32, 8 << 30)
+    with pytest.raises(ConfigError, match="2 runs have no interval over seeds; give one, or at least 3"):
+        several([directory] * 2, [2])
+    with pytest.raises(ConfigError, match=r"the runs have the seeds 0, 0, 0; one run a seed"):
+        several([directory] * 3, [2])
     done = CliRunner().invoke(app, [str(tmp_path)])
     assert done.exit_code == 3 and "error: " in done.output
+
+
+def test_runs_that_differ_in_their_seed_alone_are_asked_together_at_the_steps_that_all_have(
+    directory: Path, tmp_path: Path
+) -> None:
+    def like(name: str, old: str, new: str) -> Path:
+        made = Path(shutil.copytree(directory, tmp_path / name, symlinks=True))
+        text = (made / "config.toml").read_text()
+        assert text.count(old) == 1
+        (made / "config.toml").write_text(text.replace(old, new))
+        return made
+
+    one, two = (like(name, "\nseed = 0\n", f"\nseed = {seed}\n") for seed, name in enumerate(("one", "two"), 1))
+    found = several([directory, one, two], [])
+    assert [config.seed for _, config, _ in found] == [0, 1, 2]
+    assert all([moment.step for moment in moments] == [2] for *_, moments in found)
+    other = like("other", "\nclip_low = 0.2\n", "\nclip_low = 0.1\n")
+    with pytest.raises(ConfigError, match=r"differs from .* in more than its seed: loss.clip_low: 0.2 -> 0.1"):
+        several([directory, one, other], [2])
 
 
 @pytest.mark.parametrize(

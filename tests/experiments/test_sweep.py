@@ -95,6 +95,12 @@ def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path
         run_sweep(path, (), said.append, only=["judge=god"])
 
 
+def test_cells_that_end_by_time_do_not_run_at_once(sweep: Callable[..., Path]) -> None:
+    path = sweep([0], max_seconds=5)
+    with pytest.raises(ConfigError, match=r"--jobs 2: cells that end by time .* would take it from each other"):
+        run_sweep(path, jobs=2)
+
+
 def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
     sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from async_rlhf.experiments.tabular import world
 from async_rlhf.experiments.tabular.__main__ import app
 from async_rlhf.experiments.tabular.findings import Finding, findings, sentences
+from async_rlhf.experiments.tabular.lengths import RULES, Lengths, Queue
 from async_rlhf.experiments.tabular.questions import (
     CORRECTIONS,
     CRITICS,
@@ -159,6 +161,24 @@ def test_sentences_are_worded_by_their_intervals(stale: tuple[list[Row], list[Fi
 def test_the_exponent_of_a_law_is_found_again() -> None:
     best = {age: [c * (1 + age) ** -0.5 for c in (0.1, 0.2)] for age in (0, 2, 8, 32)}
     assert exponents(best) == pytest.approx([-0.5, -0.5])
+
+
+def test_lengths_of_two_answers_to_a_prompt_are_alike_and_not_the_same() -> None:
+    drawn = Lengths(0)
+    one, other = (np.log([drawn.of(prompt, attempt) for prompt in range(2000)]) for attempt in (0, 1))
+    # of equal variances of prompts and of answers one half of the whole is common
+    assert np.corrcoef(one, other)[0, 1] == pytest.approx(0.5, abs=0.05)
+    assert np.exp(one).mean() == pytest.approx(100, rel=0.05)
+
+
+@pytest.mark.parametrize("bound", [1, 4])
+def test_credit_trains_on_every_answer_within_the_bound_and_dropping_favours_the_short(bound: int) -> None:
+    drawn = Lengths(1)
+    credit, dropped, redone = (Queue(rule, bound, drawn).run() for rule in RULES)
+    assert credit.trained == [drawn.of(prompt, 0) for prompt in range(len(credit.trained))] and not credit.dropped
+    assert all(each.oldest <= bound for each in (credit, dropped, redone))
+    assert np.mean(dropped.trained) < np.mean(redone.trained) < 0.9 * np.mean(credit.trained)
+    assert np.mean(dropped.dropped) > 1.5 * np.mean(dropped.trained)
 
 
 def test_the_command_writes_rows_pictures_and_a_report(tmp_path: Path) -> None:

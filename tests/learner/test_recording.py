@@ -106,7 +106,7 @@ def test_on_a_full_disk_a_step_waits_for_room_and_says_so_once(
         if len(waited) == 3:
             limit(None)
 
-    recording = Recording(tmp_path, wait)
+    recording = Recording(tmp_path, sleep=wait)
     recording.begin(0)
     recording.step({"step": 1})
     limit(20)

@@ -1,0 +1,85 @@
+"""Logs that grow too long begin anew while their process goes on writing; little room is told once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from async_rlhf.run.disk import RunDisk
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def looked(tmp_path: Path) -> Any:
+    """The run's disk, its events and its clock; every look is ten seconds after the last."""
+    (tmp_path / "logs").mkdir()
+    said, clock = list[str](), Clock()
+    disk = RunDisk(tmp_path, 100, 1 << 20, said.append, clock)
+
+    def look() -> list[str]:
+        disk.look()
+        clock.seconds += 10.0
+        return said
+
+    return disk, look
+
+
+def test_a_log_that_has_grown_too_long_begins_anew_under_the_process_that_writes_it(tmp_path: Path, looked: Any) -> None:
+    _, look = looked
+    log = tmp_path / "logs" / "actor-0.log"
+    with log.open("ab", buffering=0) as held:
+        held.write(b"a" * 100)
+        look()
+        assert log.stat().st_size == 100, "it is no longer than it may be"
+        held.write(b"b")
+        look()
+        held.write(b"c")
+    assert log.read_bytes() == b"c" and (tmp_path / "logs" / "actor-0.log.1").read_bytes() == b"a" * 100 + b"b"
+
+
+def test_little_room_is_told_once_and_again_when_it_is_over(looked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, look = looked
+    for free in (1 << 21, 1 << 19, 1 << 18, 1 << 21, 1 << 21):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free))
+        said = look()
+        assert disk.is_low == (free < 1 << 20)
+    assert [text.partition(",")[0].partition(" has ")[2] for text in said] == ["0 MiB left", "2 MiB again"]
+    assert "less than disk_headroom_bytes (1 MiB): make room" in said[0]
+
+
+def test_a_disk_that_cannot_be_asked_ends_nothing(looked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> Usage:
+        raise PermissionError("not allowed")
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    assert looked[1]() == ["the run's disk cannot be looked after: not allowed"]
+
+
+def test_logs_are_looked_at_every_ten_seconds_only(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    clock = Clock()
+    disk = RunDisk(tmp_path, 0, 0, lambda _: None, clock)
+    disk.look()
+    log = tmp_path / "logs" / "hub.log"
+    log.write_bytes(b"a")
+    clock.seconds = 9.9
+    disk.look()
+    assert os.listdir(tmp_path / "logs") == ["hub.log"]
+    clock.seconds = 10.0
+    disk.look()
+    assert sorted(os.listdir(tmp_path / "logs")) == ["hub.log", "hub.log.1"]
