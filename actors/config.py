@@ -24,13 +24,16 @@ REFERENCE = "reference"
 TASK_PREFIX = "reasoning_gym:"
 CALLER_ROWS = "caller"
 """The source of rows that are given in Python."""
+SPOOL_PREFIX = "spool:"
+"""Before the directory into which rows are dropped while the run goes on."""
 
 
 def anchor_source(values: Any, base: Path) -> None:
     """Make the path in the raw values of a source absolute, seen from `base`."""
     source = values.get("source") if isinstance(values, dict) else None
     if isinstance(source, str) and source not in ("", "none", CALLER_ROWS) and not source.startswith(TASK_PREFIX):
-        values["source"] = str(base / Path(source).expanduser())
+        prefix = SPOOL_PREFIX if source.startswith(SPOOL_PREFIX) else ""
+        values["source"] = prefix + str(base / Path(source.removeprefix(prefix)).expanduser())
 
 
 class Source(Section):
@@ -67,7 +70,8 @@ class DataConfig(Source):
 
     source: str = ""
     """`reasoning_gym:<task>`; the path of a `.jsonl`, `.json`, `.csv` or `.parquet` file, or of a directory that Hugging Face
-    `datasets` has saved; `caller`: the rows of `train(..., data=rows)`. Empty: `sources` names several."""
+    `datasets` has saved; `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: JSONL files that are dropped into a
+    directory while the run goes on. Empty: `sources` names several."""
     sources: tuple[MixedSource, ...] = ()
     """Several, each with its own `source`, `split`, `options`, `columns` and `size`, a `name` and a `weight`."""
     template: str = "{prompt}"
@@ -76,13 +80,24 @@ class DataConfig(Source):
     """That text is given as one user message through the model's chat template (what is chat messages already always is)."""
     held_out: int | None = Field(default=None, ge=0)
     """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
-    `"none"`: 200, and of a file at most a tenth. 0: no evaluation."""
+    `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
     held_out_seed: int = 1_000_003
     """Seed of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
     on_overlong: Literal["error", "drop"] = "error"
     """A prompt longer than `generation.max_prompt_length` is refused before the run, or left out and counted."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training prompts; without it the stream goes on until `max_steps`."""
+    """Passes over the training prompts; without it they come again and again until the run ends. Of a spool: how often each
+    row is used, `"none"` being once."""
+
+    @property
+    def spool(self) -> Path | None:
+        """The directory that rows are dropped into while the run goes on, where that is the source."""
+        return Path(self.source.removeprefix(SPOOL_PREFIX)) if self.source.startswith(SPOOL_PREFIX) else None
+
+    @property
+    def repeat(self) -> int:
+        """How often each row of a spool is used."""
+        return self.epochs or 1
 
     @property
     def row_template(self) -> Template:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,19 @@ class Template:
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""
         return self.chat or not isinstance(row.prompt, str)
+
+
+def to_json(row: Row) -> str:
+    """A row as one line of JSON, without its end. Raises ValueError for what has no such form, or is no text."""
+    line = json.dumps({"prompt": row.prompt, **row.columns}, ensure_ascii=False, allow_nan=False)
+    line.encode()
+    return line
+
+
+def from_json(line: str | bytes) -> Row:
+    """The row that `to_json` wrote. Raises ValueError, KeyError, AttributeError for what is none."""
+    columns = json.loads(line)
+    return Row(columns.pop("prompt"), columns)
 
 
 def prompt_number(seed: int, group: int, num_rows: int) -> int:

@@ -236,8 +236,8 @@ def _check_guard(guard: GuardConfig, data: RunContext) -> None:
         )
 
 
-def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int) -> None:
-    """`groups_per_batch`: prompts of one step; `max_steps`: steps of the run. Raises ConfigError."""
+def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int | None) -> None:
+    """`groups_per_batch`: prompts of one step; `max_steps`: steps of the run, None for one without end. Raises ConfigError."""
     _check_ranks(config, groups_per_batch)
     _check_schedule(config, max_steps)
     _check_deepspeed(config)
@@ -315,8 +315,13 @@ def _check_shared_rows(config: LearnerConfig) -> None:
         raise ConfigError(f"{asked} with adapters, whose layers are not split; set it to 1, or learner.lora.rank = 0")
 
 
-def _check_schedule(config: LearnerConfig, max_steps: int) -> None:
+def _check_schedule(config: LearnerConfig, max_steps: int | None) -> None:
     if config.schedule != "constant" and config.schedule_steps is None:
+        if max_steps is None:
+            raise ConfigError(
+                f"learner.schedule = {config.schedule!r} needs an end, and a run without max_steps has none; set "
+                "learner.schedule_steps, after which the learning rate stays, or learner.schedule = 'constant'"
+            )
         raise ConfigError(
             f"learner.schedule = {config.schedule!r} needs learner.schedule_steps; over the whole run: {max_steps}"
         )

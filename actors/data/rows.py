@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
-from async_rlhf.actors.config import CALLER_ROWS, TASK_PREFIX, DataConfig, MixedSource, Source
+from async_rlhf.actors.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
 from async_rlhf.actors.prompts import Row
@@ -27,11 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt.
+    """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt. Of a
+    spool, whose rows come later, none.
 
     given: the rows themselves, instead of what `source` names. Raises ConfigError for a source, option or column that does not
     exist, a row that is not one, or too few rows.
     """
+    if config.spool is not None:
+        _check_spool(config)
+        return [], []
     training: list[Row] = []
     held_out: list[Row] = []
     for source in _sources(config):
@@ -80,6 +84,8 @@ def _sources(config: DataConfig) -> Sequence[Source]:
         raise ConfigError(f"{have}: give one of them (a file, reasoning_gym:<task>, or [[data.sources]])")
     if not config.sources:
         return (config,)
+    if spool := next((source.source for source in config.sources if source.source.startswith(SPOOL_PREFIX)), None):
+        raise ConfigError(f"data.sources names {spool!r}, whose rows come while the run goes on: data.source = it alone")
     names = [source.label for source in config.sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two of data.sources are called {twice!r}; give one of them another name")
@@ -92,6 +98,18 @@ def _sources(config: DataConfig) -> Sequence[Source]:
     return config.sources
 
 
+def _check_spool(config: DataConfig) -> None:
+    """Raises ConfigError for settings that only rows which are there have."""
+    _sources(config)
+    if config.held_out:
+        raise ConfigError(
+            f"data.held_out = {config.held_out} of {config.source!r}: its rows come while the run goes on, and evaluations "
+            "begin before. Leave it out, and name prompts to evaluate on: evaluation.source"
+        )
+    if given := [name for name in ("options", "split") if getattr(config, name)]:
+        raise ConfigError(f"data.{given[0]} is not for {config.source!r}, which holds files of one row a line; leave it out")
+
+
 def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of one source."""
     if source.source.startswith(TASK_PREFIX):
@@ -99,7 +117,7 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
         return task_rows(source, held_out, config.held_out_seed)
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
-    rows = [_row(where, found, source.columns) for where, found in _located(source, given)]
+    rows = [row_of(where, found, source.columns) for where, found in _located(source, given)]
     if not rows:
         raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")
     held_out = min(_HELD_OUT, len(rows) // _HELD_OUT_SHARE) if config.held_out is None else config.held_out
@@ -123,8 +141,11 @@ def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
     return plain((f"data, row {number}", dict(row) if hasattr(row, "keys") else row) for number, row in enumerate(given, 1))
 
 
-def _row(where: str, given: Any, renames: dict[str, str]) -> Row:
-    """`where` names it in errors. A renamed column replaces one that had our name already."""
+def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
+    """Of what stands there: `where` names it in errors. A renamed column replaces one that had our name already.
+
+    Raises ConfigError for what is no row.
+    """
     if not isinstance(given, dict):
         raise ConfigError(f"{where} is a {type(given).__name__}, not an object; write one object a row")
     for theirs in renames.values():

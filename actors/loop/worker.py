@@ -22,7 +22,7 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
 from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
-from async_rlhf.actors.prompts import Row, prompt_number, rollout_seed
+from async_rlhf.actors.prompts import Row, from_json, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
@@ -42,7 +42,7 @@ _GROUPS_A_REPORT = 16
 
 @dataclass(frozen=True)
 class Work:
-    """What a group number means: the same for every actor."""
+    """What a group number means: the same for every actor. rows: empty where they come while the run goes on."""
 
     seed: int
     rows: Sequence[Row]
@@ -57,9 +57,12 @@ class Work:
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
 
-    def requests(self, number: int, attempt: int) -> tuple[Row, str, list[Request]]:
-        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing."""
-        row = self.rows[prompt_number(self.seed, number, len(self.rows))]
+    def requests(self, number: int, attempt: int, row: Row | None = None) -> tuple[Row, str, list[Request]]:
+        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing.
+
+        row: where the hub gives it; else it follows from the number.
+        """
+        row = row or self.rows[prompt_number(self.seed, number, len(self.rows))]
         text, ids = self.encode(row)
         prompt_ids = tuple(ids)
         requests = [
@@ -206,7 +209,8 @@ class Worker:
             self._length_bias.begin(credit.number, time.monotonic())
         requests: list[Request] = []
         for credit in credits:
-            row, prompt, group = self._work.requests(credit.number, credit.attempt)
+            given = from_json(credit.row) if credit.row else None
+            row, prompt, group = self._work.requests(credit.number, credit.attempt, given)
             self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.time())
             requests += group
         if requests:

@@ -32,6 +32,9 @@ rewards_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Loo
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(loss_app := typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at a loss."), name="loss")
 
+spool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prompts that come while a run goes on.")
+app.add_typer(spool_app, name="spool")
+
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
 Overrides = Annotated[

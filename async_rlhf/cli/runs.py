@@ -72,11 +72,13 @@ def check(
         loaded = load_config(config, overrides)
         prepared = preflight(loaded)
         bound = loaded.bound(prepared.num_prompts)
-        typer.echo(
-            f"{config}: good. {prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out; "
-            f"{bound.num_groups} groups of {loaded.generation.group_size} in at most "
-            f"{-(-bound.num_groups // bound.groups_per_batch)} steps."
-        )
+        prompts = f"{prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out"
+        if loaded.data.spool is not None:
+            prompts = f"training prompts come into {loaded.data.spool}, each for {loaded.data.repeat} groups"
+        length = f"groups of {loaded.generation.group_size} until it is stopped or a budget ends it"
+        if not loaded.is_endless(bound):
+            length = f"{bound.num_groups} groups of {loaded.generation.group_size} in at most {bound.num_steps} steps"
+        typer.echo(f"{config}: good. {prompts}; {length}.")
         typer.echo(
             f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
             f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."

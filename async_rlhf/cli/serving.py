@@ -71,7 +71,7 @@ def queue(directory: QueuePath, as_json: AsJson = False) -> None:
             return
         say(f"daemon: {daemon}" if daemon else f"no daemon; start one: async-rlhf serve {directory}")
         for row in rows:
-            steps = f"{row['steps']}/{row['max_steps'] or '?'}"
+            steps = "/".join(str(each) for each in (row["steps"], row["max_steps"]) if each is not None)
             say(f"{row['number']:>6}  {row['name']:<24} {row['state']:<10} {steps:>11}  {row['reason']}".rstrip())
 
 

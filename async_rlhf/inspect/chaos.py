@@ -127,7 +127,8 @@ def problems(run: RunDir, config: Config) -> list[str]:
         found.append(f"groups trained more than once: {repeated}")
     ledger = run.read_ledger().get("ledger", {})
     by_budget = metrics and config.budget.ended(Spent.until(metrics[-1]))
-    wanted = (len(metrics) if by_budget else config.max_steps) * config.groups_per_batch
+    most = None if by_budget else config.max_steps
+    wanted = (len(metrics) if most is None else most) * config.groups_per_batch
     missing = sorted(set(range(wanted)) - set(trained))
     if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
         if config.data.epochs is None and len(trained) != wanted:

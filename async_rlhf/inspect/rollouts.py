@@ -6,6 +6,7 @@ import heapq
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,6 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     Raises RefusedError when the group was trained on, DeadlineError when a live hub does not answer, ConfigError while the run
     starts or ends.
     """
-    from async_rlhf.actors.prompts import prompt_number
     from async_rlhf.buffers.clients.control import control
     from async_rlhf.buffers.queue.recovery import take_back
     from async_rlhf.buffers.transport.link import connector
@@ -129,16 +129,16 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
         return
     lock = RunLock.take(run.lock_file)
     try:
-        rows = RunData(run.path, config.data).epoch()
+        data = RunData(run.path, config.data)
         checkpoint = newest(run.path, contents=False)
         take_back(
             run.path,
             config.queue,
-            config.bound(len(rows)),
+            config.bound(data.num_prompts),
             group,
             reason,
             steps_done=0 if checkpoint is None else checkpoint[1]["step"],
-            prompt_of=lambda number: prompt_number(config.seed, number, len(rows)),
+            prompt_of=partial(data.prompt_of, config.seed),
         )
     finally:
         lock.release()

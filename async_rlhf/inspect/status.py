@@ -47,12 +47,20 @@ class _Actor(_Shape):
     silent_s: float
 
 
+class _Spool(_Shape):
+    rows: int = 0
+    rejected: int = 0
+    ended: bool = False
+    problem: str = ""
+
+
 class _Hub(_Shape):
     state: str = ""
     waiting_for: str = ""
     ledger: dict[str, int | bool] = {}
     actors: dict[str, _Actor] = {}
     refused: dict[str, int] = {}
+    spool: _Spool | None = None
 
 
 class _Step(_Shape):
@@ -120,7 +128,9 @@ def read(run: RunDir) -> dict[str, Any]:
 def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     """What `read` found, as a person reads it."""
     ledger = found["hub"].get("ledger", {})
-    lines = [f"{run.path}: {found['state']}, step {found['step']} of {found['max_steps']}"]
+    lines = [f"{run.path}: {found['state']}, step {found['step']}"]
+    if (most := found["max_steps"]) is not None:
+        lines[0] += f" of {most}"
     if (most := found["max_trained_tokens"]) is not None:
         lines[0] += f", {found['trained_tokens']:,} of {most:,} tokens"
     if (most := found["max_seconds"]) is not None:
@@ -139,6 +149,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
     if found["hub"].get("waiting_for"):
         lines.append(f"waiting: {found['hub']['waiting_for']}")
+    if spool := found["hub"].get("spool"):
+        lines.append(_spool(spool, run))
     if refused := found["hub"].get("refused"):
         counts = sorted(refused.items(), key=lambda item: -item[1])
         lines.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
@@ -149,6 +161,16 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     lines += [f"changed: {change}" for change in found["changes"]]
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])
+
+
+def _spool(found: dict[str, Any], run: RunDir) -> str:
+    """What has come into the spool, what was set aside, and what stands in the way."""
+    shown = f"spool: {found.get('rows', 0):,} rows have come"
+    if rejected := found.get("rejected"):
+        shown += f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})"
+    if found.get("ended"):
+        shown += ", no more will"
+    return shown + (f"; {problem}" if (problem := found.get("problem")) else "")
 
 
 def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:

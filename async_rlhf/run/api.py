@@ -249,7 +249,8 @@ def _resolved(
         changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
     loaded = load(config, changed)
     rows = rows_of(loaded, data, resume)
-    with served(own_rewards, loaded, common_columns([*rows[0], *rows[1]])) as resolved:
+    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+    with served(own_rewards, loaded, columns) as resolved:
         yield resolved, rows
 
 

@@ -44,10 +44,10 @@ def split(rewards: Sequence[Callable[..., Any]] | Callable[..., Any]) -> tuple[l
 
 
 @contextmanager
-def served(own: Mapping[str, Callable[..., Any]], config: Config, columns: AbstractSet[str]) -> Iterator[Config]:
+def served(own: Mapping[str, Callable[..., Any]], config: Config, columns: AbstractSet[str] | None) -> Iterator[Config]:
     """Serves the functions until the end of the block, for a run of the configuration that it gives.
 
-    columns: those of the data. Raises ConfigError.
+    columns: those of the data, None where they are not known yet. Raises ConfigError.
     """
     if not own:
         yield config

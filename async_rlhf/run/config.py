@@ -36,7 +36,8 @@ from async_rlhf.run.config_keys import explain
 from async_rlhf.run.published_model import fetched, is_name
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
-# Filtered groups use up numbers: where the data have no end, there are more than any run reaches.
+# More than any run reaches: groups of a run without `max_steps`, and numbers where the data have no end, for filtered groups
+# use them up.
 _ENDLESS = 1 << 62
 
 
@@ -52,8 +53,9 @@ class Config(Section):
     (`owner/name` or `owner/name@revision`: from its cache, or fetched once), or the shipped `tiny-speller`."""
     seed: int = Field(default=0, ge=0, lt=1 << 62)
     """Decides prompts' order and every random number of generation."""
-    max_steps: int = Field(ge=1)
-    """Learner steps of the run (fewer when the data ends first, or a budget: `max_trained_tokens`, `max_seconds`)."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Learner steps of the run (fewer when the data ends first, or a budget: `max_trained_tokens`, `max_seconds`). `"none"`: it
+    goes on until one of those ends it, or it is stopped."""
     max_trained_tokens: int | None = Field(default=None, ge=1)
     """Completion tokens trained on after which the run ends: the step that reaches them is the last. What is generated and not
     trained on does not count, for it depends on the hardware."""
@@ -70,7 +72,8 @@ class Config(Section):
     disk_headroom_bytes: int = Field(default=1 << 30, ge=0)
     """Bytes of free disk below which the run says so, before there is none and it must wait for room."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without a finished step after which the run ends with a stall report."""
+    """Seconds without a finished step after which the run ends with a stall report; those in which nothing is missing but
+    prompts in the spool do not count."""
     watchdog_s: float = Field(default=120.0, gt=0)
     """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig
@@ -111,22 +114,30 @@ class Config(Section):
         return Budget(self.max_steps, self.max_trained_tokens, self.max_seconds)
 
     def bound(self, num_prompts: int) -> Bound:
-        """The arithmetic of admission for a data set of `num_prompts` training prompts."""
-        groups = self.max_steps * self.groups_per_batch
+        """The arithmetic of admission for a data set of `num_prompts` training prompts, or so many that have come so far."""
+        groups = _ENDLESS if self.max_steps is None else self.max_steps * self.groups_per_batch
         refills = self.advantage.max_refills if self.advantage.constant_groups == "refill" else 0
         numbers = _ENDLESS if refills else groups
-        if self.data.epochs is not None:
+        coming = self.data.spool is not None
+        if coming:
+            numbers = num_prompts * self.data.repeat
+        elif self.data.epochs is not None:
             numbers = min(numbers, self.data.epochs * num_prompts)
         return Bound(
             groups_per_batch=self.groups_per_batch,
             max_staleness=self.queue.max_staleness,
-            num_groups=min(groups, numbers),
+            num_groups=groups if coming else min(groups, numbers),
             publish_every=self.learner.publish_every,
             window=self.queue.window,
             exact=self.queue.exact,
             refills=refills,
             numbers=numbers,
+            coming=coming,
         )
+
+    def is_endless(self, bound: Bound) -> bool:
+        """Whether neither `max_steps` nor the data end a run with this bound."""
+        return bound.num_groups == _ENDLESS
 
     @property
     def served_engine(self) -> EngineConfig:

@@ -1,7 +1,8 @@
 """The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
 
 owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a courier to the hub
-waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long
+waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long, unless nothing
+            is missing but prompts (`spooling`)
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
 on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
 
@@ -64,6 +65,7 @@ from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.spooling import PromptWatch
 from async_rlhf.run.terminal import outliving_terminal
 from async_rlhf.run.tracker import Tracker
 
@@ -120,6 +122,7 @@ class Supervisor:
         self._placement = placement or placement_of(config)
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
+        self._prompts = PromptWatch(config, run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
             run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
@@ -241,6 +244,8 @@ class Supervisor:
                 self._courier.drain()
             if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
+            if self._prompts.are_missing():
+                self._last_step_at = self._now()
             if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())
 

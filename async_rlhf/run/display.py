@@ -25,10 +25,13 @@ class StepPace:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
-    def left_s(self, step: int, num_steps: int, now: float) -> float | None:
-        """Seconds; None while nothing can be said, and when no step is left. now: of any clock that does not go back."""
+    def left_s(self, step: int, num_steps: int | None, now: float) -> float | None:
+        """Seconds; None for a run without end, while nothing can be said, and when no step is left. now: of any clock that
+        does not go back."""
         first, began = self._first = self._first or (step, now)
-        return (now - began) / (step - first) * (num_steps - step) if first < step < num_steps else None
+        if num_steps is None or not first < step < num_steps:
+            return None
+        return (now - began) / (step - first) * (num_steps - step)
 
 
 def duration(seconds: float) -> str:
@@ -85,7 +88,7 @@ class Display(progress.Progress):
     def evaluation(self, record: dict[str, Any]) -> None:
         self.event(held_out(record))
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         if self._bar is not None:
             self._show_steps(self._bar, description=line(record), completed=record["step"], total=max_steps)
             return
@@ -94,7 +97,8 @@ class Display(progress.Progress):
         if now - self._last_line >= _LINE_EVERY_S or step in (1, max_steps):
             self._last_line = now
             left = "" if left_s is None else f"  left {duration(left_s)}"
-            self.event(f"step {step:>5}/{max_steps}  {line(record)}{left}")
+            of = "" if max_steps is None else f"/{max_steps}"
+            self.event(f"step {step:>5}{of}  {line(record)}{left}")
 
     def sample(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -125,6 +129,8 @@ def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:
         return "the learner loads its model", ""
     if not status.get("actors"):
         return "the actors load their model", ""
+    if status.get("lacks_prompts"):
+        return "the spool has no prompts", ""
     ledger = status.get("ledger", {})
     ready = f"{ledger.get('queued', 0)} of {wanted} groups are ready, {ledger.get('leased', 0)} in work"
     return "the first batch is generated", ready

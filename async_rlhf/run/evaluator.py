@@ -61,14 +61,15 @@ def plan(
     config: EvaluationConfig,
     records: Iterable[dict[str, Any]],
     checkpoints: Sequence[int],
-    last_step: int,
+    last_step: int | None,
     *,
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
     due_at: Cadence | None = None,
 ) -> Plan:
-    """records: the lines of `evaluations.jsonl`. checkpoints: steps of those that are whole, ascending. last_step: `max_steps`.
-    finished: no step follows. given_up: what has failed in this life of the supervisor. due_at: where `every` was changed.
+    """records: the lines of `evaluations.jsonl`. checkpoints: steps of those that are whole, ascending. last_step: `max_steps`,
+    None where it is not known. finished: no step follows. given_up: what has failed in this life of the supervisor. due_at:
+    where `every` was changed.
 
     The initial model comes first, then the newest checkpoint that is due, then the end. What is due and older is skipped.
     """
@@ -77,7 +78,7 @@ def plan(
     newest, start = (checkpoints[-1] if checkpoints else 0), Due("start", 0)
     end = Due("end", newest) if config.at_end and newest else None
     known = {record["step"] for record in records} | {due.step for due in given_up}
-    of_end = {newest} if finished and end else {last_step} if config.at_end else set()
+    of_end = {newest} if finished and end else {last_step} if config.at_end else set[int | None]()
     steps = (due_at or Cadence([(1, config.every)])).steps(newest)
     waiting = [Due("step", step) for step in steps if step not in known | of_end]
     there = [due for due in waiting if due.step in checkpoints]

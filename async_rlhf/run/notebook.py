@@ -57,8 +57,8 @@ class NotebookDisplay(Progress):
         self._heading = f"{stage}{detail and ': '}{detail}"
         self._redraw()
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
-        self._heading = f"step {record['step']} of {max_steps}"
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        self._heading = f"step {record['step']}" + ("" if max_steps is None else f" of {max_steps}")
         self._rows.append(f"{record['step']:>5}  {line(record)}")
         _add(self._rewards, record["step"], record["reward"])
         self._redraw()

@@ -6,7 +6,7 @@ Without torch, but where a setting asks for a device other than the CPU. Nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_rlhf.actors.data.rows import epoch_of, load_rows
@@ -21,6 +21,7 @@ from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import reward_specs, stage_specs, stop_strings
+from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
 _SHOWN = 10
@@ -31,6 +32,7 @@ class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
     num_prompts: of one epoch. unknown: characters the vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks.
+    of_spool: where prompts come from while the run goes on, and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
 
@@ -40,12 +42,13 @@ class Prepared:
     unknown: Sequence[str] = ()
     num_unknown: int = 0
     of_learner: Sequence[str] = ()
+    of_spool: Sequence[str] = ()
     endless: bool = False
 
     @property
     def remarks(self) -> list[str]:
         """What a person should know, and what stops nothing."""
-        found = [*self.of_learner]
+        found = [*self.of_spool, *self.of_learner]
         if self.dropped:
             found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
         if self.num_unknown:
@@ -70,8 +73,13 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
         _check_devices(config)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
-    _check_rewards(config, [*rows[0], *rows[1]])
-    config.rewards.check_sources(row.columns for row in rows[0])
+    spool = config.data.spool
+    remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
+    if spool is not None:
+        stage_specs(config)  # what they want of a row is looked at when it comes
+    else:
+        _check_rewards(config, [*rows[0], *rows[1]])
+        config.rewards.check_sources(row.columns for row in rows[0])
     config.rewards.composition.check(spec.name for spec in reward_specs(config))
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
@@ -80,7 +88,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_stop_strings(stop_strings(config), Path(config.model))
     _check_evaluation(config, rows[1], converted)
     config.bound(prepared.num_prompts).check()
-    return prepared
+    return replace(prepared, of_spool=remarks_of_spool)
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) -> None:
@@ -88,12 +96,19 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) 
     evaluation = config.evaluation
     if (own := evaluation.data(config.data)) is not None:
         try:
+            if own.spool is not None:
+                raise ConfigError("an evaluation has the same prompts every time, and a spool's are used up; name a file")
             rows, _ = load_rows(own)
             _check_rewards(config, rows)
             if converted:
                 check_model(config.model_copy(update={"data": own}), (rows, []))
         except ConfigError as error:
             raise ConfigError(f"evaluation.source, read as data.source is: {error}") from error
+    elif evaluation.every and config.data.spool is not None:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} with data.source = {config.data.source!r}, of which none are held out; "
+            "set evaluation.source"
+        )
     elif evaluation.every and not held_out:
         raise ConfigError(
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
@@ -117,7 +132,7 @@ def check_model(config: Config, rows: Rows) -> Prepared:
         [row for number, row in enumerate(rows[0]) if number not in found.too_long],
         [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
     )
-    if not kept[0]:
+    if not kept[0] and config.data.spool is None:
         raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}")
     return Prepared(
         kept,

@@ -28,6 +28,7 @@ from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
 from async_rlhf.run.scoring import reward_specs, stop_strings
+from async_rlhf.run.spooling import make_spool
 from async_rlhf.run.tracking import rewind
 
 
@@ -62,6 +63,8 @@ def prepare(
         check_resumed(RunDir.existing(config.run_dir), config)
     done = resume and from_step is None and _is_finished(config)
     connections = None
+    if config.data.spool is not None:
+        make_spool(config.data.spool)
     if not done:
         config, connections = connect(config)
     try:
@@ -125,7 +128,7 @@ def _check_steps(config: Config, from_step: int | None) -> None:
     made.append(highest_step(records))
     done = from_step if from_step is not None else max(made, default=0)
     back = "" if from_step is not None else ", or go back with --from-step"
-    if config.max_steps < done:
+    if config.max_steps is not None and config.max_steps < done:
         raise ConfigError(
             f"max_steps = {config.max_steps}, and run directory {str(config.run_dir)!r} has done {done} steps. "
             f"Lowest: {done}{back}"

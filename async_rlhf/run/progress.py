@@ -16,8 +16,8 @@ class Progress:
     def sample(self, record: dict[str, Any]) -> None:
         """A group that was trained on, as in `rollouts.jsonl`."""
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
-        """max_steps: of the run, as far as its budget of tokens or seconds lets it come at this pace."""
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        """max_steps: of the run, as far as its budget of tokens or seconds lets it come at this pace; None: it has no end."""
 
     def evaluating(self, what: str, percent: int | None) -> None:
         """How much of an evaluation is done; None: it has ended, also in vain."""

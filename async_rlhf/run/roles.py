@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -47,17 +47,15 @@ _log = logging.getLogger(__name__)
 
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
-    from async_rlhf.actors.prompts import prompt_number
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.transport.keys import load_hub
+    from async_rlhf.run.spooling import open_spool
 
-    data = RunData(run.path, config.data)
-
-    @cache
-    def num_rows() -> int:
-        return len(data.epoch())
-
-    num_prompts = num_rows() if config.data.epochs is not None else config.data.size
+    data, spool = RunData(run.path, config.data), open_spool(run, config)
+    if spool is not None:
+        num_prompts = spool.stream.num_rows
+    else:
+        num_prompts = data.num_prompts if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
     bound = config.bound(num_prompts)
     Hub(
@@ -67,10 +65,11 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         bound,
         access=access,
         weights=config.weights,
-        prompt_of=lambda group: prompt_number(config.seed, group, num_rows()),
+        prompt_of=partial(data.prompt_of, config.seed),
         schema=schema(config),
         shared=shared(config, data),
         beat=beat,
+        spool=spool,
     ).run()
 
 

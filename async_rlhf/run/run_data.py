@@ -2,6 +2,8 @@
 
 data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave them, without those that were dropped
 data/summary.json                          written last; how many rows there are, and how many were dropped
+data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order, claimed/
+                                           what is being read, rejected/ what is of no use to the run (`buffers/spool`)
 
 What the rows came from (a file that is edited, objects of a Python program, a task that draws from sets) is not needed any
 more, nor are the packages to read it. An actor on another machine is given a copy; where there is none, it loads the rows
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
@@ -20,9 +23,10 @@ import xxhash
 
 from async_rlhf.actors.config import DataConfig
 from async_rlhf.actors.data.rows import epoch_of, load_rows
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, from_json, prompt_number
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.run_files import read_object
 
 Rows = tuple[list[Row], list[Row]]
@@ -58,6 +62,20 @@ class RunData:
         """The training rows of one epoch, which a group's number points into."""
         return epoch_of(self._config, self.rows[0])
 
+    @cached_property
+    def num_prompts(self) -> int:
+        """Of one epoch; of a spool, how many have come so far. Raises as `rows`, JournalError."""
+        if self._config.spool is None:
+            return len(self.epoch())
+        with closing(Stream(self._directory / "spool")) as stream:
+            return stream.num_rows
+
+    def prompt_of(self, seed: int, group: int) -> int:
+        """Index of the row that group number `group` has: of an epoch, or in the order in which rows came into the spool."""
+        if self._config.spool is not None:
+            return group // self._config.repeat
+        return prompt_number(seed, group, self.num_prompts)
+
     @property
     def digest(self) -> str:
         """Of the contents: the same wherever the rows are, or come from."""
@@ -86,8 +104,6 @@ def _written(rows: Iterable[Row]) -> bytes:
 
 def _read(file: Path) -> Iterator[Row]:
     try:
-        for line in file.read_text().splitlines():
-            columns = json.loads(line)
-            yield Row(columns.pop("prompt"), columns)
+        yield from map(from_json, file.read_text().splitlines())
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DamagedError(f"{file} is damaged: {error}. Restore it from a copy") from error

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.formats import RUN
+from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
@@ -119,8 +120,8 @@ class RunDir:
         """A new directory for a new run. overwrite: also where there is a run that has ended; it is removed.
 
         rows: what the run trains on and is evaluated with, kept in it (`RunData`). dropped: how many prompts were left out.
-        A run that failed before its first step is always removed. Raises ConfigError when the directory exists, is in use or
-        cannot be written.
+        A run that failed before its first step is always removed, unless it has claimed rows of a spool. Raises ConfigError
+        when the directory exists, is in use or cannot be written.
         """
         run = cls(config.run_dir)
         run._make_room(overwrite)
@@ -301,6 +302,7 @@ class RunDir:
             self._check_format()
         end = self.end()
         failed_to_start = end is not None and end.code != 0 and not self.metrics.exists()
+        failed_to_start = failed_to_start and not has_claimed(self.path / "data" / "spool")
         if not overwrite and not failed_to_start:
             return
         lock = RunLock.take(self.lock_file)

@@ -2,7 +2,8 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). The actors' comings and goings are `sessions`', the learner's requests `learner_session`'s.
+fits the run (`schema`). Where prompts come while the run goes on, credits carry their rows (`spool`). The actors' comings and
+goings are `sessions`', the learner's requests `learner_session`'s.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
@@ -18,7 +19,7 @@ was held back: acknowledgements, batches, credits. So a crash loses only what wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,10 +31,12 @@ from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.queue.admission import Credit
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
+from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.transport import roles
 from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.transport.server import Refusals
@@ -41,13 +44,15 @@ from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
+_ROWS_BYTES = 2 << 20  # of a message with credits; a row has half of that at most
 _LATER_S = 0.5  # an actor puts a group again after this long when there was no room for it
 
 
 class Exchange:
     """Owns the queue's state, the journal and the weight store; begins where the journal ends.
 
-    outbox: what there is to send. stopped: whether a Halt came. counters: what else the status shows.
+    spool: where prompts come from while the run goes on. outbox: what there is to send. stopped: whether a Halt came.
+    counters: what else the status shows.
     """
 
     def __init__(
@@ -63,9 +68,11 @@ class Exchange:
         counters: Mapping[str, int] = MappingProxyType({}),
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
+        spool: Spool | None = None,
     ) -> None:
         self._config, self._journal, self._weight_server = config, journal, WeightServer(weights, weights_config)
         self._clock, self._incarnation = clock, incarnation
+        self._spool = spool
         self._admission = recovered(config, bound, journal)
         self._quarantine, self._counters, self._schema = quarantine, counters, schema
         self._peers = Peers()
@@ -203,13 +210,30 @@ class Exchange:
             self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
         for identity, adopt in self._weight_server.adoptions(admission, self._peers, self._clock()):
             self.outbox.say(identity, adopt)
+        if self._spool is not None:
+            stream = self._spool.stream
+            admission.order.extend(stream.num_numbers, coming=not stream.ended)
         for name, credits in admission.credits().items():
-            items = [wire.CreditItem(number=c.number, attempt=c.attempt, lowest_version=c.lowest_version) for c in credits]
-            self.outbox.hold(self._peers[name].identity, wire.Credits(credits=items))
+            for message in self._messages(credits):
+                self.outbox.hold(self._peers[name].identity, message)
         if reason := self._session.answer():
             self._stop_reason = reason
             for identity in self._peers.identities:
                 self.outbox.hold(identity, wire.Stop(reason=reason))
+
+    def _messages(self, credits: Sequence[Credit]) -> Iterator[wire.Credits]:
+        """With the rows where they come while the run goes on: as many in a message as its header holds."""
+        items, num_bytes = list[wire.CreditItem](), 0
+        for credit in credits:
+            row = "" if self._spool is None else self._spool.stream.row(credit.number)
+            if items and num_bytes + len(row.encode()) > _ROWS_BYTES:
+                yield wire.Credits(credits=items)
+                items, num_bytes = [], 0
+            num_bytes += len(row.encode())
+            items.append(
+                wire.CreditItem(number=credit.number, attempt=credit.attempt, lowest_version=credit.lowest_version, row=row)
+            )
+        yield wire.Credits(credits=items)
 
     def _write_quarantine(self) -> None:
         if self._quarantine is not None:
@@ -231,6 +255,8 @@ class Exchange:
             "state": self._stop_reason or ("disk full" if self._full else doing),
             "waiting_for": self._full or (status.waiting_for(self._admission) if self._session.waits else ""),
             "refused": dict(self._refusals.counts),
+            "lacks_prompts": self._session.waits and not self._full and status.lacks_prompts(self._admission),
+            "spool": None if self._spool is None else self._spool.status(),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,
             "weights": self._weight_server.status(),

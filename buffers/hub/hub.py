@@ -1,7 +1,7 @@
 """The hub's shell: one ROUTER socket around `exchange`, which decides the answers.
 
     owns        the socket, and through the exchange the journal and the weight store; one thread
-    waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk)
+    waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk, what has come into the spool)
     woken by    any peer's message, a peer that asks to be let in, an event of the socket's monitor
     on close    journal synced, ledger written, socket closed
 
@@ -16,6 +16,7 @@ largest that may be and `UNREAD_BY_ZMQ` (`transport.authenticator`), then it is 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.server import ServerSocket
 from async_rlhf.buffers.weights.store import WeightStore
@@ -63,8 +65,11 @@ class Hub:
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
         beat: Callable[[], None] | None = None,
+        spool: Spool | None = None,
     ) -> None:
-        """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop."""
+        """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. spool:
+        where prompts come from while the run goes on; its turns are taken by the loop."""
+        self._spool = spool
         self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
         self._journal = Journal(
             directory / "queue",
@@ -92,15 +97,16 @@ class Hub:
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
             Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
-            self._socket.counters, schema, shared,
+            self._socket.counters, schema, shared, spool,
         )  # fmt: skip
 
     def run(self) -> None:
         """Serve until a Halt; returns with everything on disk."""
         next_tick = next_look = self._clock()
+        next_turn = math.inf if self._spool is None else next_tick
         try:
             while not self._exchange.stopped:
-                self._socket.wait(max(0.0, min(next_tick, next_look) - self._clock()) + 0.001)
+                self._socket.wait(max(0.0, min(next_tick, next_look, next_turn) - self._clock()) + 0.001)
                 if self._take_in() and self._clock() >= next_look:
                     next_look = self._clock() + _LOOK_S
                     for identity in self._socket.cut_unfinished():
@@ -111,11 +117,15 @@ class Hub:
                     self._exchange.tick()
                     self._socket.report()
                     self._write_ledger()
+                if self._spool is not None and self._clock() >= next_turn:
+                    next_turn = self._clock() if self._spool.turn() else self._clock() + _TICK_S
                 self._exchange.settle()
                 self._socket.send(self._exchange.outbox.messages)
                 self._exchange.outbox.messages.clear()
         finally:
             self._socket.close()
+            if self._spool is not None:
+                self._spool.stream.close()
             try:
                 self._journal.close()
             finally:

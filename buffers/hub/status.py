@@ -42,8 +42,16 @@ def fleet(admission: Admission, peers: Peers) -> dict[str, float]:
     return {**peers.telemetry(), "queue/depth": depth, "groups/filtered": filtered, "actors": actors}
 
 
+def lacks_prompts(admission: Admission) -> bool:
+    """Whether no batch can be made before further prompts come: all that are there have been made."""
+    can_come = admission.bound.coming and not admission.draining
+    return can_come and admission.order.next_number() is None and not admission.fleet.leased
+
+
 def waiting_for(admission: Admission) -> str:
     """What the learner waits for, in words."""
+    if lacks_prompts(admission):
+        return f"no prompts in the spool: all {admission.bound.num_numbers} groups that have one were made"
     ledger = admission.ledger
     if not admission.fleet.actors:
         return "no actor has joined"

@@ -26,6 +26,15 @@ class MessageBase(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class CreditItem(MessageBase):
+    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on."""
+
+    number: Count
+    attempt: Count
+    lowest_version: Version
+    row: str = ""
+
+
 class Telemetry(MessageBase):
     """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
 

@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationE
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import CreditItem as CreditItem
 from async_rlhf.buffers.protocol.message import Telemetry as Telemetry
 from async_rlhf.buffers.protocol.weight_messages import Adopt as Adopt
 from async_rlhf.buffers.protocol.weight_messages import Canary as Canary
@@ -42,7 +43,7 @@ from async_rlhf.buffers.protocol.weight_messages import Wanted as Wanted
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 8
+PROTOCOL = 9
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -143,12 +144,6 @@ class Welcome(MessageBase):
     type: Literal["welcome"] = "welcome"
     incarnation: str
     max_frame_bytes: Count
-
-
-class CreditItem(MessageBase):
-    number: Count
-    attempt: Count
-    lowest_version: Version
 
 
 class Credits(MessageBase):

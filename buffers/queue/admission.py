@@ -41,7 +41,6 @@ class Admission:
 
     def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
         bound.check()
-        self.bound = bound
         self.room = ByteBudget(max_bytes)
         self.fence = 0
         self.owner = ""  # the learner that holds the fence
@@ -49,12 +48,16 @@ class Admission:
         self.published: int | None = None
         self.target_staleness: int | None = None  # the staleness credits are to stay within, when less than the bound
         self.draining = False
-        self._order = ConsumptionOrder(bound)
-        self.fleet = Fleet(self._order, max_attempts, lease_s, self._drop_of_other_version)
+        self.order = ConsumptionOrder(bound)
+        self.fleet = Fleet(self.order, max_attempts, lease_s, self._drop_of_other_version)
         self._queued: dict[int, Entry] = {}
         self._batches = Batches()
         self._trials = Trials(max_attempts)
         self._stale = self._stale_tokens = self._filtered_tokens = self._duplicates = 0
+
+    @property
+    def bound(self) -> Bound:
+        return self.order.bound
 
     # -- credits and groups ------------------------------------------------------------------------------------------
 
@@ -67,29 +70,29 @@ class Admission:
             return self.published
         if self.fleet.actors[name].leases:
             return self.fleet.actors[name].version
-        number = self._order.next_number()
-        return self.published if number is None else min(self._order.lowest_version(number), self.published)
+        number = self.order.upcoming
+        return self.published if number is None else min(self.order.lowest_version(number), self.published)
 
     def may_begin(self, version: int) -> bool:
         """Whether an actor that serves this version could be given the next credit."""
-        number = self._order.next_number()
-        return number is not None and self.bound.allows(version, number, self._order.dead_below(number), self.target_staleness)
+        number = self.order.next_number()
+        return number is not None and self.bound.allows(version, number, self.order.dead_below(number), self.target_staleness)
 
     def lowest_needed_version(self) -> int:
         """The oldest weight set that may still have to be served: the newest one, in exact mode that of the oldest work."""
         if self.published is None or not self.bound.exact:
             return self.published or 0
-        lowest = min([*self.fleet.leased, *self._order.open[:1], self._order.next])
-        return min(self.published, self._order.lowest_version(lowest))
+        lowest = min([*self.fleet.leased, *self.order.open[:1], self.order.next])
+        return min(self.published, self.order.lowest_version(lowest))
 
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
         leases = len(self.fleet.leased)
-        while not self.draining and (number := self._order.next_number()) is not None:
+        while not self.draining and (number := self.order.next_number()) is not None:
             if not (self.room.has_credit(leases) or self._is_due(number)):
                 break
-            moved_up = self._order.dead_below(number)
+            moved_up = self.order.dead_below(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
                 for name, actor in self.fleet.actors.items()
@@ -117,19 +120,19 @@ class Admission:
         credit = actor.leases.get(number) if actor else None
         if actor is None or credit is None or credit.attempt != entry.attempt:
             self._duplicates += 1
-            reason = "superseded" if self._order.is_open(number) or number in self.fleet.leased else "duplicate"
+            reason = "superseded" if self.order.is_open(number) or number in self.fleet.leased else "duplicate"
             raise RefusedError(reason, f"attempt {entry.attempt} of group {number} holds no lease of {name}")
         if entry.newest_version > self.fleet.newest:
             self._give_up(actor, number)
             newest = f"version {entry.newest_version}, newest published: {self.fleet.newest}"
             raise RefusedError("future", f"group {number} has a token of {newest}")
-        low = self._order.lowest_version(number)
+        low = self.order.lowest_version(number)
         if entry.oldest_version < low or (self.bound.exact and entry.newest_version != low):
             self._give_up(actor, number)
             raise RefusedError("stale", f"group {number} has a token of version {entry.oldest_version}, needs {low}")
-        if constant and self._order.may_filter(number):
+        if constant and self.order.may_filter(number):
             del actor.leases[number]
-            self._order.filter(number)
+            self.order.filter(number)
             self.fleet.failures.forget([number])
             self._filtered_tokens += entry.num_tokens
             return False
@@ -154,11 +157,11 @@ class Admission:
         """
         if steps_done is None and self.published is None:
             raise RefusedError("unregistered", "no learner has registered since the hub began; try again when one has")
-        if not 0 <= number < self._order.next:
-            raise RefusedError("unknown", f"group {number} was never begun; those below {self._order.next} were")
+        if not 0 <= number < self.order.next:
+            raise RefusedError("unknown", f"group {number} was never begun; those below {self.order.next} were")
         step = self._batches.step_of(number)
         done = self.step if steps_done is None else steps_done
-        if self._order.is_decided(number) if step is None else step < done or step in self._batches.taken:
+        if self.order.is_decided(number) if step is None else step < done or step in self._batches.taken:
             raise RefusedError("trained", f"group {number} was trained on, is being, or was given up already")
         if self.bound.exact and number in self._queued:
             # Those behind it would move up, and the weights that they then need may be gone.
@@ -230,7 +233,7 @@ class Admission:
             return None  # there was a batch of it when the run was to go further
         if step not in self._batches.of:
             wanted = min(self.bound.groups_per_batch, self.num_left)
-            picked = self._order.pick(lambda number: number in self._queued, wanted)
+            picked = self.order.pick(lambda number: number in self._queued, wanted)
             if wanted == 0 or len(picked) < wanted or self._drop_too_old(picked):
                 return None
             self._make_up(step, picked)
@@ -266,16 +269,16 @@ class Admission:
         numbers = self._batches.commit(step)
         self.fleet.failures.forget(numbers)
         self.committed_step = max(self.committed_step, step)
-        self._order.forget_below(self._order.floor(self._batches.numbers))
+        self.order.forget_below(self.order.floor(self._batches.numbers))
         return numbers
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._order.quarantined) + len(self._batches.removed)
+        return len(self.order.quarantined) + len(self._batches.removed)
 
     @property
     def num_filtered(self) -> int:
-        return self._order.filtered_before + len(self._order.filtered)
+        return self.order.num_filtered
 
     @property
     def num_queued(self) -> int:
@@ -288,8 +291,7 @@ class Admission:
     @property
     def num_left(self) -> int:
         """How many groups are still to be consumed, as far as there are live numbers for them."""
-        live = self.bound.num_numbers - len(self._order.quarantined) - self.num_filtered
-        return max(0, min(self.bound.num_groups, live) - self._batches.num_consumed)
+        return max(0, self.order.num_consumable - self._batches.num_consumed)
 
     @property
     def at_end(self) -> bool:
@@ -299,14 +301,13 @@ class Admission:
         if self.step in self._batches.of or not self.draining:
             return False
         wanted = min(self.bound.groups_per_batch, self.num_left)
-        coming = self._order.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)
-        return len(coming) < wanted
+        return len(self.order.pick((self._queued.keys() | self.fleet.leased).__contains__, wanted)) < wanted
 
     # -- memory and numbers ------------------------------------------------------------------------------------------
 
     def remember(self) -> QueueSnapshot:
         """What a journal must keep beside the groups and batches that are not committed yet."""
-        line, uncommitted = self._order, self._batches.numbers
+        line, uncommitted = self.order, self._batches.numbers
         head = line.floor(uncommitted)
         passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_dead(n))
         return QueueSnapshot(
@@ -333,7 +334,7 @@ class Admission:
         self.fleet.failures.restore(past.failures)
         for entry in self._queued.values():
             self.room.enter(entry.num_bytes)
-        self._order.restore(past, self._queued)
+        self.order.restore(past, self._queued)
         ended = past.committed_groups + len(self._queued) + self._stale + self.fleet.failed
         self.fleet.credited = ended + self.num_quarantined + self.num_filtered
 
@@ -363,18 +364,18 @@ class Admission:
 
     def _is_due(self, number: int) -> bool:
         """Whether the next batch cannot do without this number (see `budget`)."""
-        return self._order.rank(number) < self.bound.groups_per_batch
+        return self.order.rank(number) < self.bound.groups_per_batch
 
     def _give_up(self, actor: Actor, number: int) -> None:
         """The lease of `number` ended because its tokens could not keep the bound."""
         del actor.leases[number]
         self._stale += 1
-        self._order.reopen(number)
+        self.order.reopen(number)
 
     def _make_up(self, step: int, numbers: Iterable[int]) -> None:
         batch = self._batches.of[step] = {number: self._queued.pop(number) for number in numbers}
         self.room.leave(sum(entry.num_bytes for entry in batch.values()))
-        self._order.consume(batch)
+        self.order.consume(batch)
 
     def _drop(self, number: int) -> None:
         """A queued group may not be trained on: it is counted and made again."""
@@ -382,13 +383,13 @@ class Admission:
         self.room.leave(entry.num_bytes)
         self._stale += 1
         self._stale_tokens += entry.num_tokens
-        self._order.reopen(number)
+        self.order.reopen(number)
 
     def _drop_of_other_version(self) -> None:
         """In exact mode a quarantine changes the step, and so the version, of the groups behind it."""
         if not self.bound.exact:
             return
-        for number in [n for n, entry in self._queued.items() if entry.oldest_version != self._order.lowest_version(n)]:
+        for number in [n for n, entry in self._queued.items() if entry.oldest_version != self.order.lowest_version(n)]:
             self._drop(number)
 
     def _drop_too_old(self, numbers: Iterable[int]) -> bool:

@@ -58,6 +58,8 @@ class Bound:
     """The arithmetic of one run. num_groups: how many groups may be consumed in all. refills: R; 0 filters nothing.
 
     numbers: how many group numbers there are, when filtered ones are to be replaced; None: as many as groups.
+    coming: there may be more of them later. Nothing above is touched: a number that does not exist yet gets no credit, and
+    as long as more may come no batch is smaller than B, so that position and step of a number agree.
     """
 
     groups_per_batch: int
@@ -68,6 +70,7 @@ class Bound:
     exact: bool = False
     refills: int = 0
     numbers: int | None = None
+    coming: bool = False
 
     def check(self) -> None:
         """Raise ConfigError for settings under which the run would wait forever, naming the nearest that would not."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
@@ -23,7 +24,7 @@ class ConsumptionOrder:
     """Numbers 0 to `bound.num_numbers` - 1 in the order of their consumption."""
 
     def __init__(self, bound: Bound) -> None:
-        self._bound = bound
+        self.bound = bound  # replaced when there are more numbers
         self.head = 0  # lowest live number that no batch has
         self.next = 0  # lowest number that was never begun
         self.open: list[int] = []  # sorted: begun before, to be credited again
@@ -34,17 +35,39 @@ class ConsumptionOrder:
 
     def lowest_version(self, number: int) -> int:
         """Lowest version that may sample a token of `number`, given what is dead now."""
-        return self._bound.lowest_version(number, self.dead_below(number))
+        return self.bound.lowest_version(number, self.dead_below(number))
 
     def next_number(self) -> int | None:
         """The lowest number that no actor works on, or None when all that are needed have been begun."""
         if self.open:
             return self.open[0]
-        exists = self.next < self._bound.num_numbers
-        return self.next if exists and self._position(self.next) < self._bound.num_groups else None
+        exists = self.next < self.bound.num_numbers
+        return self.next if exists and self._position(self.next) < self.bound.num_groups else None
+
+    @property
+    def upcoming(self) -> int | None:
+        """As `next_number`; where there is none, the number that may come next."""
+        number = self.next_number()
+        return self.next if number is None and self.bound.coming else number
+
+    def extend(self, numbers: int, *, coming: bool) -> None:
+        """There are so many numbers now, never fewer than before. coming: as in `Bound`; once it is false it stays so."""
+        if (numbers, coming) != (self.bound.numbers, self.bound.coming):
+            assert numbers >= self.bound.num_numbers and (self.bound.coming or not coming)
+            self.bound = replace(self.bound, numbers=numbers, coming=coming)
+
+    @property
+    def num_filtered(self) -> int:
+        return self.filtered_before + len(self.filtered)
+
+    @property
+    def num_consumable(self) -> int:
+        """How many groups can be consumed in all, as far as there are live numbers for them or may be."""
+        live = self.bound.num_numbers - len(self.quarantined) - self.num_filtered
+        return self.bound.num_groups if self.bound.coming else min(self.bound.num_groups, live)
 
     def is_open(self, number: int) -> bool:
-        return self.next <= number < self._bound.num_numbers or number in self.open
+        return self.next <= number < self.bound.num_numbers or number in self.open
 
     def is_decided(self, number: int) -> bool:
         """Whether a batch has (or had) this number, or it is dead."""
@@ -71,9 +94,9 @@ class ConsumptionOrder:
 
     def may_filter(self, number: int) -> bool:
         """Whether `number` is among the first of its batch that may be filtered (see `bound`)."""
-        size = self._bound.groups_per_batch
+        size = self.bound.groups_per_batch
         before = self._position(number) // size * size  # live numbers in the batches before
-        return number - (self._number_at(before - 1) + 1 if before else 0) < self._bound.refills * size
+        return number - (self._number_at(before - 1) + 1 if before else 0) < self.bound.refills * size
 
     def filter(self, number: int) -> None:
         """This number has no advantage and will never be consumed: everything behind it moves up."""
@@ -110,7 +133,7 @@ class ConsumptionOrder:
             if ready(number):
                 picked.append(number)
             elif reach is None:
-                reach = position + self._bound.window
+                reach = position + self.bound.window
         return picked
 
     def floor(self, uncommitted: Iterable[int]) -> int:
@@ -146,7 +169,7 @@ class ConsumptionOrder:
         return number
 
     def _advance(self) -> None:
-        while self.head < self._bound.num_numbers and (self.head in self.consumed or self.is_dead(self.head)):
+        while self.head < self.bound.num_numbers and (self.head in self.consumed or self.is_dead(self.head)):
             self.consumed.discard(self.head)
             self.head += 1
 

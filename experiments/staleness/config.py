@@ -230,8 +230,8 @@ def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
     if sweep.given_budgets:
         keys = {**keys, "max_trained_tokens": sweep.tokens, "max_seconds": sweep.seconds}
     if (samples := sweep.samples) is None:
-        return load(base, keys)
-    config = load(base, {**keys, "max_steps": 1})
+        return _comparable(load(base, keys), base)
+    config = _comparable(load(base, {**keys, "max_steps": 1}), base)
     of_step = config.groups_per_batch * config.generation.group_size
     steps, left = divmod(samples, of_step)
     if left:
@@ -240,6 +240,17 @@ def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
             f"{max(1, round(samples / of_step)) * of_step}"
         )
     return load(base, {**keys, "max_steps": steps})
+
+
+def _comparable(config: Config, base: Path) -> Config:
+    """Raises ConfigError for a run without an end, or whose prompts are used up."""
+    if config.max_steps is None or config.data.spool is not None:
+        has = "no max_steps" if config.max_steps is None else f"data.source = {config.data.source!r}"
+        raise ConfigError(
+            f"the runs of a sweep are compared over the same steps and prompts, and {base} has {has}; set max_steps, and data "
+            "that are all there"
+        )
+    return config
 
 
 def _word(text: str) -> str:

@@ -123,7 +123,7 @@ class _Reporting(Progress):
     def event(self, text: str) -> None:
         self._found.put(Report(text=text))
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         self._found.put(Report(step=record["step"]))
 
 

@@ -91,8 +91,9 @@ class CellProgress(progress.Progress):
     def waiting(self, status: dict[str, Any], wanted: int) -> None:
         self._update(state=beginning(status, wanted)[0])
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
-        now, step, last = time.monotonic(), record["step"], min(self._num_steps, max_steps)
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        now, step = time.monotonic(), record["step"]
+        last = self._num_steps if max_steps is None else min(self._num_steps, max_steps)
         left = self._sweep.pace.left(self._steps.left_s(step, last, now))
         self._update(completed=step, total=last, state=left)
         if self._bar is None and left and now - self._last_line >= _LINE_EVERY_S:

@@ -48,9 +48,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class Budget:
-    """The step that uses up one of the three is the last."""
+    """The step that uses up one of the three is the last; none of them is: the run has no end of its own."""
 
-    max_steps: int
+    max_steps: int | None = None
     max_trained_tokens: int | None = None
     max_seconds: float | None = None
 
@@ -61,7 +61,7 @@ class Budget:
 
     def ended(self, spent: Spent) -> str:
         """Why no step follows; empty while one may."""
-        if spent.steps >= self.max_steps:
+        if self.max_steps is not None and spent.steps >= self.max_steps:
             return "all steps done"
         for key, limit, used in self._limits(spent):
             if used >= limit:
@@ -74,10 +74,13 @@ class Budget:
         pairs = zip(mine, (other.max_steps, other.max_trained_tokens, other.max_seconds), strict=True)
         return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
 
-    def num_steps(self, spent: Spent) -> int:
-        """How many steps the run will have if it goes on at the pace at which it has used its budget so far."""
-        ends = [math.ceil(spent.steps * limit / used) for _, limit, used in self._limits(spent) if used > 0]
-        return max(spent.steps, min([self.max_steps, *ends])) if spent.steps else self.max_steps
+    def num_steps(self, spent: Spent) -> int | None:
+        """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while nothing
+        says so."""
+        ends = [] if self.max_steps is None else [self.max_steps]
+        if spent.steps:
+            ends += [math.ceil(spent.steps * limit / used) for _, limit, used in self._limits(spent) if used > 0]
+        return max(spent.steps, min(ends)) if ends else None
 
     def _limits(self, spent: Spent) -> list[tuple[str, float, float]]:
         """Key, limit and what is used of it, of those that are set beside `max_steps`."""

@@ -93,7 +93,7 @@ class SourceSession:
         *,
         step: int,
         committed: int,
-        max_steps: int,
+        max_steps: int | None,
         exact: bool,
     ) -> None:
         self._source, self._backend, self._recording = source, backend, recording
@@ -168,7 +168,7 @@ class SourceSession:
     def _register(self, step: int) -> None:
         self._source.register(step, self._committed)
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
-        if step < self._max_steps:
+        if self._max_steps is None or step < self._max_steps:
             self._publish(step, whole=True)
         self._registered = True
 

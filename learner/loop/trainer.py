@@ -64,7 +64,8 @@ class TrainerConfig:
     learner: LearnerConfig
     loss: LossConfig
     checkpoint: CheckpointConfig
-    max_steps: int
+    max_steps: int | None
+    """None: the hub, a budget or the data end the run."""
     max_staleness: int
     composition: Composition
     max_failed_ratio: float
@@ -91,12 +92,13 @@ class TrainerConfig:
 
     @property
     def limits(self) -> Limits:
+        most = self.advantage.max_constant_batches
         interpolated = self.loss.proximal == "interpolate" and self.learner.updates_per_step * self.learner.epochs > 1
         return Limits(
             self.max_staleness,
             self.max_failed_ratio,
-            self.advantage.max_constant_batches,
-            min(self.advantage.max_constant_batches, self.max_steps),  # a short run does not end well without a reward
+            most,
+            most if self.max_steps is None else min(most, self.max_steps),  # a short run does not end well without a reward
             self.learner.max_nonfinite_steps,
             self.mismatch_limit,
             comparable=not interpolated,
@@ -163,7 +165,7 @@ class Trainer:
     def _take(self) -> TakenBatch | str:
         """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
         ended = self._config.budget.ended(self._spent)
-        if not ended or self.step >= self._config.max_steps:  # of its last step the hub knows itself
+        if not ended or self._is_at_max_steps:  # of its last step the hub knows itself
             self._adapt()
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:
@@ -172,9 +174,14 @@ class Trainer:
         self._session.finish(self.step)
         return ended
 
+    @property
+    def _is_at_max_steps(self) -> bool:
+        most = self._config.max_steps
+        return most is not None and self.step >= most
+
     def _adapt(self) -> None:
         """From the next step on with the values that are then in force. Raises DamagedError."""
-        values = self._changes.at(self.step + 1) if self.step < self._first.max_steps else self._values
+        values = self._values if self._is_at_max_steps else self._changes.at(self.step + 1)
         if values == self._values:
             return
         _log.info("from step %d on: %s", self.step + 1, values)

@@ -263,6 +263,8 @@ def test_a_budget_of_the_sweep_takes_the_place_of_that_of_its_base(
         ("tokens = 9\n", "[sweep.overrides]\nmax_seconds = 9\n", "'max_seconds' is another budget beside sweep.tokens = 9"),
         ("samples = 64\n", "[sweep.overrides]\nmax_trained_tokens = 9\n", "another budget beside sweep.samples = 64"),
         ("", "[sweep.overrides]\nmax_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
+        ("", "[sweep.overrides]\nmax_steps = 'none'\n", "over the same steps and prompts, and .* has no max_steps"),
+        ("samples = 640\n", "[sweep.overrides]\n'data.source' = 'spool:x'\n'data.options' = {}\n", "has data.source = 'spool:"),
     ],
 )
 def test_a_sweep_has_one_budget_of_one_at_least(tmp_path: Path, head: str, text: str, message: str) -> None:

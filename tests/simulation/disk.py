@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -114,6 +115,9 @@ class MemoryDisk:
     def names(self, directory: Path) -> list[str]:
         return [path.name for path in self._names if path.parent == directory]
 
+    def is_readable(self, path: Path) -> bool:
+        return path in self._names
+
     def lock(self, path: Path) -> File:
         return MemoryFile(self, Node())
 
@@ -191,3 +195,29 @@ class MemoryDisk:
             names.pop(path, None)
         else:
             names[path] = node
+
+
+class JournalingDisk(MemoryDisk):
+    """A rename is one step, also when power fails and between directories, as where the file system keeps a journal."""
+
+    def sync_path(self, path: Path) -> None:
+        others = {other for move in self._moves() if path in move for other in move} - {path}
+        super().sync_path(path)
+        fuse, self.fuse = self.fuse, None
+        for other in others:
+            super().sync_path(other)
+        self.fuse = fuse
+
+    def crash(self) -> None:
+        keep = self._rng.randint(0, len(self._pending))
+        if 0 < keep < len(self._pending) and self._pending[keep][1] is None and self._pending[keep - 1][1] is not None:
+            keep -= 1
+        for path, node in self._pending[:keep]:
+            self._set(self._durable, path, node)
+        self._pending.clear()
+        super().crash()
+
+    def _moves(self) -> list[tuple[Path, Path]]:
+        """From and to which directory something was renamed that is not durable yet."""
+        pairs = pairwise(self._pending)
+        return [(old.parent, new.parent) for (new, node), (old, gone) in pairs if node is not None and gone is None]

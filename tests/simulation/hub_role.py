@@ -6,7 +6,9 @@ A full disk may end it (rarely) and keep it from starting until there is room; a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,8 +19,10 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.spool.claims import Spool
+from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
-from tests.simulation.disk import HubKilledError, MemoryDisk
+from tests.simulation.disk import HubKilledError, JournalingDisk, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
@@ -27,6 +31,7 @@ BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
 INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
 ADOPT_TIMEOUT_S = 2.0
 PROGRESS_TIMEOUT_S = 6.0
+SPOOL = Path("/spool")
 
 
 class HubRole:
@@ -35,11 +40,14 @@ class HubRole:
     def __init__(
         self, world: World, bound: Bound, observer: Observer, *,
         max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int, machine: Machine, shares: bool,
+        fed: bool = False,
     ) -> None:  # fmt: skip
+        """fed: prompts come while the run goes on, out of the spool."""
+        self._fed, self._spool = fed, None
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
         self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=ADOPT_TIMEOUT_S)
-        self.disk = MemoryDisk(world.rng)
+        self.disk = (JournalingDisk if fed else MemoryDisk)(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,
@@ -73,7 +81,10 @@ class HubRole:
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
             clock = lambda: self.world.now  # noqa: E731
             life = f"life {self._life}"
-            exchange = Exchange(self._config, self.bound, journal, weights, clock, life, self.weights, quarantine)
+            bound, self._spool = self.bound, self._open_spool()
+            if self._spool is not None:
+                bound = replace(bound, numbers=self._spool.stream.num_numbers, coming=True)
+            exchange = Exchange(self._config, bound, journal, weights, clock, life, self.weights, quarantine, spool=self._spool)
         except HubKilledError:
             self.kill()
             return
@@ -86,6 +97,25 @@ class HubRole:
         self.observer.hub_changed(exchange, journal)
         self.network.listen()
         self._tick(self._life)
+
+    def _open_spool(self) -> Spool | None:
+        if not self._fed:
+            return None
+        own = Path("/hub/data/spool")
+        return Spool(SPOOL, own, Stream(own, files=self.disk), lambda lines: [line.decode() for line in lines], self.disk)
+
+    def feed(self, name: str, first: int, num_rows: int) -> None:
+        """A producer's file comes into the spool, whole and durable, with the rows of these numbers."""
+        fuse, full = self.disk.fuse, self.disk.full
+        self.disk.fuse, self.disk.full = None, False
+        temporary = SPOOL / f".{name}"
+        file = self.disk.create(temporary)
+        rows = (json.dumps({"prompt": "p", "n": number}) + "\n" for number in range(first, first + num_rows))
+        file.write("".join(rows).encode())
+        self.disk.sync(file)
+        self.disk.replace(temporary, SPOOL / name)
+        self.disk.sync_path(SPOOL)
+        self.disk.fuse, self.disk.full = fuse, full
 
     def stand_still(self, seconds: float) -> None:
         self._stands_until = self.world.now + seconds
@@ -104,7 +134,7 @@ class HubRole:
 
     def _die(self) -> None:
         self._life += 1
-        self._journal = self.exchange = None
+        self._journal = self.exchange = self._spool = None
         self._inbox.clear()
         self._round_due, self._stands_until = False, 0.0
         self.machine.end("hub")
@@ -162,6 +192,8 @@ class HubRole:
         def tick() -> None:
             assert self.exchange is not None
             self.exchange.tick()
+            if self._spool is not None:
+                self._spool.turn()
             self._settle()
 
         self._alive(life, tick)

@@ -1,7 +1,7 @@
 """What must be true at every moment, checked from outside: an observer with a memory of its own.
 
 bound         a token trained on is at most S steps from the learner's step; in exact mode of exactly the version due
-truth         a token's recorded version is that of the weights that really sampled it
+truth         a token's recorded version is that of the weights that really sampled it, and a group's row is its own
 ledger        every credit is in exactly one place
 lost          an acknowledged group is queued, in a batch, in every checkpoint that is kept, or known to be filtered
 twice         no group is trained on twice by the surviving optimizer state, and none that was filtered
@@ -95,7 +95,7 @@ class Observer:
             silent = exchange._clock() - heard_at >= SILENT_S
             self.ends += silent and before != actor.life and ANOTHER in (before, actor.life)
             self._holders[name] = actor.life, actor.heard_at
-        self.quarantined, self._num_filtered = frozenset(admission._order.quarantined), admission.num_filtered
+        self.quarantined, self._num_filtered = frozenset(admission.order.quarantined), admission.num_filtered
         self.removed = frozenset(admission._batches.removed)
         if self.quarantined and self.ends < self._max_attempts:
             raise ViolationError("guilt", f"groups {sorted(self.quarantined)} are quarantined after {self.ends} ends of actors")
@@ -117,7 +117,7 @@ class Observer:
             )
             if number in self.durable | self.removed or (entry is not None and entry.attempt == attempt):
                 continue
-            low = admission._order.lowest_version(number)
+            low = admission.order.lowest_version(number)
             foreign = abs(admission.step - oldest) > self._bound.max_staleness
             if not (foreign or oldest < low or (self._bound.exact and oldest != low)):
                 raise ViolationError("lost", f"attempt {attempt} of group {number} was acknowledged and is gone")
@@ -136,6 +136,8 @@ class Observer:
             raise ViolationError("replay", f"batch {step} was {before} and is now {made_up}")
         self._batches[step] = made_up
         for group in groups:
+            if group.columns.get("n", group.number) != group.number:
+                raise ViolationError("truth", f"group {group.number} was made of the row of group {group.columns['n']}")
             for rollout in group.rollouts:
                 versions = rollout.versions.tolist()
                 if rollout.completion_ids.tolist() != versions:

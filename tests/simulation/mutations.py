@@ -62,7 +62,7 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
             begun = sum(len(each.leases) for each in self.fleet.actors.values()) + len(self._queued)
             begun += sum(len(batch) for step, batch in self._batches.of.items() if step >= self.step)
             while (
-                (number := self._order.next_number()) is not None
+                (number := self.order.next_number()) is not None
                 and actor.has_room(number, self.fleet.failures.suspects)
                 and actor.fence == self.fence > 0
                 and lowest(self) <= actor.version <= self.fleet.newest
@@ -77,7 +77,7 @@ def count_staleness_at_completion() -> AbstractContextManager[Any]:
         honest = Admission.put
 
         def put(self: Admission, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:
-            with patch.object(self._order, "lowest_version", lambda number: lowest(self)):
+            with patch.object(self.order, "lowest_version", lambda number: lowest(self)):
                 return honest(self, name, number, entry, constant=constant)
 
         with ExitStack() as stack:

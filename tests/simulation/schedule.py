@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole
@@ -88,6 +89,8 @@ class Shape:
     """Share of the groups that end the learner."""
     keep_last: int = 1
     """Checkpoints that the learner may come back from."""
+    fed: tuple[tuple[float, int], ...] = ()
+    """When files come into the spool, and with how many rows; without, all prompts are there."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -121,7 +124,20 @@ class Shape:
             faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
-        return drawn
+        return _fed(seed, drawn)
+
+
+def _fed(seed: int, shape: Shape) -> Shape:
+    """In a fifth of the schedules prompts come while the run goes on: as many as it wants, or with refill a few more."""
+    rng = Random(f"spool {seed}")
+    if rng.random() > 1 / 5:
+        return shape
+    left = shape.bound.num_groups + (rng.randint(0, 5) if shape.bound.refills else 0)
+    bound, files = (replace(shape.bound, numbers=left) if shape.bound.refills else shape.bound), []
+    while left:
+        files.append((rng.uniform(0, 0.4 * shape.steps), rows := rng.randint(1, left)))
+        left -= rows
+    return replace(shape, bound=bound, fed=tuple(sorted(files)))
 
 
 def _with_refill(seed: int, bound: Bound) -> Bound:
@@ -154,7 +170,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     machine = Machine(world.rng, shape.refusals)
     hub = HubRole(
         world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
-        fsync=shape.fsync, max_bytes=shape.max_bytes, machine=machine, shares=shape.shares,
+        fsync=shape.fsync, max_bytes=shape.max_bytes, machine=machine, shares=shape.shares, fed=bool(shape.fed),
     )  # fmt: skip
     relay = RelayRole(hub)
     actors = [
@@ -176,6 +192,12 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
                 world.after(0, "relay starts", relay.start)
             for actor in actors:
                 world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
+            first = 0
+            for number, (at, rows) in enumerate(shape.fed):
+                world.after(at, f"{rows} prompts", partial(hub.feed, f"{number:03d}.jsonl", first, rows))
+                first += rows
+            if shape.fed:
+                world.after(shape.fed[-1][0], "the last prompts", partial(hub.feed, END, 0, 0))
             for fault in planned:
                 world.after(fault.at, f"FAULT {fault}", partial(_strike, fault, world, hub, relay, actors, learner))
             if shape.wild:
@@ -276,6 +298,7 @@ def story(result: Result, last: int = 60) -> str:
         f"  steps {shape.steps}, actors {shape.actors} of capacity {shape.capacity}, group size {shape.group_size}, "
         f"save every {shape.save_every}, keep {shape.keep_last}, network {'wild' if shape.wild else 'tcp'}, weights "
         f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
+        f"{f', fed {shape.fed}' if shape.fed else ''}"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]
     lines += [f"  the hub at the end: {result.hub}"]

@@ -95,6 +95,15 @@ def test_the_schedules_map_weights_and_kill_relays() -> None:
     assert any(run.shape.shares for run in killed) and not all(run.shape.shares for run in killed)
 
 
+def test_the_schedules_feed_prompts_while_hubs_are_killed() -> None:
+    """As many rows as were brought, each once, whatever became of the hub; some runs end by the end of the spool."""
+    fed = [schedule.run(seed) for seed in range(120) if schedule.Shape.of(seed).fed]
+    killed = [result for result in fed if "hub killed" in [label for _, label in result.trace]]
+    assert len(fed) > 12 and len(killed) > 3
+    assert any(result.hub["spool"]["ended"] for result in fed)
+    assert {result.hub["spool"]["rows"] - result.shape.bound.num_numbers for result in fed} == {0}
+
+
 def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
     """The weights of a run change in few elements, and slow links and frozen actors are late to adopt them."""
     totals = Counter[str]()

@@ -398,7 +398,7 @@ class Run:
         try:
             self.hub.quarantine(number, "bad", None if self.registered else self.step)
         except RefusedError as error:
-            impossible = not 0 <= number < self.hub._order.next
+            impossible = not 0 <= number < self.hub.order.next
             assert impossible or number in given | gone or (self.bound.exact and number in self.entries), error
             assert self.hub.num_quarantined == before
             return

@@ -1,0 +1,145 @@
+"""A run's spool: which rows are of use to it, where it is, and whether the run waits for prompts and for nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, TypeAdapter
+
+from async_rlhf.actors.data.rows import row_of
+from async_rlhf.actors.data.tokens import PromptTokenizer
+from async_rlhf.actors.prompts import to_json
+from async_rlhf.buffers.errors import ConfigError, DamagedError, WireError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.spool.claims import Rejected, Spool
+from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
+from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.run.config import Config
+from async_rlhf.run.model_checks import longest_prompt
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import stage_specs
+
+_COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
+_KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
+_LOOK_S = 1.0
+_FRESH_S = 5.0  # the hub writes its status twice a second
+
+
+def open_spool(run: RunDir, config: Config) -> Spool | None:
+    """Of the hub of this run; None where its prompts are all there. Raises ConfigError, JournalError."""
+    if (source := config.data.spool) is None:
+        return None
+    own = run.path / "data" / "spool"
+    return Spool(source, own, Stream(own, config.data.repeat), RowCheck(config))
+
+
+def check_spool(directory: Path) -> list[str]:
+    """What a person should know before a run. Raises ConfigError for a spool that no run could claim from."""
+    if not directory.exists():
+        return [f"the spool {directory} does not exist: the run makes it, and waits for prompts"]
+    if not directory.is_dir() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"data.source = 'spool:{directory}' is no directory that this user may read and write: files are claimed by "
+            "renaming them; name another, or change its mode"
+        )
+    names = os.listdir(directory)
+    files, ended = sum(map(is_ready, names)), END in names
+    remark = f"prompts come from the spool {directory}, where {files} files wait"
+    return [f"{remark}; it has ended, and so does the run when it has used them" if ended else remark]
+
+
+def make_spool(directory: Path) -> None:
+    """Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"data.source = 'spool:{directory}' cannot be made: {error}; name another directory") from error
+
+
+class RowCheck:
+    """Lines of a spool to rows as they are credited, or why one is of no use to this run. Raises ConfigError for a model
+    without a tokenizer."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._template = config, config.data.row_template
+        self._limit, self._setting = longest_prompt(config)
+        self._tokenizer = PromptTokenizer(Path(config.model))
+        self._check_columns = lru_cache(_KINDS_OF_ROWS)(self._lack)
+
+    def __call__(self, lines: Sequence[bytes]) -> list[str | Rejected]:
+        looked = [self._look(line) for line in lines]
+        good = [each for each in looked if not isinstance(each, Rejected)]
+        lengths = self._tokenizer.lengths([text for _, text, _ in good], [chat for *_, chat in good], self._limit)
+        rows: list[str | Rejected] = [row for row, *_ in good]
+        for number, num_tokens in lengths.too_long.items():
+            rows[number] = Rejected(f"its prompt has {num_tokens} tokens, the limit is {self._setting}")
+        for number in lengths.empty:
+            rows[number] = Rejected("its prompt has no tokens")
+        left = iter(rows)
+        return [each if isinstance(each, Rejected) else next(left) for each in looked]
+
+    def _look(self, line: bytes) -> tuple[str, str, bool] | Rejected:
+        """The row, what the model reads, and whether the chat template has written that."""
+        try:
+            row = row_of("the line", json.loads(line, parse_constant=_refuse), self._config.data.columns)
+            text = self._tokenizer.text(row, self._template)
+            text.encode()
+            # As a finished group carries them back, whatever their values are.
+            wire.decode(
+                wire.encode(wire.Status(status=_COLUMNS.validate_python(row.columns))), max_frame_bytes=4 * MAX_ROW_BYTES
+            )
+            found = to_json(row), text, self._template.is_chat(row)
+        except (ConfigError, WireError) as error:
+            return Rejected(str(error))
+        except (ValueError, OverflowError, RecursionError) as error:
+            return Rejected(f"it is not JSON, or not of text and numbers that can be sent: {error}")
+        lacking = self._check_columns(frozenset(row.columns))
+        return Rejected(lacking) if lacking else found
+
+    def _lack(self, columns: frozenset[str]) -> str:
+        """What rewards want of a row with these columns and do not get."""
+        try:
+            stage_specs(self._config, columns)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+class PromptWatch:
+    """Whether a run waits for prompts and for nothing else, by what its hub writes. say: told when that begins and ends."""
+
+    def __init__(self, config: Config, run: RunDir, say: Callable[[str], None], now: Callable[[], float]) -> None:
+        self._spool, self._run, self._say, self._now = config.data.spool, run, say, now
+        self._looked_at = now()
+        self._written, self._written_at = 0, now()
+        self._missing = False
+
+    def are_missing(self) -> bool:
+        """By the last look, of which there is one a second; never, where a hub has not written for some seconds."""
+        if self._spool is None or self._now() - self._looked_at < _LOOK_S:
+            return self._missing
+        self._looked_at = self._now()
+        before, self._missing = self._missing, self._look()
+        if self._missing and not before:
+            self._say(f"waiting for prompts: there are none in {self._spool}")
+        elif before and not self._missing:
+            self._say("there are prompts again")
+        return self._missing
+
+    def _look(self) -> bool:
+        try:
+            written = self._run.ledger.stat().st_mtime_ns
+            if written != self._written:
+                self._written, self._written_at = written, self._now()
+            return self._now() - self._written_at < _FRESH_S and self._run.read_ledger().get("lacks_prompts") is True
+        except (OSError, DamagedError):
+            return False

@@ -1,0 +1,302 @@
+"""From files in a spool to rows with group numbers: each file is claimed once, each good row bound once, whatever dies when.
+
+    owns        `claimed/`, `rejected/` and, through the stream, the rows of one run
+    waits for   nothing: the hub calls `turn` twice a second, and again at once while there is more to do
+    on close    nothing: it may end between any two operations on files, and goes on from what it finds
+
+    1. claim    a file is renamed from the spool into `claimed/NUMBER-NAME.jsonl`. Where that is another file system, it is
+                renamed within the spool first, to a name that says whose it is and begins with ".", then copied, then removed
+    2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NUMBER-NAME.jsonl`,
+                which is on disk before the last rows of its file are bound
+    3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
+    4. remove   the claimed file
+
+Why each row is bound once. Of two runs that share a spool one renames the file. Claims are bound in their order and lines in
+theirs, so what is bound is what is not behind the newest place in the stream: a claim that is looked at again after a crash
+goes on behind it. A number of a claim is never given twice: it is above all that are in `claimed/`, in `rejected/`, in the
+stream, or in the spool under this run's name. When power fails a rename is there whole or not at all, which is what file
+systems that keep a journal promise; and it is on disk before a row of its file is bound.
+
+What the disk refuses (a full one, a spool that is read-only or gone) is named in the status and tried again with the next
+turn; the rows that are bound already are there meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.files import DISK, File, Files, write_whole
+from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
+from async_rlhf.buffers.spool.stream import Place, Stream
+
+_log = logging.getLogger(__name__)
+_PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
+_CLAIMS = 256  # files that are claimed at a time, with one sync of the two directories
+_SHOWN_BYTES = 2000  # of a line in `rejected/`
+_NAME_BYTES = 120  # of a file's own name in that of its claim
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why a line is of no use to the run."""
+
+    reason: str
+
+
+Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
+"""Lines of a file to rows, JSON objects as they are credited, or the reason why a line is none."""
+
+
+def has_claimed(directory: Path) -> bool:
+    """Whether a run's own directory holds rows that came out of a spool, and are nowhere else. Raises OSError."""
+    stream, claimed = directory / "stream.jsonl", directory / "claimed"
+    return (stream.exists() and stream.stat().st_size > 0) or (claimed.exists() and any(claimed.iterdir()))
+
+
+class Spool:
+    """See the module docstring. source: the spool. directory: the run's own, where its stream is too."""
+
+    def __init__(self, source: Path, directory: Path, stream: Stream, check: Check, files: Files = DISK) -> None:
+        self.stream, self._source, self._check, self._files = stream, source, check, files
+        self._directory, self._claimed, self._rejected = directory, directory / "claimed", directory / "rejected"
+        self._prefix = ""  # of the names in the spool that are this run's
+        self._waiting: list[str] | None = None  # claims that are not bound whole; None: to be looked up
+        self._claim: _Claim | None = None  # the first of them
+        self._next, self._more = 1, False
+        self._num_rejected: dict[str, int] = {}  # by the name of the claim
+        self.problem = ""
+        """Why nothing more can be claimed or bound now."""
+
+    def turn(self) -> bool:
+        """Do a part of what there is to do; whether there is more to be done at once."""
+        try:
+            if self._waiting is None:
+                self._waiting = self._begin()
+            if not self._waiting and not self.stream.ended:
+                self._collect(self._waiting)
+            self._bind(self._waiting)
+        except OSError as error:
+            if self._claim is not None:
+                self._claim.close()
+            self._waiting, self._claim, self._more = None, None, False
+            if self.problem != (problem := f"the spool {self._source} cannot be used: {error}"):
+                _log.error("%s; it is tried again", problem)
+            self.problem = problem
+            return False
+        if self.problem:
+            _log.warning("the spool %s can be used again", self._source)
+        self.problem = ""
+        return bool(self._waiting) or self._more
+
+    def status(self) -> dict[str, Any]:
+        """For an operator: rows that are bound, lines set aside, whether there is an end, and what stands in the way."""
+        num_rejected = sum(self._num_rejected.values()) + (0 if self._claim is None else self._claim.num_rejected)
+        return {"rows": self.stream.num_rows, "rejected": num_rejected, "ended": self.stream.ended, "problem": self.problem}
+
+    # -- claiming ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> list[str]:
+        """The claims that are not bound whole, in order, by what lies in the run's directory."""
+        for directory in (self._claimed, self._rejected):
+            self._files.make(directory)
+        claims = sorted(name for name in self._files.names(self._claimed) if is_ready(name))
+        rejected = [name for name in self._files.names(self._rejected) if is_ready(name)]
+        if not self._prefix:
+            self._prefix = f".claimed-{self._identity()}-"
+            self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
+        self._files.sync_path(self._claimed)
+        with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
+            self._files.sync_path(self._source)
+        self._next = max(self._next, 1 + max([self.stream.tail[0], *map(_number, (*claims, *rejected))]))
+        for done in [name for name in claims if _number(name) < self.stream.tail[0]]:
+            self._files.unlink(self._claimed / done)
+        return [name for name in claims if _number(name) >= self.stream.tail[0]]
+
+    def _identity(self) -> str:
+        """Names this run in a spool that several use."""
+        path = self._directory / "id"
+        if path.name not in self._files.names(self._directory):
+            write_whole(path, secrets.token_hex(8), self._files)
+        self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
+        return self._files.read(path).decode()
+
+    def _num_lines(self, path: Path) -> int:
+        reader = self._files.reader(path)
+        try:
+            pieces = (self._files.read_at(reader, 1 << 20, offset) for offset in range(0, self._files.size(path), 1 << 20))
+            return sum(piece.count(b"\n") for piece in pieces)
+        finally:
+            reader.close()
+
+    def _collect(self, waiting: list[str]) -> None:
+        """Claim what is there. Where there is nothing and the spool has ended, so has the stream."""
+        names = self._files.names(self._source)
+        ended = END in names
+        if ended:
+            names = self._files.names(self._source)  # what came before the end is there by now
+        mine = sorted(name for name in names if name.startswith(self._prefix))
+        self._next = max([self._next, *(1 + _number(name.removeprefix(self._prefix)) for name in mine)])
+        for name in mine:
+            self._fetch(name, waiting)
+        readable = (name for name in sorted(filter(is_ready, names)) if self._files.is_readable(self._source / name))
+        ready = list(islice(readable, _CLAIMS + 1))
+        self._more = len(ready) > _CLAIMS
+        for name in ready[:_CLAIMS]:
+            self._take(name, waiting)
+        if ready:
+            self._files.sync_path(self._claimed)
+            self._files.sync_path(self._source)
+        elif ended and not mine:
+            self.stream.end()
+
+    def _take(self, name: str, waiting: list[str]) -> None:
+        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
+        try:
+            self._files.replace(self._source / name, self._claimed / claim)
+        except FileNotFoundError:
+            return  # another run has it
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._files.replace(self._source / name, self._source / f"{self._prefix}{claim}")
+            self._next += 1
+            self._files.sync_path(self._source)
+            self._fetch(f"{self._prefix}{claim}", waiting)
+            return
+        self._next += 1
+        waiting.append(claim)
+
+    def _fetch(self, name: str, waiting: list[str]) -> None:
+        """Bring a file over from another file system, where it bears this run's name."""
+        claim = name.removeprefix(self._prefix)
+        if claim not in self._files.names(self._claimed):
+            temporary = self._claimed / f".{claim}.tmp"
+            self._copy(self._source / name, temporary)
+            self._files.replace(temporary, self._claimed / claim)
+            self._files.sync_path(self._claimed)
+        self._files.unlink(self._source / name)
+        self._files.sync_path(self._source)
+        if claim in self._files.names(self._claimed):
+            waiting.append(claim)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        reader, writer, offset = self._files.reader(source), self._files.create(target), 0
+        try:
+            while piece := self._files.read_at(reader, 1 << 20, offset):
+                writer.write(piece)
+                offset += len(piece)
+            writer.flush()
+            self._files.sync(writer)
+        finally:
+            reader.close()
+            writer.close()
+
+    # -- binding -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, waiting: list[str]) -> None:
+        """Look at a piece of what is claimed, or at several small files, and bind its good rows."""
+        lines: list[tuple[_Claim, int, bytes]] = []
+        done: list[_Claim] = []
+        num_bytes = 0
+        while num_bytes < _PIECE and len(done) < len(waiting):
+            if self._claim is None:
+                name = waiting[len(done)]
+                self._claim = _Claim(self._files, self._claimed / name, self._rejected / name)
+            claim, read = self._claim, self._claim.read()
+            if read is None:
+                self._claim = None
+                done.append(claim)
+            else:
+                lines += [(claim, number, line) for number, line in read]
+                num_bytes += sum(len(line) for _, line in read)
+        rows = [row for row in self._good(lines) if row[0] > self.stream.tail]
+        for claim in done:
+            if num_rejected := claim.finish():
+                self._num_rejected[claim.name] = num_rejected
+        if rows:
+            self.stream.append(rows)
+        for claim in done:
+            self._files.unlink(self._claimed / claim.name)
+        del waiting[: len(done)]
+
+    def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
+        """Rows with their places; the other lines are set aside."""
+        found = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
+        rows: list[tuple[Place, str]] = []
+        for claim, number, line in lines:
+            row = next(found) if len(line) <= MAX_ROW_BYTES else Rejected(f"it is longer than {MAX_ROW_BYTES} bytes")
+            if isinstance(row, str) and len(row.encode()) > MAX_ROW_BYTES:
+                row = Rejected(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
+            if isinstance(row, Rejected):
+                claim.reject(number, line, row.reason)
+            else:
+                rows.append(((claim.number, number), row))
+        return rows
+
+
+def _number(claim: str) -> int:
+    head = claim.partition("-")[0]
+    return int(head) if head.isdecimal() else 0
+
+
+class _Claim:
+    """A claimed file that is read piece by piece, and the file of its lines that are set aside."""
+
+    def __init__(self, files: Files, path: Path, rejected: Path) -> None:
+        self.name, self.number = path.name, _number(path.name)
+        self.num_rejected = 0
+        self._files, self._rejected = files, rejected
+        self._temporary = rejected.with_name(f".{rejected.name}.tmp")
+        self._reader = files.reader(path)
+        self._writer: File | None = None
+        self._offset = self._line = 0
+        self._rest = b""  # of a line whose end was not read yet; of a longer one than may be, the beginning
+        self._ended = False
+
+    def read(self) -> list[tuple[int, bytes]] | None:
+        """The next lines with their numbers, without empty ones; None behind the last. One that is too long is cut."""
+        if self._ended:
+            return None
+        piece = self._files.read_at(self._reader, _PIECE, self._offset)
+        self._offset += len(piece)
+        self._ended = not piece
+        *whole, rest = (self._rest + piece).split(b"\n")
+        if self._ended:
+            whole.append(rest)
+        self._rest = rest[: MAX_ROW_BYTES + 1]
+        numbered = enumerate(whole, self._line + 1)
+        self._line += len(whole)
+        return [(number, line) for number, line in numbered if line.strip()]
+
+    def reject(self, line: int, raw: bytes, reason: str) -> None:
+        if self._writer is None:
+            self._writer = self._files.create(self._temporary)
+        self.num_rejected += 1
+        shown = raw[:_SHOWN_BYTES].decode(errors="backslashreplace")
+        self._writer.write((json.dumps({"line": line, "reason": reason, "row": shown}) + "\n").encode())
+
+    def finish(self) -> int:
+        """What was set aside is on disk; how many lines. Raises OSError."""
+        self._reader.close()
+        if self._writer is not None:
+            self._writer.flush()
+            self._files.sync(self._writer)
+            self._writer.close()
+            self._files.replace(self._temporary, self._rejected)
+            self._files.sync_path(self._rejected.parent)
+        return self.num_rejected
+
+    def close(self) -> None:
+        for file in (self._reader, self._writer):
+            if file is not None:
+                file.close()

@@ -1,0 +1,194 @@
+"""Prompts that come while a run goes on, and runs without an end: what is refused, what set aside, what used how often."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.spool.claims import Rejected
+from async_rlhf.buffers.spool.deposit import end, put
+from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.cli.commands import app
+from async_rlhf.inspect.rollouts import records, replay
+from async_rlhf.inspect.status import lines, read
+from async_rlhf.learner.loop.budget import Budget, Spent
+from async_rlhf.run.api import load
+from async_rlhf.run.display import StepPace, beginning
+from async_rlhf.run.preflight import preflight
+from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.spooling import PromptWatch, RowCheck
+from tests.conftest import QUICK, has_ended, wait_for
+
+
+def fed(spool: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a run whose prompts come into this spool, with a reward that wants a column `answer`."""
+    data = {"data.source": f"spool:{spool}", "data.options": {}, "data.held_out": "none", "data.template": "Spell: {prompt}"}
+    return {**data, "rewards.functions": ["exact"], "max_steps": "none", **more}
+
+
+def prompts(first: int, count: int) -> list[bytes]:
+    return [json.dumps({"prompt": f"word {n}", "answer": n, "n": n}).encode() for n in range(first, first + count)]
+
+
+def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_often_as_promised(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    spool, run = tmp_path / "spool", tmp_path / "runs" / "quick"
+    settings = fed(spool, **{"data.epochs": 2, "queue.keep_rollouts": True, "queue.max_staleness": 2, "stall_timeout_s": 30.0})
+    started = command(*small_arguments(**settings))
+
+    def lacks_prompts() -> bool:
+        return RunDir(run).read_ledger().get("lacks_prompts") is True
+
+    def trained() -> int:
+        return sum(len(record["groups"]) for record in RunDir(run).read_metrics())
+
+    wait_for(lacks_prompts, "a learner without prompts")
+    put(spool, prompts(0, 7))
+    (spool / "bad.jsonl").write_bytes(b'{"prompt": "no answer"}\nno JSON\n' + prompts(7, 1)[0])
+    wait_for(lambda: trained() >= 8, "the third step")  # 16 groups are four batches
+    hub = started.child("hub")
+    hub.send_signal(signal.SIGKILL)
+    put(spool, prompts(8, 12))
+    wait_for(lambda: has_ended(hub) and trained() >= 20, "a step after the hub's end")
+    learner = started.child("learner")
+    learner.kill()
+    put(spool, prompts(20, 9))
+    wait_for(lambda: has_ended(learner), "the learner's end")
+    end(spool)
+    code, output = started.finish()
+    assert code == 0 and "all data used" in output and "waiting for prompts" in output, output
+
+    finished = RunDir(run)
+    of_group = {record["group"]: record["columns"] for record in records(finished)}
+    assert {group: columns["n"] for group, columns in of_group.items()} == {group: group // 2 for group in range(58)}
+    metrics = finished.read_metrics()
+    assert sorted(number for record in metrics for number in record["groups"]) == list(range(58))
+    assert [len(record["groups"]) for record in metrics] == [4] * 14 + [2]
+    shown = lines(finished, read(finished))
+    assert shown[0] == f"{run}: finished, step 15"
+    assert any("29 rows have come, 2 lines were set aside" in line and line.endswith("no more will") for line in shown), shown
+    set_aside = [json.loads(line) for path in (run / "data/spool/rejected").iterdir() for line in path.read_text().splitlines()]
+    assert [(record["line"], record["row"]) for record in set_aside] == [(1, '{"prompt": "no answer"}'), (2, "no JSON")]
+    assert "needs the column 'answer'" in set_aside[0]["reason"] or "answer" in set_aside[0]["reason"]
+
+    again = replay(finished, finished.config().model_copy(update={"name": "again"}))
+    assert [record["groups"] for record in again.read_metrics()] == [record["groups"] for record in metrics]
+
+
+LINES: list[tuple[bytes, str]] = [
+    (b"{", "not JSON"),
+    (b"[1]", "is a list, not an object"),
+    (b"\xff\xfe", "not JSON"),
+    (b'{"question": "a", "answer": 1}', "no column 'prompt'"),
+    (b'{"prompt": 3, "answer": 1}', "a prompt is text or a list of messages"),
+    (b'{"prompt": "a"}', "answer"),
+    (b'{"prompt": "a", "answer": NaN}', "NaN is no number"),
+    (b'{"prompt": "a", "answer": %d}' % (1 << 70), "numbers that can be sent"),
+    (b'{"prompt": "a", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+    (b'{"prompt": "\\ud800", "answer": 1}', "sent"),
+    (b'{"prompt": "a", "answer": "\\ud800"}', "sent"),
+    (b'{"prompt": "%b", "answer": 1}' % (b"x" * 2000), "tokens, the limit is"),
+]
+
+
+def test_a_line_that_is_of_no_use_to_the_run_is_set_aside_with_the_reason(small: Any, tmp_path: Path) -> None:
+    check = RowCheck(small(**fed(tmp_path)))
+    good = b'{"prompt": "a", "answer": "\xc3\xa4"}'
+    found = check([good, *(line for line, _ in LINES), good])
+    assert found[0] == found[-1] == '{"prompt": "a", "answer": "ä"}'
+    for (line, says), each in zip(LINES, found[1:-1], strict=True):
+        assert isinstance(each, Rejected) and says in each.reason, (line[:60], each)
+
+
+def test_what_a_spool_cannot_give_is_refused_before_the_run(small: Any, tmp_path: Path) -> None:
+    for settings, says in (
+        ({"data.held_out": 5}, "name prompts to evaluate on: evaluation.source"),
+        ({"data.options": {"min_word_len": 3}}, r"data.options is not for 'spool:"),
+        ({"evaluation.every": 2}, "of which none are held out; set evaluation.source"),
+        ({"evaluation.source": f"spool:{tmp_path}"}, "an evaluation has the same prompts every time"),
+        ({"data.source": f"spool:{QUICK}"}, "is no directory that this user may read and write"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            preflight(small(**fed(tmp_path, **settings)))
+    mixed = {"data.source": "", "data.sources": [{"source": f"spool:{tmp_path}"}]}
+    with pytest.raises(ConfigError, match=r"data\.source = it alone"):
+        preflight(small(**fed(tmp_path, **mixed)))
+
+
+def test_a_run_that_failed_before_its_first_step_keeps_the_rows_that_it_has_claimed(small: Any, tmp_path: Path) -> None:
+    config = small(**fed(tmp_path))
+    run = RunDir.create(config)
+    run.record_end(End(code=4, reason="stalled", finished=False))
+    with closing(Stream(run.path / "data" / "spool")) as stream:
+        stream.append([((1, 1), '{"prompt": "a"}')])
+    run.retire()
+    with pytest.raises(ConfigError, match="Continue it with --resume, remove it with --overwrite"):
+        RunDir.create(config)
+    RunDir.create(config, overwrite=True).retire()
+    assert not (run.path / "data").exists()
+
+
+def test_check_says_of_an_empty_spool_what_the_run_will_do(tmp_path: Path) -> None:
+    settings = [f"--set={key}={value}" for key, value in fed(tmp_path / "spool", **{"data.epochs": 3}).items() if value != {}]
+    shown = CliRunner().invoke(app, ["check", str(QUICK), "--set=data.options={}", *settings])
+    assert "training prompts come into" in shown.output and "each for 3 groups" in shown.output, shown.output
+    assert (
+        "until it is stopped or a budget ends it" in shown.output and "the run makes it, and waits for prompts" in shown.output
+    )
+    assert not (tmp_path / "spool").exists()
+
+
+def test_rows_are_put_and_the_spool_is_ended_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(prompts(0, 3)))
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    assert CliRunner().invoke(app, ["spool", "put", str(spool), str(tmp_path / "rows.jsonl")]).output.startswith("3 rows, ")
+    assert CliRunner().invoke(app, ["spool", "put", str(spool), "-"], input='{"prompt": "a"}\n').output == "1 rows, 16 bytes\n"
+    assert CliRunner().invoke(app, ["spool", "end", str(spool)]).exit_code == 0
+    refused = CliRunner().invoke(app, ["spool", "put", str(spool), "-"], input="{}\n")
+    assert refused.exit_code == 3 and len(os.listdir(spool)) == 3
+
+
+def test_a_run_waits_for_prompts_only_as_long_as_its_hub_says_so(small: Any, tmp_path: Path) -> None:
+    run, now, said = RunDir(tmp_path), [0.0], list[str]()
+    watch = PromptWatch(small(**fed(tmp_path)), run, said.append, lambda: now[0])
+
+    def seen(at: float, status: dict[str, Any] | None = None) -> bool:
+        now[0] = at
+        if status is not None:
+            run.ledger.write_text(json.dumps(status))
+            os.utime(run.ledger, ns=(0, int(at * 1e9) + 1))
+        return watch.are_missing()
+
+    assert not seen(2.0, {"lacks_prompts": False})
+    assert seen(4.0, {"lacks_prompts": True}) and seen(4.5) and seen(6.0)
+    assert not seen(20.0), "a hub that writes nothing any more has not said that it waits"
+    assert seen(22.0, {"lacks_prompts": True}) and not seen(24.0, {"lacks_prompts": False})
+    assert len(said) == 4 and said[0].startswith("waiting for prompts") and said[-1] == "there are prompts again"
+    assert beginning({"version": 0, "actors": {"a": {}}, "lacks_prompts": True}, 4)[0] == "the spool has no prompts"
+
+
+def test_a_run_without_an_end_goes_on_until_a_budget_ends_it(small: Any) -> None:
+    endless = Budget()
+    assert endless.ended(Spent(10**9, 10**12, 1e9)) == "" and endless.num_steps(Spent(5, 5, 5.0)) is None
+    assert endless.exceeds(Budget(5)) and not Budget(5).exceeds(endless)
+    assert Budget(max_trained_tokens=100).num_steps(Spent(5, 50, 1.0)) == 10
+    assert Budget(max_trained_tokens=100).ended(Spent(5, 100, 1.0)) == "max_trained_tokens = 100 reached"
+    assert StepPace().left_s(3, None, 1.0) is None
+    config = small(max_steps="none")
+    assert config.is_endless(config.bound(64)) and not config.is_endless(small().bound(64))
+    once = small(**{"max_steps": "none", "data.epochs": 1})
+    assert once.bound(64).num_groups == 64 and not once.is_endless(once.bound(64))
+    with pytest.raises(ConfigError, match=r"'cosine' needs an end, and a run without max_steps has none"):
+        small(**{"max_steps": "none", "learner.schedule": "cosine"})
+    assert load(config).max_steps is None

@@ -1,0 +1,78 @@
+"""What a producer brings in: whole or not at all, within limits, and never after the end."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.spool.claims import Spool
+from async_rlhf.buffers.spool.deposit import END, Deposited, end, put
+from async_rlhf.buffers.spool.stream import Stream
+
+
+def test_rows_come_in_under_names_that_are_claimed_in_their_order(tmp_path: Path) -> None:
+    first = put(tmp_path, [b'{"prompt": "a"}\n', b"\n", b'{"prompt": "b"}'])
+    second = put(tmp_path, iter([b'{"prompt": "c"}']))
+    assert (first.rows, first.num_bytes) == (2, 32) and sorted(os.listdir(tmp_path)) == [first.file, second.file]
+    assert (tmp_path / first.file).read_bytes() == b'{"prompt": "a"}\n{"prompt": "b"}\n'
+    assert put(tmp_path, [b"  \n"]) == Deposited(0, 0, "") and len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([b'{"prompt": "a"}', b'{"prompt"'], "line 2 is not JSON"),
+        ([b'{"prompt": "a"}', b"[1]"], "line 2 is a list, not an object"),
+        ([b"[" * 5000], "line 1"),
+        ([b'{"prompt": "%b"}' % (b"a" * 100)], "line 1 has 114 bytes, the limit of a row is 100"),
+        ([b'{"prompt": "%b"}' % (b"a" * 50)] * 4, "the rows to line 4 have 260 bytes, the limit is 200"),
+    ],
+)
+def test_of_lines_that_cannot_be_rows_or_are_too_many_none_comes_in(lines: list[bytes], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        put(tmp_path, lines, max_row_bytes=100, max_bytes=200)
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_comes_in_behind_the_end_or_where_there_is_no_spool(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory; a run makes its own when it starts"):
+        put(tmp_path / "none", [b"{}"])
+    end(tmp_path)
+    end(tmp_path)
+    with pytest.raises(ConfigError, match=f"has ended: it holds a file {END}"):
+        put(tmp_path, [b"{}"])
+
+
+def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stays_in_it(tmp_path: Path) -> None:
+    source, own = tmp_path / "spool", tmp_path / "run"
+    with closing(Stream(own)) as stream:
+        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines])
+        assert not spool.turn() and "No such file or directory" in spool.status()["problem"]
+        source.mkdir()
+        (source / "folder").mkdir()
+        os.mkfifo(source / "pipe")
+        for name in (".written", "written.tmp"):
+            (source / name).write_text("{}\n")
+        put(source, [b'{"prompt": "a"}'])
+        while spool.turn():
+            pass
+        assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""}
+        assert sorted(os.listdir(source)) == [".written", "folder", "pipe", "written.tmp"]
+
+
+def test_a_line_that_is_longer_than_a_row_may_be_is_set_aside_and_the_next_is_not(tmp_path: Path) -> None:
+    source, own = tmp_path / "spool", tmp_path / "run"
+    source.mkdir()
+    (source / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"x" * (3 << 20) + b'"}\n{"prompt": "b"}')
+    with closing(Stream(own)) as stream:
+        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines])
+        while spool.turn():
+            pass
+        assert [stream.row(number) for number in range(stream.num_rows)] == ['{"prompt": "a"}', '{"prompt": "b"}']
+    assert spool.status()["rejected"] == 1
+    (rejected,) = (own / "rejected").iterdir()
+    assert '"line": 2, "reason": "it is longer than 1048576 bytes", "row": "{' in rejected.read_text()
