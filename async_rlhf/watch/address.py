@@ -17,6 +17,7 @@ from async_rlhf.run.run_files import read_small
 DEFAULT = "127.0.0.1:8265"
 _MIN_TOKEN = 16
 _NEAR = 50
+_BACKLOG = 128
 
 
 def parse(address: str) -> tuple[str, int]:
@@ -54,7 +55,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def listen(address: str, token: str | None) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError: without a token beyond this machine, or taken."""
+    """A listening socket. Raises ConfigError before it listens: beyond this machine without a token, or taken."""
     host, port = parse(address)
     if token is None and not ipaddress.ip_address(host).is_loopback:
         raise ConfigError(
@@ -62,7 +63,9 @@ def listen(address: str, token: str | None) -> socket.socket:
             f"or choose {DEFAULT} and forward it: ssh -L {port}:127.0.0.1:{port} THIS_MACHINE"
         )
     try:
-        return _bound(host, port)
+        found = _bound(host, port)
+        found.listen(_BACKLOG)
+        return found
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"--address {address!r} cannot be used: {error.strerror}. For example {DEFAULT}") from error

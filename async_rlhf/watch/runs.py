@@ -31,10 +31,7 @@ _NOTHING: dict[str, Any] = {
     "state": "cannot be read", "step": 0, "max_steps": 0, "alive": False, "last": None, "hub": {}, "config": {},
     "evaluations": [], "ended": None,
 }  # fmt: skip
-_CONFIG = {
-    "model": ("model",), "loss": ("loss", "kind"), "group_size": ("generation", "group_size"),
-    "max_staleness": ("queue", "max_staleness"), "exact": ("queue", "exact"), "batch_size": ("learner", "batch_size"),
-}  # fmt: skip
+_OF_EVALUATION = ("label", "step", "time", "mean_reward", "accuracy", "missing")
 
 
 class Runs:
@@ -125,12 +122,15 @@ class Runs:
             self.revision += 1
 
     def _keep_reading(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        while True:
             self.refresh()
+            if self._stop.wait(PERIOD_S):
+                return
 
     def _be_current(self) -> None:
         """Without a thread, or before it has looked, whoever asks looks."""
-        if self._clock() - self._read_at > (PERIOD_S if not self._thread.is_alive() else math.inf):
+        age = self._clock() - self._read_at
+        if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
             self.refresh()
 
     def _reading(self, name: str) -> RunReading:
@@ -139,9 +139,8 @@ class Runs:
             raise KeyError(name)
         reading, before = self._readings.get(name), self._asked.get(name, -math.inf)
         self._asked[name] = self._clock()
-        if reading is None:
-            reading = self._readings[name] = RunReading(self._found()[name])
-        if self._asked[name] - before > _OPEN_S or (not self._thread.is_alive() and self._asked[name] - before > PERIOD_S):
+        if reading is None or self._asked[name] - before > _OPEN_S:
+            reading = reading or self._readings.setdefault(name, RunReading(self._found()[name]))
             reading.refresh()
             self.revision += 1
         self._readings.move_to_end(name)
@@ -154,7 +153,8 @@ class Runs:
         if self.is_one:
             return {self.path.resolve().name: RunDir(self.path)}
         try:
-            paths = [path for path in self.path.iterdir() if (path / "config.toml").is_file()]
+            named = [path for path in self.path.iterdir() if path.name.isprintable()]
+            paths = [path for path in named if (path / "config.toml").is_file()]
             paths.sort(key=lambda path: (path / "config.toml").stat().st_mtime, reverse=True)
         except OSError:
             return {}  # one was removed meanwhile: the next look finds the others
@@ -167,12 +167,15 @@ class Runs:
             alive, stamp = run.is_alive(), _stamp(run)
             if not alive and name in self._summaries and self._stamps.get(name) == stamp:
                 return self._summaries[name]
-            found: dict[str, Any] = plain({**_told(run), "alive": alive, "config": _chosen(run)})
+            before, known = self._stamps.get(name), self._summaries.get(name)
+            same_config = before is not None and known is not None and before[0] == stamp[0]
+            config = known["config"] if known is not None and same_config else _chosen(run)
+            found: dict[str, Any] = plain({**_told(run), "alive": alive, "config": config})
             self._stamps[name] = stamp
             return found
         except (AsyncRLHFError, OSError) as error:
             self._stamps.pop(name, None)
-            return {**_NOTHING, "problems": [str(error)[:_MAX_TEXT]]}
+            return {**_NOTHING, "problems": [str(error).replace(f"{run.path}/", "")[:_MAX_TEXT]]}
 
 
 def plain(value: Any, depth: int = 12) -> Any:
@@ -193,25 +196,21 @@ def as_json(value: Any) -> str:
 
 
 def _told(run: RunDir) -> dict[str, Any]:
-    """Without where it lies: a saved page is sent to others."""
-    return {key: value for key, value in read(run).items() if key != "run_dir"}
+    """Without where it lies, since a saved page is sent to others; of evaluations their numbers only."""
+    found = {key: value for key, value in read(run).items() if key != "run_dir"}
+    numbers = [{key: line[key] for key in _OF_EVALUATION if key in line} for line in found["evaluations"]]
+    return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
 
 
 def _chosen(run: RunDir) -> dict[str, Any]:
-    """The few settings that the page names."""
-    config, found = run.config(), dict[str, Any]()
-    for name, keys in _CONFIG.items():
-        value: Any = config
-        for key in keys:
-            value = getattr(value, key)
-        found[name] = value
-    return found
+    """The settings that the page names."""
+    return {"max_staleness": run.config().queue.max_staleness}
 
 
 def _stamp(run: RunDir) -> tuple[object, ...]:
-    """Changes when a file changes that a summary is of."""
+    """Changes when a file changes that a summary is of; the first part is of its configuration."""
     stamps: list[object] = []
-    for path in (run.metrics, run.evaluations, run.ledger, run.path / "config.toml"):
+    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger):
         try:
             found = path.stat()
             stamps.append((found.st_mtime_ns, found.st_size))

@@ -83,12 +83,31 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
     say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
     say("Ctrl-C ends it; the run goes on")
     try:
-        uvicorn.Server(_settings(application(runs, token))).run(sockets=[bound])
+        server(application(runs, token, (*_LOCAL, host))).run(sockets=[bound])
     except KeyboardInterrupt:
         pass  # uvicorn has closed its connections, and tells its caller of the signal once more
     finally:
         runs.close()
         _close(bound)
+
+
+def server(app: ASGIApp) -> uvicorn.Server:
+    """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=2,
+        )
+    )
 
 
 def save(path: Path, out: Path) -> None:
@@ -130,6 +149,8 @@ class Guard:
             return PlainTextResponse("nothing can be sent here: a request has no body\n", 413)
         if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_PATH_BYTES:
             return PlainTextResponse(f"a path and its query have at most {MAX_PATH_BYTES} bytes\n", 414)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
             return PlainTextResponse(f"asked by another name than {', '.join(self._hosts)}\n", 421)
         if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
@@ -210,22 +231,6 @@ def _json(text: str) -> Response:
 def _name(host: str) -> str:
     """Of a Host header, without the port."""
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
-
-
-def _settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_graceful_shutdown=2,
-    )
 
 
 def _close(bound: socket.socket) -> None:

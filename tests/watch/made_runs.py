@@ -24,7 +24,7 @@ def made_run(directory: Path, steps: int = 40, seed: int = 0, **overrides: Any) 
     if steps:
         write_lines(directory / "metrics.jsonl", records(steps, seed))
         write_lines(directory / "rollouts.jsonl", map(group, range(max(1, steps - 40), steps + 1)))
-        evaluated = [{"label": "step", "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps), "accuracy": 0.5}
+        evaluated = [{"label": "step", "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps), "accuracy": 0.5, "model": str(directory / "checkpoints")}
                      for step in range(0, steps + 1, max(1, steps // 10))]  # fmt: skip
         write_lines(directory / "evaluations.jsonl", evaluated)
         write_lines(directory / "spans" / "actor-0.jsonl", spans(max(0, steps - 40), steps))

@@ -50,11 +50,13 @@ const Charts = (() => {
     element.append(heading, legend, place);
     let chart = null, shape = "", shown = [], told = [];
 
+    const isWide = (curve) => !bare && !!curve.min && curve.min.some((low, i) => low !== curve.max[i]);
+
     function tables(lines) {
       return lines.map(({ curve, dots }) => {
         if (dots) return [curve.step, curve.mean];
-        const wide = curve.min && curve.min.some((low, i) => low !== curve.max[i]);
-        const raw = noisy && (bare || !wide) ? smooth(curve.mean) : curve.mean;
+        const wide = isWide(curve);
+        const raw = noisy && !wide ? smooth(curve.mean) : curve.mean;
         const [low, high] = bare ? [raw, raw] : wide ? [curve.min, curve.max] : [curve.mean, curve.mean];
         return [curve.step, low, high, raw];
       });
@@ -62,20 +64,20 @@ const Charts = (() => {
 
     function options(lines) {
       const series = [{}], bands = [];
-      for (const { index, dots, dash } of lines) {
+      for (const { index, dots, dash, curve } of lines) {
         const stroke = colour(index);
         if (dots) {
           series.push({ stroke, width: 1, dash: [3, 4], spanGaps: true, points: { show: true, size: 7, fill: css("--card"), width: 2 } });
           continue;
         }
-        const pale = { stroke: stroke + "55", width: 1, points: { show: false }, spanGaps: true };
+        const pale = { stroke: stroke + (isWide(curve) ? "00" : "55"), width: 1, points: { show: false }, spanGaps: true };
         series.push(pale, { ...pale }, { stroke, width: 1.6, dash, points: { show: lines[0].curve.step.length < 3 }, spanGaps: true });
         bands.push({ series: [series.length - 2, series.length - 3], fill: stroke + "2a" });
       }
       const range = (u, low, high) => {
         if (low === null) return [floor ?? 0, ceiling ?? 1];
         const least = floor === null ? low : Math.min(low, floor), most = ceiling === null ? high : Math.max(high, ceiling);
-        if (most === least) return most === 0 ? [0, 1] : [least - Math.abs(least) / 10, most + Math.abs(most) / 10];
+        if (most - least <= 1e-9 * Math.abs(most)) return most === 0 ? [0, 1] : [least - Math.abs(least) / 10, most + Math.abs(most) / 10];
         const room = (most - least) * 0.06;
         return [least === floor ? least : least - room, most + room];
       };
@@ -98,7 +100,7 @@ const Charts = (() => {
 
     function draw(lines) {
       const joined = uPlot.join(tables(lines));
-      const now = lines.map((l) => `${l.label}|${l.index}`).join() + css("--card");
+      const now = lines.map((l) => `${l.label}|${l.index}|${isWide(l.curve)}`).join() + css("--card");
       shown = lines;
       if (chart && now === shape) { chart.setData(joined); tell(null); return; }
       chart?.destroy();
@@ -125,7 +127,7 @@ const Charts = (() => {
     };
   }
 
-  // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}
+  // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}, width: steps in each
   function heat(title) {
     const element = document.createElement("section");
     const heading = document.createElement("h2"), legend = document.createElement("div"), canvas = document.createElement("canvas");
@@ -145,13 +147,13 @@ const Charts = (() => {
       pen.scale(ratio, ratio);
       const oldest = Math.max(1, ...last.tokens.flatMap((counts) => Object.keys(counts).map(Number)));
       const rows = oldest + 1, high = (HEIGHT - foot) / rows;
-      const first = last.step[0], end = last.step.at(-1) + (last.width || 1), across = (width - left) / (end - first);
+      const first = last.step[0], end = Math.min(last.step.at(-1) + last.width, last.end + 1), across = (width - left) / (end - first);
       pen.fillStyle = colour(0);
       last.step.forEach((step, i) => {
         const all = Object.values(last.tokens[i]).reduce((a, b) => a + b, 0);
         for (const [age, count] of Object.entries(last.tokens[i])) {
           pen.globalAlpha = 0.08 + 0.92 * count / all;
-          pen.fillRect(left + (step - first) * across, HEIGHT - foot - (Number(age) + 1) * high, Math.max(1, (last.width || 1) * across + 0.5), high - 1);
+          pen.fillRect(left + (step - first) * across, HEIGHT - foot - (Number(age) + 1) * high, Math.max(1, last.width * across + 0.5), high - 1);
         }
       });
       pen.globalAlpha = 1;
@@ -169,8 +171,8 @@ const Charts = (() => {
     new ResizeObserver(draw).observe(canvas);
     return {
       element,
-      update(ages, width, words) {
-        last = { ...ages, width };
+      update(ages, width, end, words) {
+        last = { ...ages, width, end };
         element.hidden = !ages.step.length;
         legend.textContent = words;
         draw();

@@ -14,7 +14,7 @@ const Drawings = (() => {
   // From what was credited to where it is; as thick as its share, and never too thin to see.
   function ledger(counts, width) {
     const row = 18, height = PLACES.length * row + 64, total = counts.credited || 0;
-    const left = 112, right = Math.max(left + 80, width - 150);
+    const left = 92, right = Math.max(left + 60, width - 140);
     const thick = (n) => (n > 0 ? Math.max(2, (n / total) * 64) : 0);
     const drawn = PLACES.map((place) => ({ place, n: counts[place] || 0, thick: thick(counts[place] || 0) }));
     const sum = drawn.reduce((all, { thick }) => all + thick, 0);

@@ -100,7 +100,7 @@ class RunView {
     this.parts.problems.replaceChildren(...(notes.length ? [el("div", { class: "problems" }, ...notes.map((note) => el("p", {}, note)))] : []));
     this.drawTiles(summary);
     for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary));
-    this.heat.update(this.known.ages, this.known.width, `share of tokens by staleness in steps; bound ${short(summary.config.max_staleness)}`);
+    this.heat.update(this.known.ages, this.known.width, this.known.last, `share of tokens by staleness in steps; bound ${short(summary.config.max_staleness)}`);
     this.drawIdle(summary);
     this.drawLedger(summary);
     this.drawActors(summary);
@@ -130,7 +130,7 @@ class RunView {
     const now = last ?? {};
     this.parts.tiles.className = "tiles";
     this.parts.tiles.replaceChildren(
-      tile(`${short(step)} / ${short(steps)}`, "steps", steps ? step / steps : 0),
+      tile(short(step), `of ${short(steps)} steps`, steps ? step / steps : 0),
       tile(short(now.reward), "reward of the newest step"),
       tile(best ? short(best.mean_reward) : "–", best ? `held-out reward at step ${short(best.step)}` : "held-out reward"),
       tile(short(now.tokens_per_second), "tokens a second"),
@@ -169,7 +169,7 @@ class RunView {
     this.parts.actors.className = "card";
     const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
       const behind = hub.version - version;
-      return el("tr", {}, el("td", {}, name), el("td", { class: "n" }, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`), el("td", { class: "n" }, short(groups)), el("td", { class: "n" }, `${short(silent)} s`));
+      return el("tr", { class: "row" }, el("td", {}, name), el("td", { class: "n" }, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`), el("td", { class: "n" }, short(groups)), el("td", { class: "n" }, `${short(silent)} s`));
     });
     const heads = ["actor", "version", "groups", "heard"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
     this.parts.actors.replaceChildren(el("h2", {}, "Actors"), actors.length
