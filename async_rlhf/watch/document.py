@@ -18,7 +18,8 @@ from async_rlhf.watch.runs import Runs, as_json
 
 _PAGE = Path(__file__).parent / "page"
 _STYLES = ("vendor/uplot/uPlot.min.css", "page.css")
-_PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "drawings.js", "page.js")
+_LICENCE = "vendor/uplot/LICENSE"
+_PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "drawings.js", "parts.js", "run.js", "runs.js", "page.js")
 
 
 @cache
@@ -43,6 +44,7 @@ def page(saved: dict[str, Any] | None = None) -> str:
     data = {"panels": panels.as_values(), "saved": saved}
     parts = {
         "meta": "" if saved is None else f'<meta http-equiv="Content-Security-Policy" content="{policy(live=False)}">',
+        "licence": f"<!-- uPlot draws the curves.\n{_texts((_LICENCE,))[0]}-->",
         "styles": "\n".join(f"<style>{text}</style>" for text in _texts(_STYLES)),
         # A "<" could end the element it stands in; in JSON it may be written so.
         "data": as_json(data).replace("<", "\\u003c"),

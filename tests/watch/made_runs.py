@@ -24,8 +24,9 @@ def made_run(directory: Path, steps: int = 40, seed: int = 0, **overrides: Any) 
     if steps:
         write_lines(directory / "metrics.jsonl", records(steps, seed))
         write_lines(directory / "rollouts.jsonl", map(group, range(max(1, steps - 40), steps + 1)))
-        evaluated = [{"label": "step", "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps), "accuracy": 0.5, "model": str(directory / "checkpoints")}
-                     for step in range(0, steps + 1, max(1, steps // 10))]  # fmt: skip
+        marks = range(0, steps + 1, max(1, steps // 10))
+        about = {"label": "step", "accuracy": 0.5, "model": str(directory)}
+        evaluated = [{**about, "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps)} for step in marks]
         write_lines(directory / "evaluations.jsonl", evaluated)
         write_lines(directory / "spans" / "actor-0.jsonl", spans(max(0, steps - 40), steps))
         change = {"number": 1, "kind": "applied", "step": steps // 2, "values": {"learner.learning_rate": [2e-4, 1e-4]}}
