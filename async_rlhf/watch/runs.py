@@ -84,7 +84,7 @@ class Runs:
         """Everything a page shows of one run but its curves and completions. Raises KeyError for a name that is none."""
         with self._lock:
             reading, summary = self._reading(name), self._summaries[name]
-            return plain(
+            found: dict[str, Any] = plain(
                 {
                     "name": name,
                     "summary": summary,
@@ -92,10 +92,11 @@ class Runs:
                     "is_spread": reading.is_spread,
                     "timeline": reading.timeline(),
                     "events": reading.events(summary["evaluations"]),
-                    "problems": [*summary["problems"], *reading.problems],
+                    "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
                     "seen": reading.seen,
                 }
             )
+            return found
 
     def curves(self, name: str, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """`History.after` of a run, ready for JSON. Raises KeyError for a name that is none."""

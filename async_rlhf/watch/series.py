@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_BUCKETS = 1000
 """More points than a picture of a curve has columns."""
@@ -152,7 +152,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in record.items() if is_number(value)}
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Of finite size; a truth value is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e150 and math.isfinite(value)
 

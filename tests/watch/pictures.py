@@ -1,7 +1,7 @@
 """Pictures of the page: `python tests/watch/pictures.py OUT [RUN_DIR]`, all that a reviewer of the page wants to see.
 
 Desktop and phone, light and dark, of a run of 100,000 steps, an empty and a broken one, of runs compared; and of RUN_DIR where
-one is given. Needs chromium and chromedriver.
+one is given: `docs/pictures/watch.png` and `watch-phone.png` are two of those of a quick run. Needs chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from browser import DESKTOP, PHONE, Browser, opened
 from made_runs import broken_run, made_run
+from PIL import Image
 from serving import serving
 
 from async_rlhf.watch.runs import Runs
@@ -38,7 +39,9 @@ def draw(browser: Browser, url: str, out: Path, name: str) -> None:
     for device, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for colours in ("light", "dark"):
             browser.open(url, size, colours)
-            browser.picture(str(out / f"{name}-{device}-{colours}.png"))
+            path = out / f"{name}-{device}-{colours}.png"
+            browser.picture(str(path))
+            Image.open(path).quantize(64).save(path, optimize=True)  # half the size, and nothing that one sees
 
 
 if __name__ == "__main__":
