@@ -139,3 +139,12 @@ def test_a_browser_gives_the_token_as_a_password(browser: Browser, made: Path) -
         browser.open(f"http://me:{token}@127.0.0.1:{site.port}/")
         assert browser.text("#tiles b") == "60"
     browser.complaints()
+
+
+def test_any_metric_of_the_run_can_be_drawn(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#short")
+    assert browser.ask("document.querySelector('#other .plot canvas')") is None
+    browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
+    browser.wait("document.querySelector('#other .plot canvas') !== null")
+    assert browser.text("#other .legend") == "learning_rate 2.0e-4"
+    assert browser.complaints() == []
