@@ -18,13 +18,14 @@ from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
 from async_rlhf.watch.completions import Decode, decoder, shown
-from async_rlhf.watch.series import MAX_STEP, History, ages, is_number, numbers
+from async_rlhf.watch.events import MOST, events
+from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
 from async_rlhf.watch.timeline import MOST_STEPS, timeline
 
 _WHOLE_BYTES = 24 << 20
 """Of metrics that are read from their beginning; of longer ones so many places are read, which takes a second or two."""
 _PLACES, _WINDOW = 1500, 16 << 10
-_GROUPS, _SPANS, _EVENTS = 24, 400, 200
+_GROUPS, _SPANS, _EVENTS = 24, 400, MOST
 _MAX_ACTORS = 64
 
 
@@ -65,9 +66,10 @@ class RunReading:
         self._steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS + 1)
         self._samples = Recent(run.samples, _GROUPS)
         self._changes = Recent(run.path / "changes.jsonl", _EVENTS)
+        self._happened = Recent(run.path / "events.jsonl", _EVENTS)
         self._quarantine = Recent(run.path / "quarantine.jsonl", _EVENTS)
         self._spans: dict[str, Recent] = {}
-        self._refused: deque[int] = deque(maxlen=_EVENTS)
+        self._refused: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._begun = False
 
     def refresh(self) -> None:
@@ -79,7 +81,7 @@ class RunReading:
         with suppress(OSError):
             for path in sorted((self.run.path / "spans").glob("*.jsonl"))[:_MAX_ACTORS]:
                 self._spans.setdefault(path.stem, Recent(path, _SPANS))
-        for recent in (self._samples, self._changes, self._quarantine, *self._spans.values()):
+        for recent in (self._samples, self._changes, self._happened, self._quarantine, *self._spans.values()):
             with self._told():
                 recent.refresh()
         if unreadable := self._metrics.unreadable:
@@ -104,15 +106,8 @@ class RunReading:
         return [group for group in found if group is not None]
 
     def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Live changes, evaluations, groups given up, refused steps: newest first, with step or time where they are known."""
-        found = [_change(line) for line in self._changes.lines]
-        found += [
-            _event("no update", {"step": step}, "loss or gradient not finite, or nothing to learn from")
-            for step in self._refused
-        ]
-        found += [_given_up(line) for line in self._quarantine.lines]
-        found += [_evaluated(line) for line in evaluations]
-        return sorted(found, key=lambda event: (event["step"] or 0, event["time"] or 0), reverse=True)[:_EVENTS]
+        """What happened, newest first (`events`)."""
+        return events(self._changes.lines, self._happened.lines, evaluations, self._quarantine.lines, self._refused)
 
     def _added(self) -> Iterable[dict[str, Any]]:
         if self._begun:
@@ -137,7 +132,7 @@ class RunReading:
             self._steps.pop()
         self._steps.append(record)
         if record.get("applied") is False:
-            self._refused.append(step)
+            self._refused.append({"step": step, "time": record.get("time")})
 
     def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
         """An actor's span by the supervisor's clock."""
@@ -173,28 +168,3 @@ class _Told:
             self._problems.append(str(error))
             return True
         return False
-
-
-def _event(kind: object, line: Mapping[str, Any], text: str) -> dict[str, Any]:
-    step, time = (value if is_number(value) else None for value in (line.get("step"), line.get("time")))
-    return {"kind": str(kind)[:40], "step": step, "time": time, "text": text[:1000]}
-
-
-def _change(line: Mapping[str, Any]) -> dict[str, Any]:
-    values = line.get("values")
-    words = [f"{key} {_pair(value)}" for key, value in values.items()] if isinstance(values, dict) else []
-    return _event(f"change {line.get('kind', '')}", line, ", ".join(words) or str(line.get("reason", "")))
-
-
-def _pair(value: object) -> str:
-    return f"{value[0]} → {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
-
-
-def _given_up(line: Mapping[str, Any]) -> dict[str, Any]:
-    return _event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}")
-
-
-def _evaluated(line: Mapping[str, Any]) -> dict[str, Any]:
-    reward, accuracy = line.get("mean_reward"), line.get("accuracy")
-    words = [f"{name} {value:.4g}" for name, value in (("reward", reward), ("accuracy", accuracy)) if is_number(value)]
-    return _event("evaluation", line, str(line["missing"]) if "missing" in line else ", ".join(words))

@@ -29,8 +29,9 @@ def made_run(directory: Path, steps: int = 40, seed: int = 0, **overrides: Any) 
         evaluated = [{**about, "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps)} for step in marks]
         write_lines(directory / "evaluations.jsonl", evaluated)
         write_lines(directory / "spans" / "actor-0.jsonl", spans(max(0, steps - 40), steps))
-        change = {"number": 1, "kind": "applied", "step": steps // 2, "values": {"learner.learning_rate": [2e-4, 1e-4]}}
-        write_lines(directory / "changes.jsonl", [change | {"time": BEGAN + steps // 2}])
+        asked = {"number": 1, "kind": "asked", "values": {"learner.learning_rate": [2e-4, 1e-4]}}
+        applied = {"number": 1, "kind": "applied", "step": steps // 2}
+        write_lines(directory / "changes.jsonl", [each | {"time": BEGAN + steps // 2} for each in (asked, applied)])
         ended = {"code": 0, "reason": "all steps done", "finished": True}
         (directory / "ledger.json").write_text(json.dumps({**status(steps), "ended": ended}))
     return directory

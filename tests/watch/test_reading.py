@@ -13,6 +13,7 @@ from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, writ
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch import reading as reading_module
 from async_rlhf.watch.completions import decoder, pieces
+from async_rlhf.watch.events import events
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.timeline import Span, stacked, timeline
 
@@ -96,16 +97,26 @@ def test_a_file_that_is_no_regular_one_is_named(tmp_path: Path) -> None:
 
 def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 10)
-    write_lines(run / "metrics.jsonl", [{"step": 11, "applied": False, "loss": None}])
-    events = read(run).events(
-        [{"step": 8, "time": 1.0, "mean_reward": 0.5, "accuracy": 0.25}, {"step": 9, "missing": "killed"}]
-    )
-    assert [(event["step"], event["kind"], event["text"]) for event in events] == [
+    write_lines(run / "metrics.jsonl", [{"step": 11, "time": BEGAN + 11, "applied": False, "loss": None}])
+    write_lines(run / "events.jsonl", [{"time": BEGAN + 12, "event": "stalled", "run_dir": "x", "text": "no step for 900 s"}])
+    about = [
+        {"step": 8, "time": BEGAN + 8, "mean_reward": 0.5, "accuracy": 0.25},
+        {"step": 9, "time": BEGAN + 9, "missing": "killed"},
+    ]
+    assert [(event["step"], event["kind"], event["text"]) for event in read(run).events(about)] == [
+        (None, "stalled", "no step for 900 s"),
         (11, "no update", "loss or gradient not finite, or nothing to learn from"),
         (9, "evaluation", "killed"),
         (8, "evaluation", "reward 0.5, accuracy 0.25"),
         (5, "change applied", "learner.learning_rate 0.0002 → 0.0001"),
+        (None, "change asked", "learner.learning_rate 0.0002 → 0.0001"),
     ]
+
+
+def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
+    wild = [{"kind": ["x"], "step": "1", "time": None, "values": {"a": [1]}}, {"values": 5}, {}]
+    found = events(wild, wild, wild, wild, wild)
+    assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 
 def test_the_text_of_a_completion_is_divided_where_the_version_changed() -> None:
