@@ -54,6 +54,10 @@ ROOMS = {
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking.py",),
     "wandb": ("async_rlhf/run/tracking.py",),
+    "starlette": ("async_rlhf/watch/server.py",),
+    "uvicorn": ("async_rlhf/watch/server.py",),
+    "prometheus_client": ("async_rlhf/watch/prometheus.py",),
+    "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (
         "async_rlhf/launch/",
         "async_rlhf/run/hooks.py",

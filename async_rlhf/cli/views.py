@@ -1,4 +1,4 @@
-"""Commands that look at runs or try their parts: status, plot, report, trace, rollouts, rewards, loss."""
+"""Commands that look at runs or try their parts: status, watch, plot, report, trace, rollouts, rewards, loss."""
 
 from __future__ import annotations
 
@@ -31,6 +31,26 @@ def status(
             typer.echo(json.dumps(found, indent=1))
             return
         say("\n".join(lines(run, found)))
+
+
+@app.command()
+def watch(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or one that holds some: runs.")],
+    address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that a viewer has to give.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the page as one HTML file instead, to send or keep.")
+    ] = None,
+) -> None:
+    """Serve a live page of a run, or of several to compare, and its metrics for Prometheus. Ctrl-C ends it, not the run."""
+    with errors():
+        from async_rlhf.watch.server import save, serve
+
+        if out is not None:
+            save(directory, out)
+            typer.echo(str(out))
+            return
+        serve(directory, address, token_file, say)
 
 
 @app.command()

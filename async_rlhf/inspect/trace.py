@@ -15,7 +15,7 @@ Format: "Trace Event Format" (Google, 2016): complete events "X" on tracks, nest
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -158,8 +158,13 @@ def _steps(run: RunDir) -> Iterator[tuple[float, float, float, int]]:
 
     A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
     """
+    return step_times(run.read_metrics())
+
+
+def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
+    """As `_steps`, of records of consecutive steps."""
     before = 0.0
-    for record in run.read_metrics():
+    for record in records:
         if "time" in record:
             ended, took = record["time"], record["step_time"]
             began = max(before, ended - took)

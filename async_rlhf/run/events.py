@@ -75,7 +75,7 @@ class Events(Progress):
 
     # -- what the supervisor reports ---------------------------------------------------------------------------------
 
-    def step(self, record: dict[str, Any], max_steps: int) -> None:
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         self._shown.step(record, max_steps)
         self._watch_target(record["step"], record.get("staleness/target"))
         self._watch_scores(record["step"], record.get("rewards/failed_ratio"))

@@ -108,6 +108,20 @@ def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
         return _lines(io.BytesIO(file.read(window)))
 
 
+def read_spread_lines(path: Path, places: int, window: int) -> Iterator[dict[str, Any]]:
+    """Objects of a JSONL file that is too long to be read: those in `window` bytes at each of so many places, first to last.
+
+    The same line may come twice. Raises DamagedError for what is no such file.
+    """
+    with suppress(FileNotFoundError), open_regular(path, MAX_LOG_BYTES) as file:
+        size = os.fstat(file.fileno()).st_size
+        for place in range(places):
+            if offset := size * place // places:
+                file.seek(offset)
+                file.readline(window)
+            yield from _lines(io.BytesIO(file.read(window))).records
+
+
 class Tail:
     """The whole lines that were added to a JSONL file since the last `read`.
 
@@ -121,9 +135,15 @@ class Tail:
         self.unreadable = 0
 
     def skip(self) -> None:
-        """Leave out what is there now. A file that is cut afterwards is read on from where it ended, so a line may be lost."""
+        """Leave out the lines that are there now, but for one that is being written.
+
+        A file that is cut afterwards is read on from where it ended, so a line may be lost.
+        """
         with suppress(FileNotFoundError), open_regular(self._path, MAX_LOG_BYTES) as file:
-            end = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - _MAX_LINE_BYTES)
+            file.seek(begin)
+            end = begin + file.read(size - begin).rfind(b"\n") + 1
             self._read.append((end, end, xxhash.xxh3_64_intdigest(b"")))
 
     def read(self) -> list[dict[str, Any]]:

@@ -29,8 +29,9 @@ CHAT: dict[str, Any] = {
     "generation.max_prompt_length": 128, "generation.max_completion_length": 8,
     "rewards.functions": [str(REPOSITORY / "experiments" / "chat" / "rewards.py") + ":concise"],
 }  # fmt: skip
-# Cells of minutes; tests/experiments/test_sweep.py runs a sweep of smaller ones.
-NOT_HERE = {"sweep"}
+# Cells of minutes, and a page that is served until it is interrupted: tests/experiments/test_sweep.py and
+# tests/watch/test_server.py run smaller ones.
+NOT_HERE = {"sweep", "watch"}
 
 JUDGE = "def judge(completion, answer):\n    return float(answer in completion)\n"
 PROBLEMS = [{"prompt": "2 + 2", "completion": "it is 4", "answer": "4"}, {"prompt": "3", "completion": "four", "answer": "3"}]

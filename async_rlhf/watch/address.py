@@ -1,0 +1,98 @@
+"""Where the page is served, and who may see it: decided and bound before anything is read or shown.
+
+This machine only, unless there is a token; a page that another machine can ask for without one is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from contextlib import closing
+from pathlib import Path
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.run_files import read_small
+
+DEFAULT = "127.0.0.1:8265"
+_MIN_TOKEN = 16
+_NEAR = 50
+_BACKLOG = 128
+
+
+def parse(address: str) -> tuple[str, int]:
+    """HOST:PORT, [IPv6]:PORT or a port alone, as an IP address and a port. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    host = (host.removeprefix("[").removesuffix("]") if colon else "") or "127.0.0.1"
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"--address {address!r}: {host!r} is no IP address. Choose one of this machine: {DEFAULT}, or 0.0.0.0:8265 for all"
+        ) from None
+    if not (port.isdecimal() and port.isascii() and int(port) <= 65535):
+        raise ConfigError(f"--address {address!r}: {port!r} is no port from 0 to 65535. For example {DEFAULT}")
+    return host, int(port)
+
+
+def read_token(path: Path | None) -> str | None:
+    """Of a file that only its owner can read. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"--token-file {str(path)!r} can be read by others: chmod 600 {path}")
+        token = read_small(path, 4096).strip()
+    except FileNotFoundError:
+        raise ConfigError(f"--token-file {str(path)!r} is not there. Make one: openssl rand -hex 32 > {path}") from None
+    if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token or ":" in token:
+        raise ConfigError(
+            f"--token-file {str(path)!r}: a token has {_MIN_TOKEN} or more printable characters, no space and no colon; "
+            f"this has {len(token)}. Make one: openssl rand -hex 32 > {path}"
+        )
+    return token
+
+
+def listen(address: str, token: str | None) -> socket.socket:
+    """A listening socket. Raises ConfigError before it listens: beyond this machine without a token, or taken."""
+    host, port = parse(address)
+    if token is None and not ipaddress.ip_address(host).is_loopback:
+        raise ConfigError(
+            f"--address {address!r} can be reached from other machines, and there is no token. Give --token-file FILE, "
+            f"or choose {DEFAULT} and forward it: ssh -L {port}:127.0.0.1:{port} THIS_MACHINE"
+        )
+    try:
+        found = _bound(host, port)
+        found.listen(_BACKLOG)
+        return found
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"--address {address!r} cannot be used: {error.strerror}. For example {DEFAULT}") from error
+    free = next((near for near in range(port + 1, min(port + _NEAR, 65535) + 1) if _is_free(host, near)), 0)
+    raise ConfigError(
+        f"--address {address!r}: port {port} is in use. {url(host, free)[7:-1]} is free" + " (any port)" * (not free)
+    )
+
+
+def url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except (OSError, OverflowError):
+        found.close()
+        raise
+    return found
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with closing(_bound(host, port)):
+            return True
+    except OSError:
+        return False

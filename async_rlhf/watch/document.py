@@ -1,0 +1,96 @@
+"""The page as one document: markup, style, program and the plotting library in one text that loads nothing else.
+
+Served, it asks this server for what is new; saved, it has the data inside. Only the programs and styles whose digests its
+policy names are run (Content Security Policy, Level 3), so no text of a run can become one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.watch import panels
+from async_rlhf.watch.runs import Runs, as_json
+
+_PAGE = Path(__file__).parent / "page"
+_STYLES = ("vendor/uplot/uPlot.min.css", "page.css")
+_LICENCE = "vendor/uplot/LICENSE"
+_PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "drawings.js", "parts.js", "run.js", "runs.js", "page.js")
+
+
+@cache
+def policy(*, live: bool = True) -> str:
+    """The Content-Security-Policy. live: the page may ask the server it came from."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(_digest(text) for text in _texts(_PROGRAMS))}",
+            f"style-src {' '.join(_digest(text) for text in _texts(_STYLES))}",
+            f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            *(("frame-ancestors 'none'",) if live else ()),
+        )
+    )
+
+
+def page(saved: dict[str, Any] | None = None) -> str:
+    """The document. saved: what it shows (`snapshot`); without it, it asks the server."""
+    data = {"panels": panels.as_values(), "saved": saved}
+    parts = {
+        "meta": "" if saved is None else f'<meta http-equiv="Content-Security-Policy" content="{policy(live=False)}">',
+        "licence": f"<!-- uPlot draws the curves.\n{_texts((_LICENCE,))[0]}-->",
+        "styles": "\n".join(f"<style>{text}</style>" for text in _texts(_STYLES)),
+        # A "<" could end the element it stands in; in JSON it may be written so.
+        "data": as_json(data).replace("<", "\\u003c"),
+        "programs": "\n".join(f"<script>{text}</script>" for text in _texts(_PROGRAMS)),
+    }
+    text = (_PAGE / "page.html").read_text()
+    for name, part in parts.items():
+        before, mark, after = text.partition(f"<!-- {name} -->")
+        assert mark, name
+        text = before + part + after
+    return text
+
+
+def snapshot(runs: Runs, most: int = 16) -> dict[str, Any]:
+    """What a saved page shows: the newest `most` runs with their curves and completions."""
+    summaries, chosen = runs.summaries(), runs.names()[:most]
+    return {
+        "time": time.time(),
+        "runs": listing(runs) | {"runs": [short(name, summaries[name]) for name in chosen]},
+        "states": {
+            name: runs.state(name) | {"history": runs.curves(name, panels.METRICS), "completions": runs.completions(name)}
+            for name in chosen
+        },
+    }
+
+
+def listing(runs: Runs) -> dict[str, Any]:
+    """The runs in a line each, ready for JSON. more: how many older ones are not told."""
+    found = runs.summaries()
+    return {"one": runs.is_one, "more": runs.more, "runs": [short(name, summary) for name, summary in found.items()]}
+
+
+def short(name: str, summary: dict[str, Any]) -> dict[str, Any]:
+    last, evaluations = summary["last"] or {}, [e for e in summary["evaluations"] if "missing" not in e]
+    shown = {
+        metric: last.get(metric) for metric in ("reward", "tokens_per_second", "staleness/mean", "idle/learner", "idle/actor")
+    }
+    kept = {key: summary.get(key) for key in ("state", "alive", "step", "max_steps", "ended", "config")}
+    newest = {key: evaluations[-1].get(key) for key in ("step", "mean_reward", "accuracy")} if evaluations else None
+    return {"name": name, **kept, "last": shown, "time": last.get("time"), "evaluation": newest}
+
+
+@cache
+def _texts(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple((_PAGE / name).read_text() for name in names)
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

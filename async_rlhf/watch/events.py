@@ -1,0 +1,67 @@
+"""What happened in a run, in one list for the page, newest first. Pure: no files, no clock. What is damaged stays blank.
+
+from                what
+changes.jsonl       values that an operator changed: asked for, applied from a step on, undone; a learner that began again
+events.jsonl        what may need a person
+evaluations.jsonl   held-out reward and accuracy, or why there is none
+quarantine.jsonl    groups given up for good
+metrics.jsonl       steps without an update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from async_rlhf.watch.series import is_number
+
+MOST = 200
+_MAX_TEXT = 1000
+_CHANGES = {"asked": "change asked", "applied": "change applied", "undone": "changes undone", "reached": "learner starts again"}
+
+Line = Mapping[str, Any]
+
+
+def events(
+    changes: Iterable[Line] = (),
+    told: Iterable[Line] = (),
+    evaluations: Iterable[Line] = (),
+    quarantined: Iterable[Line] = (),
+    without_update: Iterable[Line] = (),
+) -> list[dict[str, Any]]:
+    """Ready for JSON: kind, text, and step and time (seconds since the epoch) where they are known. At most `MOST`.
+
+    Each argument: lines of one file, oldest first; without_update: the steps of metrics.jsonl that were not applied.
+    """
+    found = [*_changes(changes)]
+    found += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in told]
+    found += [_evaluated(line) for line in evaluations]
+    found += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
+    found += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
+    return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST]
+
+
+def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
+    """A line that applies a change names only its number; the values are those that were asked for."""
+    asked: dict[str, str] = {}
+    for line in lines:
+        kind, number, values = str(line.get("kind", "change")), str(line.get("number")), line.get("values")
+        if isinstance(values, Mapping):
+            asked[number] = ", ".join(f"{key} {_pair(value)}" for key, value in values.items())
+        text = asked.get(number) or str(line.get("reason", ""))
+        yield _event(_CHANGES.get(kind, f"change {kind}"), line, text)
+
+
+def _evaluated(line: Line) -> dict[str, Any]:
+    reward, accuracy = line.get("mean_reward"), line.get("accuracy")
+    words = [f"{name} {value:.4g}" for name, value in (("reward", reward), ("accuracy", accuracy)) if is_number(value)]
+    return _event("evaluation", line, str(line["missing"]) if "missing" in line else ", ".join(words))
+
+
+def _pair(value: object) -> str:
+    return f"{value[0]} → {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
+
+
+def _event(kind: object, line: Line, text: str) -> dict[str, Any]:
+    step, time = (value if is_number(value) else None for value in (line.get("step"), line.get("time")))
+    return {"kind": str(kind)[:40], "step": step, "time": time, "text": text[:_MAX_TEXT]}

@@ -1,0 +1,236 @@
+"use strict";
+// Curves and the map of ages. What is drawn is numbers; every text is set as text.
+
+const Charts = (() => {
+  const HEIGHT = 190;
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (i) => css(`--c${i % 7}`);
+  const axis = (size) => ({
+    stroke: css("--pale"),
+    grid: { stroke: css("--line"), width: 1 },
+    ticks: { show: false },
+    size,
+    font: "11px system-ui",
+  });
+
+  function short(value) {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
+    if (size >= 1e6) return value.toExponential(2);
+    if (size >= 1000) return Math.round(value).toLocaleString("en");
+    return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+  }
+
+  // Tick marks with as many places as tell them apart.
+  function marks(u, ticks) {
+    const apart = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
+    let places = 0;
+    while (places <= 6 && Math.abs(Math.round(apart * 10 ** places) - apart * 10 ** places) > 1e-6 * 10 ** places * apart)
+      places++;
+    return ticks.map((tick) => {
+      if (tick === 0) return "0";
+      return places > 6 || Math.abs(tick) >= 1e6
+        ? tick.toExponential(1)
+        : tick.toLocaleString("en", { maximumFractionDigits: places });
+    });
+  }
+
+  // A mean over neighbours, so that a trend is seen among single steps.
+  function smooth(values) {
+    const half = Math.floor(values.length / 40);
+    if (half < 1) return values;
+    return values.map((_, i) => {
+      const near = values.slice(Math.max(0, i - half), i + half + 1).filter((v) => v !== null);
+      return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+    });
+  }
+
+  // bare: without the single steps behind the mean. lines: [{label, index, curve: {step, mean, min?, max?}, dots?, dash?}], index: of the colour. Gives {element, update(lines)}.
+  function plot(title, { noisy = false, floor = null, ceiling = null, bare = false } = {}) {
+    const legend = document.createElement("div");
+    const place = document.createElement("div");
+    const element = document.createElement("section");
+    const heading = document.createElement("h2");
+    heading.textContent = title;
+    legend.className = "legend";
+    place.className = "plot";
+    element.className = "card";
+    element.append(heading, legend, place);
+    let chart = null,
+      shape = "",
+      shown = [],
+      told = [];
+
+    const isWide = (curve) => !bare && !!curve.min && curve.min.some((low, i) => low !== curve.max[i]);
+
+    function tables(lines) {
+      return lines.map(({ curve, dots }) => {
+        if (dots) return [curve.step, curve.mean];
+        const wide = isWide(curve);
+        const raw = noisy && !wide ? smooth(curve.mean) : curve.mean;
+        const [low, high] = bare ? [raw, raw] : wide ? [curve.min, curve.max] : [curve.mean, curve.mean];
+        return [curve.step, low, high, raw];
+      });
+    }
+
+    function options(lines) {
+      const series = [{}],
+        bands = [];
+      for (const { index, dots, dash, curve } of lines) {
+        const stroke = colour(index);
+        if (dots) {
+          series.push({
+            stroke,
+            width: 1,
+            dash: [3, 4],
+            spanGaps: true,
+            points: { show: true, size: 7, fill: css("--card"), width: 2 },
+          });
+          continue;
+        }
+        const pale = { stroke: stroke + (isWide(curve) ? "00" : "55"), width: 1, points: { show: false }, spanGaps: true };
+        series.push(
+          pale,
+          { ...pale },
+          { stroke, width: 1.6, dash, points: { show: lines[0].curve.step.length < 3 }, spanGaps: true },
+        );
+        bands.push({ series: [series.length - 2, series.length - 3], fill: stroke + "2a" });
+      }
+      const range = (u, low, high) => {
+        if (low === null) return [floor ?? 0, ceiling ?? 1];
+        const least = floor === null ? low : Math.min(low, floor),
+          most = ceiling === null ? high : Math.max(high, ceiling);
+        if (most - least <= 1e-9 * Math.abs(most))
+          return most === 0 ? [0, 1] : [least - Math.abs(least) / 10, most + Math.abs(most) / 10];
+        const room = (most - least) * 0.06;
+        return [least === floor ? least : least - room, most + room];
+      };
+      return {
+        width: place.clientWidth || 320,
+        height: HEIGHT,
+        series,
+        bands,
+        legend: { show: false },
+        cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
+        scales: { x: { time: false }, y: { range } },
+        axes: [
+          { ...axis(26), values: marks, space: 60 },
+          { ...axis(56), values: marks },
+        ],
+        hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
+      };
+    }
+
+    function tell(at) {
+      const step = at === null || at === undefined ? null : chart.data[0][at];
+      shown.forEach(({ curve }, i) => {
+        const value = step === null ? curve.mean.at(-1) : curve.mean[curve.step.indexOf(step)];
+        told[i].textContent = ` ${short(value)}`;
+      });
+    }
+
+    function draw(lines) {
+      const joined = uPlot.join(tables(lines));
+      const now = lines.map((l) => `${l.label}|${l.index}|${isWide(l.curve)}`).join() + css("--card");
+      shown = lines;
+      if (chart && now === shape) {
+        chart.setData(joined);
+        tell(null);
+        return;
+      }
+      chart?.destroy();
+      shape = now;
+      legend.replaceChildren(
+        ...lines.map(({ label, index }, i) => {
+          const entry = document.createElement("span"),
+            mark = document.createElement("i");
+          mark.style.background = colour(index);
+          told[i] = document.createElement("b");
+          entry.append(mark, label, told[i]);
+          return entry;
+        }),
+      );
+      chart = new uPlot(options(lines), joined, place);
+      tell(null);
+    }
+
+    new ResizeObserver(() => chart?.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
+    return {
+      element,
+      update(lines) {
+        const drawn = lines.filter((l) => l.curve && l.curve.step.length);
+        element.hidden = !drawn.length;
+        if (drawn.length) draw(drawn);
+      },
+    };
+  }
+
+  // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}, width: steps in each
+  function heat(title) {
+    const element = document.createElement("section");
+    const heading = document.createElement("h2"),
+      legend = document.createElement("div"),
+      canvas = document.createElement("canvas");
+    heading.textContent = title;
+    legend.className = "legend";
+    canvas.className = "heat";
+    element.className = "card";
+    element.append(heading, legend, canvas);
+    let last = null;
+
+    function draw() {
+      if (!last || !last.step.length || !canvas.clientWidth) return;
+      const ratio = window.devicePixelRatio || 1,
+        width = canvas.clientWidth,
+        left = 34,
+        foot = 22;
+      canvas.width = width * ratio;
+      canvas.height = HEIGHT * ratio;
+      const pen = canvas.getContext("2d");
+      pen.scale(ratio, ratio);
+      const oldest = Math.max(1, ...last.tokens.flatMap((counts) => Object.keys(counts).map(Number)));
+      const rows = oldest + 1,
+        high = (HEIGHT - foot) / rows;
+      const first = last.step[0],
+        end = Math.min(last.step.at(-1) + last.width, last.end + 1),
+        across = (width - left) / (end - first);
+      pen.fillStyle = colour(0);
+      last.step.forEach((step, i) => {
+        const all = Object.values(last.tokens[i]).reduce((a, b) => a + b, 0);
+        for (const [age, count] of Object.entries(last.tokens[i])) {
+          pen.globalAlpha = 0.08 + (0.92 * count) / all;
+          pen.fillRect(
+            left + (step - first) * across,
+            HEIGHT - foot - (Number(age) + 1) * high,
+            Math.max(1, last.width * across + 0.5),
+            high - 1,
+          );
+        }
+      });
+      pen.globalAlpha = 1;
+      pen.fillStyle = css("--pale");
+      pen.font = "11px system-ui";
+      pen.textAlign = "right";
+      const every = Math.ceil(rows / 8);
+      for (let age = 0; age < rows; age += every) pen.fillText(String(age), left - 6, HEIGHT - foot - (age + 0.5) * high + 4);
+      pen.textAlign = "left";
+      pen.fillText(short(first), left, HEIGHT - 6);
+      pen.textAlign = "right";
+      pen.fillText(short(end - 1), width, HEIGHT - 6);
+    }
+
+    new ResizeObserver(draw).observe(canvas);
+    return {
+      element,
+      update(ages, width, end, words) {
+        last = { ...ages, width, end };
+        element.hidden = !ages.step.length;
+        legend.textContent = words;
+        draw();
+      },
+    };
+  }
+
+  return { plot, heat, short };
+})();

@@ -1,0 +1,71 @@
+"use strict";
+// What every view is made of: elements, requests, and what is known of a run's curves.
+// Names, completions and messages come from a run and may be anything: they are set as text, never as markup.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const ROOT = location.origin + location.pathname.replace(/[^/]*$/, "");
+const $ = (id) => document.getElementById(id);
+const { short } = Charts;
+const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.095 ? 1 : 0)} %`);
+
+function el(tag, about = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(about)) {
+    if (name === "class") made.className = value;
+    else if (name === "onclick" || name === "onchange") made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+const card = (title, ...children) => el("section", { class: "card" }, el("h2", {}, title), ...children);
+
+async function ask(path) {
+  if (DATA.saved) return null;
+  const answer = await fetch(ROOT + path, { signal: AbortSignal.timeout(15000) });
+  if (!answer.ok)
+    throw new Error(answer.status === 404 ? "this run is no longer there" : `the server answers ${answer.status}`);
+  return answer.json();
+}
+
+const listing = async () => (DATA.saved ? DATA.saved.runs : ask("api/runs"));
+
+class Curves {
+  // What is known of the curves of a run; the server tells what has changed.
+  constructor() {
+    this.layout = "";
+    this.last = 0;
+    this.width = 1;
+    this.curves = {};
+    this.ages = { step: [], tokens: [] };
+  }
+
+  take({ layout, width, from, last, curves, ages }) {
+    if (layout !== this.layout) {
+      this.curves = {};
+      this.ages = { step: [], tokens: [] };
+    }
+    for (const [name, curve] of Object.entries(curves)) this.curves[name] = joined(this.curves[name], curve, from);
+    this.ages = joined(this.ages, ages, from);
+    [this.layout, this.width, this.last] = [layout, width, Math.max(last, 0)];
+  }
+}
+
+function joined(known, added, from) {
+  if (!known) return added;
+  const keep = known.step.findIndex((step) => step >= from),
+    end = keep < 0 ? known.step.length : keep;
+  return Object.fromEntries(Object.entries(added).map(([key, values]) => [key, [...known[key].slice(0, end), ...values]]));
+}
+
+function evaluationCurve(evaluations) {
+  const good = evaluations.filter((e) => Number.isInteger(e.step) && Number.isFinite(e.mean_reward));
+  const latest = new Map(good.map((e) => [e.step, e.mean_reward]));
+  const steps = [...latest.keys()].sort((a, b) => a - b);
+  return { step: steps, mean: steps.map((step) => latest.get(step)) };
+}
+
+function badge(state, alive, ended) {
+  return el("span", { class: `badge ${alive ? "lives" : ended?.code ? "failed" : ""}`, title: ended?.reason ?? "" }, state);
+}

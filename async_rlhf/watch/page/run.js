@@ -1,0 +1,292 @@
+"use strict";
+// One run: its numbers, curves, drawings, completions and events.
+
+class RunView {
+  constructor(name) {
+    this.name = name;
+    this.known = new Curves();
+    this.seen = -1;
+    this.panels = DATA.panels.map((panel) => ({ panel, chart: Charts.plot(panel.title, panel) }));
+    this.heat = Charts.heat("Staleness of the tokens");
+    this.heat.element.id = "ages";
+    this.other = Charts.plot("Any other metric", { noisy: true });
+    this.choice = el("select", { "aria-label": "metric", onchange: () => this.drawOther() });
+    this.parts = Object.fromEntries(
+      ["problems", "tiles", "idle", "ledger", "actors", "timeline", "completions", "events"].map((id) => [
+        id,
+        el("div", { id }),
+      ]),
+    );
+    const { problems, tiles, idle, ledger, actors, timeline, completions, events } = this.parts;
+    const [reward, ...others] = this.panels.map(({ chart }) => chart.element);
+    this.element = el(
+      "div",
+      {},
+      problems,
+      tiles,
+      el(
+        "div",
+        { class: "grid" },
+        reward,
+        this.heat.element,
+        idle,
+        ledger,
+        actors,
+        timeline,
+        ...others,
+        el("div", { class: "card", id: "other" }, el("h2", {}, "Any metric"), this.choice, this.other.element),
+        completions,
+        events,
+      ),
+    );
+    this.other.element.className = "";
+    this.other.element.hidden = true;
+    timeline.className = completions.className = "wide";
+  }
+
+  async refresh() {
+    const query = `?step=${this.known.last}&layout=${this.known.layout}`;
+    const state = DATA.saved ? DATA.saved.states[this.name] : await ask(`api/runs/${encodeURIComponent(this.name)}${query}`);
+    this.state = state;
+    this.known.take(state.history);
+    this.draw();
+    if (state.seen !== this.seen) {
+      this.seen = state.seen;
+      this.drawCompletions(state.completions ?? (await ask(`api/runs/${encodeURIComponent(this.name)}/completions`)));
+    }
+    if (this.choice.value) await this.drawOther();
+  }
+
+  draw() {
+    const { summary, problems, is_spread: spread, metrics } = this.state;
+    const notes = [
+      ...problems,
+      ...(spread ? ["The beginning of this long run is drawn from steps at even distances, not from all."] : []),
+    ];
+    this.parts.problems.replaceChildren(
+      ...(notes.length ? [el("div", { class: "problems" }, ...notes.map((note) => el("p", {}, note)))] : []),
+    );
+    this.drawTiles(summary);
+    for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary));
+    this.heat.update(
+      this.known.ages,
+      this.known.width,
+      this.known.last,
+      `share of tokens by staleness in steps; bound ${short(summary.config.max_staleness)}`,
+    );
+    this.drawIdle(summary);
+    this.drawLedger(summary);
+    this.drawActors(summary);
+    this.drawTimeline();
+    this.drawEvents();
+    if (this.choice.options.length !== metrics.length + 1) {
+      const chosen = this.choice.value;
+      this.choice.replaceChildren(
+        el("option", { value: "" }, `one of ${metrics.length} metrics …`),
+        ...metrics.toSorted().map((name) => el("option", { value: name }, name)),
+      );
+      this.choice.value = chosen;
+    }
+    $("other").hidden = !metrics.length || !!DATA.saved;
+  }
+
+  lines(panel, summary) {
+    const lines = Object.entries(panel.metrics).map(([label, metric], index) => ({
+      label,
+      index,
+      curve: this.known.curves[metric],
+    }));
+    if (panel.metrics.mean === "reward")
+      lines.push({ label: "held-out", index: 1, dots: true, curve: evaluationCurve(summary.evaluations) });
+    return lines;
+  }
+
+  drawTiles({ state, step, max_steps: steps, last, evaluations, config, hub }) {
+    const best = evaluations.filter((e) => Number.isFinite(e.mean_reward)).at(-1);
+    const tile = (value, words, share = null) => {
+      const bar = share === null ? null : el("div", { class: "bar" }, el("i"));
+      if (bar) bar.firstChild.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
+      return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), bar);
+    };
+    const now = last ?? {};
+    this.parts.tiles.className = "tiles";
+    this.parts.tiles.replaceChildren(
+      tile(short(step), `of ${short(steps)} steps`, steps ? step / steps : 0),
+      tile(short(now.reward), "reward of the newest step"),
+      tile(best ? short(best.mean_reward) : "–", best ? `held-out reward at step ${short(best.step)}` : "held-out reward"),
+      tile(short(now.tokens_per_second), "tokens a second"),
+      tile(short(now["staleness/mean"]), `staleness, bound ${short(config.max_staleness)}`),
+      tile(short(now["queue/depth"]), "groups in the queue"),
+      tile(short(now["is/ratio_max"]), "largest importance ratio"),
+      tile(short(hub.version), "weights version"),
+    );
+    if (!last) this.parts.tiles.append(el("p", { class: "empty wide" }, `No step yet: ${state}. ${hub.waiting_for ?? ""}`));
+  }
+
+  drawIdle({ last, hub }) {
+    const curves = this.known.curves,
+      rows = [];
+    const recent = (name) => {
+      const values = (curves[name]?.mean ?? []).slice(-20);
+      return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
+    };
+    for (const [words, metric] of [
+      ["learner", "idle/learner"],
+      ["actors", "idle/actor"],
+    ]) {
+      const share = recent(metric),
+        bar = el("div", { class: "bar" }, el("i"));
+      bar.firstChild.style.width = `${100 * Math.min(1, share ?? 0)}%`;
+      bar.firstChild.className = "idle-span";
+      rows.push(el("span", {}, words), bar, el("span", {}, percent(share)));
+    }
+    this.parts.idle.className = "card";
+    this.parts.idle.replaceChildren(
+      el("h2", {}, "Who is idle, and why"),
+      el("div", { class: "idle" }, ...rows),
+      el("p", {}, ...why(recent("idle/learner"), recent("idle/actor"), last, hub)),
+      el("p", { class: "pale" }, "mean of the newest 20 points; an idle actor decodes no sequence"),
+    );
+  }
+
+  drawLedger({ hub }) {
+    const counts = hub.ledger;
+    this.parts.ledger.className = "card";
+    const words = counts
+      ? counts.closes
+        ? "every group ever begun is in one place: it closes"
+        : "DOES NOT CLOSE: a defect"
+      : "no ledger.json that can be read";
+    this.parts.ledger.replaceChildren(el("h2", {}, "Ledger [groups]"), el("p", { class: "pale" }, words));
+    if (counts) this.parts.ledger.append(Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)));
+  }
+
+  drawActors({ hub, alive }) {
+    const actors = Object.entries(hub.actors ?? {});
+    this.parts.actors.className = "card";
+    const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
+      const behind = hub.version - version;
+      return el(
+        "tr",
+        { class: "row" },
+        el("td", {}, name),
+        el("td", { class: "n" }, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`),
+        el("td", { class: "n" }, short(groups)),
+        el("td", { class: "n" }, `${short(silent)} s`),
+      );
+    });
+    const heads = ["actor", "version", "groups", "heard"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
+    this.parts.actors.replaceChildren(
+      el("h2", {}, "Actors"),
+      actors.length
+        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run does not live"),
+      hub.fence > 1 ? el("p", {}, `The learner has started ${short(hub.fence)} times.`) : "",
+    );
+  }
+
+  drawTimeline() {
+    const { timeline } = this.state,
+      place = this.parts.timeline;
+    place.hidden = !timeline.lanes.length;
+    if (place.hidden) return;
+    const kinds = el(
+      "div",
+      { class: "legend" },
+      ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind === "idle" ? "idle-span" : kind }), words)),
+    );
+    place.replaceChildren(
+      el(
+        "section",
+        { class: "card" },
+        el("h2", {}, "Stages on a time line"),
+        kinds,
+        Drawings.timeline(timeline, Math.max(280, place.clientWidth - 30)),
+      ),
+    );
+  }
+
+  drawEvents() {
+    const rows = this.state.events.map(({ kind, step, time, text }) =>
+      el(
+        "tr",
+        {},
+        el("td", { class: "n" }, step === null ? "" : short(step)),
+        el("td", {}, time === null ? "" : new Date(time * 1000).toLocaleTimeString("en-GB")),
+        el("td", {}, kind),
+        el("td", {}, text),
+      ),
+    );
+    const heads = ["step", "time", "what", ""].map((text, i) => el("th", { class: i ? "" : "n" }, text));
+    this.parts.events.className = "card wide";
+    this.parts.events.replaceChildren(
+      el("h2", {}, "Changes and events"),
+      rows.length
+        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        : el("p", { class: "pale" }, "none yet"),
+    );
+  }
+
+  drawCompletions(groups) {
+    const place = this.parts.completions;
+    const shown = groups.map(({ step, group, actor, prompt, rollouts, more }) =>
+      el(
+        "div",
+        { class: "group" },
+        el("div", { class: "pale" }, `step ${step}, group ${group}, ${actor}${more ? `, ${more} more completions` : ""}`),
+        el("div", { class: "text prompt" }, prompt),
+        ...rollouts.map(rollout),
+      ),
+    );
+    place.replaceChildren(
+      el(
+        "section",
+        { class: "card" },
+        el("h2", {}, "Completions"),
+        el("p", { class: "pale" }, "newest first; a colour for each version that sampled the tokens"),
+        shown.length ? el("div", { class: "scroll" }, ...shown) : el("p", { class: "pale" }, "none yet"),
+      ),
+    );
+  }
+
+  async drawOther() {
+    const name = this.choice.value;
+    const found = name
+      ? (await ask(`api/runs/${encodeURIComponent(this.name)}/curves?metric=${encodeURIComponent(name)}`)).curves[name]
+      : null;
+    this.other.update(found ? [{ label: name, index: 0, curve: found }] : []);
+  }
+}
+
+function rollout({ pieces, spans, scores, advantage, ended, tokens }) {
+  const text = el(
+    "div",
+    { class: "text" },
+    ...pieces.map(([version, part]) => el("span", { class: `v${version % 6}`, title: `version ${version}` }, part)),
+  );
+  const numbers = Object.entries(scores).map(([name, score]) => `${name} ${score === null ? "failed" : short(score)}`);
+  if (advantage !== null) numbers.push(`advantage ${short(advantage)}`);
+  const versions =
+    spans.length > 1 ? spans.map(([version, count]) => `v${version}: ${count}`).join(", ") : `v${spans[0]?.[0] ?? "?"}`;
+  return el(
+    "div",
+    { class: "rollout" },
+    text,
+    el(
+      "span",
+      { class: "pale" },
+      `${numbers.join(" · ")} · ${tokens} tokens (${versions})${ended === "stop" ? "" : ` · ${ended}`}`,
+    ),
+  );
+}
+
+function why(learner, actors, last, hub) {
+  if (hub.waiting_for) return [`The learner waits: ${hub.waiting_for}.`];
+  if (!last || learner === null) return ["No step has been made."];
+  if (learner > 0.5 && (actors ?? 0) < 0.5)
+    return ["The learner waits for rollouts: generation or scoring is the slower part."];
+  if ((actors ?? 0) > 0.5 && learner < 0.5)
+    return ["The actors wait for credits: the learner is the slower part, or the staleness bound is tight."];
+  if (learner > 0.5) return ["Both wait: scoring takes the time, or the staleness bound lets only one of them work."];
+  return ["Neither waits for most of its time."];
+}

@@ -1,0 +1,170 @@
+"""What is known of one run, kept up to date by reading only what was added: bounded in memory and in time.
+
+Who watches asks `refresh` now and then, from one thread at a time; what it gives out are plain values. Every file may be
+missing, damaged or foreign (`run_files`): what cannot be read is counted or named beside the rest. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
+from async_rlhf.launch.clocks import correction, read_offsets
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
+from async_rlhf.watch.completions import Decode, decoder, shown
+from async_rlhf.watch.events import MOST, events
+from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
+from async_rlhf.watch.timeline import MOST_STEPS, timeline
+
+_WHOLE_BYTES = 24 << 20
+"""Of metrics that are read from their beginning; of longer ones so many places are read, which takes a second or two."""
+_PLACES, _WINDOW = 1500, 16 << 10
+_GROUPS, _SPANS, _EVENTS = 24, 400, MOST
+_MAX_ACTORS = 64
+
+
+class Recent:
+    """The newest lines of a JSONL file. The first `refresh` reads its end, each later one what was added."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self._path, self._tail = path, Tail(path)
+        self.lines: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.changed = 0
+        self._begun = False
+
+    @property
+    def unreadable(self) -> int:
+        return self._tail.unreadable
+
+    def refresh(self) -> None:
+        """Raises DamagedError when it is no regular file."""
+        added: Iterable[dict[str, Any]] = ()
+        if not self._begun:
+            self._begun = True
+            self._tail.skip()
+            found = read_last_lines(self._path)
+            added, self._tail.unreadable = found.records, found.unreadable
+        before = len(self.lines), self.changed
+        for line in chain(added, self._tail.rest()):
+            self.lines.append(line)
+            self.changed = before[1] + 1
+
+
+class RunReading:
+    """Owns what was read of one run. problems: what cannot be read, in words; renewed by `refresh`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run, self.problems = run, list[str]()
+        self.history, self.is_spread = History(), False
+        self._metrics = Tail(run.metrics)
+        self._steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS + 1)
+        self._samples = Recent(run.samples, _GROUPS)
+        self._changes = Recent(run.path / "changes.jsonl", _EVENTS)
+        self._happened = Recent(run.path / "events.jsonl", _EVENTS)
+        self._quarantine = Recent(run.path / "quarantine.jsonl", _EVENTS)
+        self._spans: dict[str, Recent] = {}
+        self._refused: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._begun = False
+
+    def refresh(self) -> None:
+        """Read what was added."""
+        self.problems = []
+        with self._told():
+            for record in self._added():
+                self._take(record)
+        with suppress(OSError):
+            for path in sorted((self.run.path / "spans").glob("*.jsonl"))[:_MAX_ACTORS]:
+                self._spans.setdefault(path.stem, Recent(path, _SPANS))
+        for recent in (self._samples, self._changes, self._happened, self._quarantine, *self._spans.values()):
+            with self._told():
+                recent.refresh()
+        if unreadable := self._metrics.unreadable:
+            self.problems.append(f"metrics.jsonl: {unreadable} lines are damaged and left out")
+        if unreadable := self._samples.unreadable:
+            self.problems.append(f"rollouts.jsonl: {unreadable} lines are damaged and left out")
+
+    @property
+    def seen(self) -> int:
+        """Rises when there are new completions to read."""
+        return self._samples.changed
+
+    def timeline(self) -> dict[str, Any]:
+        """Of the newest steps, in the supervisor's time."""
+        spans = {actor: [self._moved(actor, line) for line in recent.lines] for actor, recent in self._spans.items()}
+        return timeline(list(self._steps), spans, list(self._samples.lines))
+
+    def completions(self) -> list[dict[str, Any]]:
+        """The newest sampled groups, newest first."""
+        decode = self._decode()
+        found = [shown(sample, decode) for sample in reversed(self._samples.lines)]
+        return [group for group in found if group is not None]
+
+    def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What happened, newest first (`events`)."""
+        return events(self._changes.lines, self._happened.lines, evaluations, self._quarantine.lines, self._refused)
+
+    def _added(self) -> Iterable[dict[str, Any]]:
+        if self._begun:
+            return self._metrics.rest()
+        self._begun = True
+        try:
+            self.is_spread = self.run.metrics.stat().st_size > _WHOLE_BYTES
+        except OSError:
+            return self._metrics.rest()
+        if not self.is_spread:
+            return self._metrics.rest()
+        self._metrics.skip()  # what is written from here on is read by `rest`; a line that comes twice takes its own place
+        spread = read_spread_lines(self.run.metrics, _PLACES, _WINDOW)
+        return chain(spread, read_last_lines(self.run.metrics).records, self._metrics.rest())
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if not is_step(record) or not 0 <= record["step"] <= MAX_STEP:
+            return
+        step = record["step"]
+        self.history.add(step, {k: v for k, v in numbers(record).items() if k not in ("step", "time")}, ages(record))
+        while self._steps and self._steps[-1]["step"] >= step:
+            self._steps.pop()
+        self._steps.append(record)
+        if record.get("applied") is False:
+            self._refused.append({"step": step, "time": record.get("time")})
+
+    def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
+        """An actor's span by the supervisor's clock."""
+        with suppress(KeyError, TypeError, ValueError, OSError):
+            if (path := self.run.clock(actor)).exists():
+                by = correction(read_offsets(path), line["began"])
+                return {**line, "began": line["began"] + by, "ended": line["ended"] + by}
+        return line
+
+    def _decode(self) -> Decode | None:
+        with suppress(OSError):
+            path = self.run.latest / "model" / "tokenizer.json"
+            return decoder(path, path.stat().st_mtime)
+        with suppress(OSError, AsyncRLHFError):
+            path = Path(self.run.config().model) / "tokenizer.json"
+            return decoder(path, path.stat().st_mtime)
+        return None
+
+    def _told(self) -> _Told:
+        return _Told(self.problems)
+
+
+class _Told:
+    """What cannot be read inside is a problem in words."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self._problems = problems
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, DamagedError | OSError):
+            self._problems.append(str(error))
+            return True
+        return False

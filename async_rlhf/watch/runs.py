@@ -1,0 +1,220 @@
+"""The runs that are watched: one, or those in a directory. All viewers and scrapes share one reading of them.
+
+A thread looks again every `PERIOD_S` seconds, at a run in full only while its page is open; whoever asks gets what was read
+last. A run is known by the name of its directory and by nothing else, so a request can name no other file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.inspect.status import read
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.watch.reading import RunReading
+from async_rlhf.watch.series import is_number
+
+PERIOD_S = 2.0
+MAX_RUNS = 200
+"""The newest of a directory; the page says how many more there are."""
+_OPEN_S = 30.0
+_MAX_READINGS = 16
+_MAX_TEXT = 4000
+_NOTHING: dict[str, Any] = {
+    "state": "cannot be read", "step": 0, "max_steps": 0, "alive": False, "last": None, "hub": {}, "config": {},
+    "evaluations": [], "ended": None,
+}  # fmt: skip
+_OF_EVALUATION = ("label", "step", "time", "mean_reward", "accuracy", "missing")
+
+
+class Runs:
+    """Owns the readings and, from `start` to `close`, the thread. clock: seconds that only rise.
+
+    revision: rises whenever there may be something new.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, *, may_be_empty: bool = False) -> None:
+        """Raises ConfigError for a path that is no run directory and holds none, unless there may be some later."""
+        self.path, self._clock, self.more = path, clock, 0
+        self.is_one = (path / "config.toml").exists()
+        self._summaries: dict[str, dict[str, Any]] = {}
+        self._stamps: dict[str, tuple[object, ...]] = {}
+        self._readings: OrderedDict[str, RunReading] = OrderedDict()
+        self._asked: dict[str, float] = {}
+        self._read_at = -math.inf
+        self.revision = 0
+        # The one is held while hubs are asked, which may take seconds; the other only while files are read.
+        self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
+        if not path.is_dir():
+            raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
+        if not may_be_empty and not self.is_one and not self._found():
+            raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml), and none of its directories is one")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def names(self) -> list[str]:
+        self._be_current()
+        return list(self._summaries)
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """What `inspect.status.read` says of each run, by name, ready for JSON; newest first. Not to be changed."""
+        self._be_current()
+        return dict(self._summaries)
+
+    def touch(self, name: str) -> None:
+        """The page of this run is open: it is read on. Raises KeyError for a name that is none."""
+        with self._lock:
+            self._reading(name)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Everything a page shows of one run but its curves and completions. Raises KeyError for a name that is none."""
+        with self._lock:
+            reading, summary = self._reading(name), self._summaries[name]
+            found: dict[str, Any] = plain(
+                {
+                    "name": name,
+                    "summary": summary,
+                    "metrics": reading.history.metrics,
+                    "is_spread": reading.is_spread,
+                    "timeline": reading.timeline(),
+                    "events": reading.events(summary["evaluations"]),
+                    "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
+                    "seen": reading.seen,
+                }
+            )
+            return found
+
+    def curves(self, name: str, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
+        """`History.after` of a run, ready for JSON. Raises KeyError for a name that is none."""
+        with self._lock:
+            return self._reading(name).history.after(metrics, step, layout)
+
+    def completions(self, name: str) -> list[dict[str, Any]]:
+        """The newest sampled groups. Raises KeyError for a name that is none."""
+        with self._lock:
+            return [plain(group) for group in self._reading(name).completions()]
+
+    def refresh(self) -> None:
+        """Look again at every run, and read on those whose page is open."""
+        with self._looking:
+            found = self._found()
+            self._summaries = {name: self._summary(name, run) for name, run in found.items()}
+            now = self._read_at = self._clock()
+        with self._lock:
+            for name, reading in list(self._readings.items()):
+                if name not in found or now - self._asked[name] > 20 * _OPEN_S:
+                    del self._readings[name]
+                elif now - self._asked[name] <= _OPEN_S:
+                    reading.refresh()
+            self.revision += 1
+
+    def _keep_reading(self) -> None:
+        while True:
+            self.refresh()
+            if self._stop.wait(PERIOD_S):
+                return
+
+    def _be_current(self) -> None:
+        """Without a thread, or before it has looked, whoever asks looks."""
+        age = self._clock() - self._read_at
+        if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
+            self.refresh()
+
+    def _reading(self, name: str) -> RunReading:
+        self._be_current()
+        if name not in self._summaries:
+            raise KeyError(name)
+        reading, before = self._readings.get(name), self._asked.get(name, -math.inf)
+        self._asked[name] = self._clock()
+        if reading is None or self._asked[name] - before > _OPEN_S:
+            reading = reading or self._readings.setdefault(name, RunReading(self._found()[name]))
+            reading.refresh()
+            self.revision += 1
+        self._readings.move_to_end(name)
+        while len(self._readings) > _MAX_READINGS:
+            self._readings.popitem(last=False)
+        return reading
+
+    def _found(self) -> dict[str, RunDir]:
+        """By name, newest first."""
+        if self.is_one:
+            return {self.path.resolve().name: RunDir(self.path)}
+        try:
+            named = [path for path in self.path.iterdir() if path.name.isprintable()]
+            paths = [path for path in named if (path / "config.toml").is_file()]
+            paths.sort(key=lambda path: (path / "config.toml").stat().st_mtime, reverse=True)
+        except OSError:
+            return {}  # one was removed meanwhile: the next look finds the others
+        self.more = max(0, len(paths) - MAX_RUNS)
+        return {path.name: RunDir(path) for path in paths[:MAX_RUNS]}
+
+    def _summary(self, name: str, run: RunDir) -> dict[str, Any]:
+        """A run that stands still is read once."""
+        try:
+            alive, stamp = run.is_alive(), _stamp(run)
+            if not alive and name in self._summaries and self._stamps.get(name) == stamp:
+                return self._summaries[name]
+            before, known = self._stamps.get(name), self._summaries.get(name)
+            same_config = before is not None and known is not None and before[0] == stamp[0]
+            config = known["config"] if known is not None and same_config else _chosen(run)
+            found: dict[str, Any] = plain({**_told(run), "alive": alive, "config": config})
+            self._stamps[name] = stamp
+            return found
+        except (AsyncRLHFError, OSError) as error:
+            self._stamps.pop(name, None)
+            return {**_NOTHING, "problems": [str(error).replace(f"{run.path}/", "")[:_MAX_TEXT]]}
+
+
+def plain(value: Any, depth: int = 12) -> Any:
+    """Ready for JSON of the strict kind, whatever a file held: other numbers become null, long texts are cut."""
+    if isinstance(value, str):
+        return value[: 5 * _MAX_TEXT]
+    if value is None or isinstance(value, bool) or is_number(value):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {str(key)[:200]: plain(each, depth - 1) for key, each in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [plain(each, depth - 1) for each in value]
+    return None
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _told(run: RunDir) -> dict[str, Any]:
+    """Without where it lies, since a saved page is sent to others; of evaluations their numbers only."""
+    found = {key: value for key, value in read(run).items() if key != "run_dir"}
+    numbers = [{key: line[key] for key in _OF_EVALUATION if key in line} for line in found["evaluations"]]
+    return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
+
+
+def _chosen(run: RunDir) -> dict[str, Any]:
+    """The settings that the page names."""
+    return {"max_staleness": run.config().queue.max_staleness}
+
+
+def _stamp(run: RunDir) -> tuple[object, ...]:
+    """Changes when a file changes that a summary is of; the first part is of its configuration."""
+    stamps: list[object] = []
+    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger):
+        try:
+            found = path.stat()
+            stamps.append((found.st_mtime_ns, found.st_size))
+        except OSError:
+            stamps.append(None)
+    return tuple(stamps)

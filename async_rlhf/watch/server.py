@@ -1,0 +1,238 @@
+"""The page, its data, and the Prometheus endpoint over HTTP: reads runs, changes none.
+
+    GET                               answers
+    /                                 the page, one document
+    /api/runs                         the runs, a line each
+    /api/runs/NAME                    one run but for its curves; ?step=N&layout=L also the curves that changed since
+    /api/runs/NAME/curves?metric=M    curves by name
+    /api/runs/NAME/completions        the newest sampled groups
+    /metrics  /alerts.yml             for Prometheus
+    /healthz  /readyz                 200 while it lives; 503 until the runs have been read
+
+`application` is the whole of it; `routes` can be mounted in another application, which then decides who may ask.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.watch import address as addresses
+from async_rlhf.watch import document, panels, prometheus
+from async_rlhf.watch.runs import Runs, as_json
+from async_rlhf.watch.series import MAX_STEP
+
+MAX_HEADER_BYTES = 16 << 10
+MAX_PATH_BYTES = 2 << 10
+_OPEN = ("/healthz", "/readyz")
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_CONNECTIONS = 128
+_MAX_CURVES = 64
+
+
+def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = _LOCAL) -> Starlette:
+    """Everything under `/`. token: whoever asks must give it, as a bearer token or as the password of basic authentication.
+
+    hosts: names by which it may be asked without a token, so that no site of another name can read it through a browser.
+    """
+    app = Starlette(routes=routes(runs))
+    app.add_middleware(Guard, token=token, hosts=None if token else hosts)
+    return app
+
+
+def routes(runs: Runs) -> list[BaseRoute]:
+    """What `application` serves, unguarded. The page asks relative to where it is mounted."""
+    answers = _Answers(runs)
+    return [
+        Route("/", answers.page),
+        Route("/api/runs", answers.listing),
+        Route("/api/runs/{name}", answers.state),
+        Route("/api/runs/{name}/curves", answers.curves),
+        Route("/api/runs/{name}/completions", answers.completions),
+        Route("/metrics", answers.metrics),
+        Route("/alerts.yml", lambda request: FileResponse(prometheus.ALERTS, media_type="text/plain; charset=utf-8")),
+        Route("/healthz", lambda request: PlainTextResponse("ok\n")),
+        Route("/readyz", answers.ready),
+    ]
+
+
+def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
+    """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
+    runs, token = Runs(path), addresses.read_token(token_file)
+    bound = addresses.listen(address, token)
+    host, port = bound.getsockname()[:2]
+    runs.start()
+    say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
+    say("Ctrl-C ends it; the run goes on")
+    try:
+        server(application(runs, token, (*_LOCAL, host))).run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass  # uvicorn has closed its connections, and tells its caller of the signal once more
+    finally:
+        runs.close()
+        _close(bound)
+
+
+def server(app: ASGIApp) -> uvicorn.Server:
+    """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=2,
+        )
+    )
+
+
+def save(path: Path, out: Path) -> None:
+    """Write the page with what it shows now as one file. Raises ConfigError."""
+    try:
+        write_whole(out, document.page(document.snapshot(Runs(path))))
+    except OSError as error:
+        raise ConfigError(f"--save {str(out)!r} cannot be written: {error}") from error
+
+
+class Guard:
+    """Before every request: its size, its host or token. Adds headers by which a browser gives the answers to no other site."""
+
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+        self._token = None if token is None else token.encode()
+        self._headers = {
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cross-origin-resource-policy": "same-origin",
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            return PlainTextResponse("nothing can be sent here: a request has no body\n", 413)
+        if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_PATH_BYTES:
+            return PlainTextResponse(f"a path and its query have at most {MAX_PATH_BYTES} bytes\n", 414)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
+        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
+            return PlainTextResponse(f"asked by another name than {', '.join(self._hosts)}\n", 421)
+        if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
+            return PlainTextResponse(
+                "a token is needed\n", 401, {"www-authenticate": 'Basic realm="async-rlhf", charset="UTF-8"'}
+            )
+        return None
+
+    def _is_token(self, authorization: str) -> bool:
+        """Takes as long for a nearly right one as for any other."""
+        kind, _, given = authorization.partition(" ")
+        said = given.encode() if kind.lower() == "bearer" else b""
+        if kind.lower() == "basic":
+            with suppress(binascii.Error, ValueError):
+                said = base64.b64decode(given, validate=True).partition(b":")[2]
+        assert self._token is not None
+        return secrets.compare_digest(said, self._token)
+
+
+class _Answers:
+    """Runs in threads: what is asked for may wait for a disk. The same answer is made once for all viewers."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._state = lru_cache(maxsize=64)(self._made)
+
+    def page(self, request: Request) -> Response:
+        headers = {"cache-control": "no-cache", "content-security-policy": document.policy()}
+        return Response(document.page(), media_type="text/html", headers=headers)
+
+    def listing(self, request: Request) -> Response:
+        return _json(as_json(document.listing(self._runs)))
+
+    def state(self, request: Request) -> Response:
+        query = request.query_params
+        wanted = (_step(query["step"]), query.get("layout", "")[:40]) if "step" in query else None
+        name = self._known(request)
+        self._runs.touch(name)
+        return _json(self._state(name, wanted, self._runs.revision))
+
+    def curves(self, request: Request) -> Response:
+        metrics = request.query_params.getlist("metric")[:_MAX_CURVES]
+        return _json(as_json(self._runs.curves(self._known(request), metrics)))
+
+    def completions(self, request: Request) -> Response:
+        return _json(as_json(self._runs.completions(self._known(request))))
+
+    def metrics(self, request: Request) -> Response:
+        return Response(prometheus.exposition(self._runs), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def ready(self, request: Request) -> Response:
+        ready = bool(self._runs.names())
+        return PlainTextResponse("ready\n" if ready else "no run has been read yet\n", 200 if ready else 503)
+
+    def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> str:
+        found = self._runs.state(name)
+        if wanted is not None:
+            found["history"] = self._runs.curves(name, panels.METRICS, *wanted)
+        return as_json(found)
+
+    def _known(self, request: Request) -> str:
+        name: str = request.path_params["name"]
+        if name not in self._runs.names():
+            raise HTTPException(404, "no such run")
+        return name
+
+
+def _step(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 12):
+        raise HTTPException(400, f"step: a number from 0 to {MAX_STEP}")
+    return int(text)
+
+
+def _json(text: str) -> Response:
+    return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without the port."""
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
+
+
+def _close(bound: socket.socket) -> None:
+    with suppress(OSError):
+        bound.close()

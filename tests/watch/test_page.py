@@ -1,0 +1,150 @@
+"""The page in a real browser: on a desktop and a phone, in light and dark, of long, empty and broken runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import DESKTOP, PHONE, Browser, found, opened
+from made_runs import HOSTILE, broken_run, made_run, records, write_lines
+from serving import Site, serving
+
+from async_rlhf.watch.runs import Runs
+from async_rlhf.watch.server import save
+
+pytestmark = pytest.mark.skipif(found() is None, reason="chromium and chromedriver are not installed")
+
+SECTIONS = ["tiles", "ages", "idle", "ledger", "actors", "timeline", "completions", "events"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    made_run(directory / "long", 20_000)
+    made_run(directory / "short", 60, seed=1)
+    made_run(directory / "empty", 0)
+    broken_run(directory / "broken")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def site(made: Path) -> Iterator[Site]:
+    with serving(Runs(made)) as site:
+        yield site
+
+
+def pixels(browser: Browser) -> int:
+    """Canvases on which something is drawn."""
+    drawn = "[...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].some((v) => v)"
+    return int(browser.ask(f"[...document.querySelectorAll('canvas')].filter((c) => c.width && c.height && {drawn}).length"))
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_section_is_drawn_and_fits_the_screen(browser: Browser, site: Site, size: tuple[int, int], colours: str) -> None:
+    browser.open(f"{site.url}#long", size, colours)
+    for section in SECTIONS:
+        assert browser.ask(f"document.getElementById('{section}').getBoundingClientRect().height > 20"), section
+    assert pixels(browser) > 12
+    assert browser.ask("document.querySelectorAll('#ledger path').length") == 7
+    assert browser.ask("document.documentElement.scrollWidth") <= size[0]
+    light = browser.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((v) => v > 128)")
+    assert light == (colours == "light")
+    assert browser.complaints() == []
+
+
+def test_tokens_are_coloured_by_the_version_that_sampled_them(browser: Browser, site: Site) -> None:
+    browser.run("document.body.dataset.ready = ''")
+    browser.open(f"{site.url}#short")
+    second = "document.querySelectorAll('.rollout')[1].querySelector('.text')"
+    # There is no checkpoint, so the tokenizer is that of the model it began with.
+    assert browser.ask(f"[...{second}.children].map((s) => [s.title, s.textContent])") == [
+        ["version 58", "lee"],
+        ["version 59", "ts"],
+    ]
+    assert browser.ask(f"new Set([...{second}.children].map((s) => getComputedStyle(s).backgroundColor)).size") == 2
+
+
+def test_a_run_without_a_step_says_so(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#empty")
+    assert "No step yet: stopped." in browser.text("#tiles") and "none yet" in browser.text("#completions")
+    assert browser.complaints() == []
+
+
+def test_a_broken_run_names_what_is_broken_and_its_texts_stay_texts(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#broken")
+    assert "metrics.jsonl: 1 lines are damaged and left out" in browser.text("#problems")
+    assert "no ledger.json" in browser.text("#ledger")
+    assert HOSTILE in browser.text("#completions") and HOSTILE in browser.text("#events")
+    assert (
+        browser.ask("document.title") == "broken · async-rlhf" and browser.ask("document.querySelectorAll('img').length") == 0
+    )
+    assert browser.complaints() == []
+
+
+def test_even_markup_that_came_in_would_not_run(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#short")
+    browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
+    browser.wait("document.querySelector('img').complete")
+    assert browser.ask("document.title") == "short · async-rlhf"
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints())
+
+
+def test_a_new_step_is_shown_without_asking_for_the_page_again(browser: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10)
+    with serving(Runs(run)) as site:
+        browser.open(site.url)
+        assert browser.text("#tiles b") == "10"
+        browser.run("window.same = true")
+        write_lines(run / "metrics.jsonl", records(11, begin=11))
+        browser.wait("document.querySelector('#tiles b').textContent === '11' && window.same")
+
+
+def test_runs_are_compared_and_one_is_opened(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    assert browser.ask("[...document.querySelectorAll('#runs a')].map((a) => a.textContent).sort()") == [
+        "broken",
+        "empty",
+        "long",
+        "short",
+    ]
+    assert pixels(browser) > 10
+    before = browser.ask("document.querySelectorAll('#compared .legend')[1].children.length")
+    browser.run("document.querySelector('[aria-label=\"compare short\"]').click()")
+    browser.wait(f"document.querySelectorAll('#compared .legend')[1].children.length === {before - 1}")
+    browser.run("[...document.querySelectorAll('#runs a')].find((a) => a.textContent === 'short').click()")
+    browser.wait("document.getElementById('title').textContent === 'short' && document.getElementById('tiles')")
+    assert browser.complaints() == []
+
+
+def test_a_saved_page_shows_the_same_and_asks_for_nothing(browser: Browser, made: Path, tmp_path: Path) -> None:
+    save(made / "short", tmp_path / "page.html")
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.text("#tiles b") == "60" and "as it was on" in browser.text("#standing")
+    assert pixels(browser) > 12 and "lee" in browser.text("#completions")
+    assert browser.ask("performance.getEntriesByType('resource').length") == 0
+    assert browser.complaints() == []
+
+
+def test_a_browser_gives_the_token_as_a_password(browser: Browser, made: Path) -> None:
+    token = "0123456789abcdef-secret"
+    with serving(Runs(made / "short"), token) as site:
+        browser.open(f"http://me:{token}@127.0.0.1:{site.port}/")
+        assert browser.text("#tiles b") == "60"
+    browser.complaints()
+
+
+def test_any_metric_of_the_run_can_be_drawn(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#short")
+    assert browser.ask("document.querySelector('#other .plot canvas')") is None
+    browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
+    browser.wait("document.querySelector('#other .plot canvas') !== null")
+    assert browser.text("#other .legend") == "learning_rate 2.0e-4"
+    assert browser.complaints() == []

@@ -1,0 +1,67 @@
+"""What Prometheus scrapes: names that the shipped rules rest on, values of the run, and nothing that breaks the format."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+from made_runs import BEGAN, broken_run, made_run, write_lines
+from prometheus_client.parser import text_string_to_metric_families
+from serving import serving
+
+from async_rlhf.watch.prometheus import ALERTS, exposition
+from async_rlhf.watch.runs import Runs
+
+
+def samples(runs: Runs) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(exposition(runs).decode())
+    return {(s.name, *(value for _, value in sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_a_scrape_has_the_newest_step_the_ledger_and_the_actors(tmp_path: Path) -> None:
+    found = samples(Runs(made_run(tmp_path / "run", 40)))
+    assert found["async_rlhf_steps_total", "run"] == 40
+    assert found["async_rlhf_trained_tokens_total", "run"] == 32_000
+    assert found["async_rlhf_last_step_timestamp_seconds", "run"] == BEGAN + 40
+    assert found["async_rlhf_ledger_groups", "trained", "run"] == 640
+    assert found["async_rlhf_actor_version", "actor-1", "run"] == 38
+    assert found["async_rlhf_ledger_closes", "run"] == 1 and found["async_rlhf_up", "run"] == 0
+    assert found["async_rlhf_staleness_bound_steps", "run"] == 1
+    assert ("async_rlhf_mismatch_nats", "run") not in found  # null in the newest step
+
+
+def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:
+    with serving(Runs(made_run(tmp_path / "run", 40))) as site:
+        scraped, rules = site.get("/metrics"), site.get("/alerts.yml").text
+    assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = {line.split("{")[0] for line in scraped.text.splitlines() if not line.startswith("#")}
+    assert rules == ALERTS.read_text()
+    (group,) = yaml.safe_load(rules)["groups"]
+    for rule in group["rules"]:
+        used = re.findall(r"async_rlhf_\w+", rule["expr"])
+        assert used and set(used) <= names, f"{rule['alert']} uses {used}"
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"} and rule["annotations"]["summary"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
+
+
+def test_a_broken_run_and_one_without_a_step_are_scraped_with_what_they_have(tmp_path: Path) -> None:
+    broken_run(tmp_path / "broken")
+    made_run(tmp_path / "empty", 0)
+    found = samples(Runs(tmp_path))
+    assert found["async_rlhf_problems", "broken"] > 0 and found["async_rlhf_problems", "empty"] == 0
+    assert ("async_rlhf_reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
+    assert found["async_rlhf_runs",] == 2
+
+
+def test_names_that_a_file_invents_stay_inside_their_label(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 3)
+    status = json.loads((run / "ledger.json").read_text())
+    status["actors"] = {'evil"} 1\nasync_rlhf_up{run="x': {"version": 1, "groups": 1, "silent_s": 0.0}}
+    (run / "ledger.json").write_text(json.dumps(status))
+    write_lines(run / "metrics.jsonl", [{"step": 4, "reward": "much", "step_time": 1e999}])
+    found = samples(Runs(run))
+    assert found["async_rlhf_actor_version", 'evil"} 1\nasync_rlhf_up{run="x', "run"] == 1
+    assert [key for key in found if key[0] == "async_rlhf_up"] == [("async_rlhf_up", "run")]
+    assert ("async_rlhf_reward", "run") not in found
