@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.buffers import formats
-from async_rlhf.buffers.errors import FormatError
+from async_rlhf.buffers.errors import FormatError, WireError
 from async_rlhf.buffers.formats import Format
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
@@ -140,6 +141,15 @@ def test_a_journal_and_weights_without_a_number_are_of_the_first_format() -> Non
     payload = msgpack.packb({"committed_step": 7})
     found = segment.parse(segment.head(segment.STATE, [payload]) + payload, 0)
     assert found is not None and found[0] == QueueSnapshot(committed_step=7)
+
+
+def test_a_group_of_an_older_protocol_is_read_as_long_as_its_message_is_the_same() -> None:
+    header = msgpack.packb([wire.PROTOCOL - 1, 5, wire.Bye().model_dump()])
+    request, message, _ = wire.decode([header], max_frame_bytes=1 << 20, oldest=wire.PROTOCOL - 1)
+    assert (request, message) == (5, wire.Bye())
+    for frames, oldest in (([header], wire.PROTOCOL), ([msgpack.packb([wire.PROTOCOL + 1, 5, {}])], 1)):
+        with pytest.raises(WireError, match=f"protocol .*; this side speaks {wire.PROTOCOL}"):
+            wire.decode(frames, max_frame_bytes=1 << 20, oldest=oldest)
 
 
 @pytest.mark.parametrize(
