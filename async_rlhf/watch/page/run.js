@@ -111,7 +111,7 @@ class RunView {
     const now = last ?? {};
     this.parts.tiles.className = "tiles";
     this.parts.tiles.replaceChildren(
-      tile(short(step), `of ${short(steps)} steps`, steps ? step / steps : 0),
+      tile(short(step), steps ? `of ${short(steps)} steps` : "steps, without end", steps ? step / steps : 0),
       tile(short(now.reward), "reward of the newest step"),
       tile(best ? short(best.mean_reward) : "–", best ? `held-out reward at step ${short(best.step)}` : "held-out reward"),
       tile(short(now.tokens_per_second), "tokens a second"),
