@@ -216,7 +216,8 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
             _panel(axes, rows, measure, x)
             axes.set_xlabel(words)
         panels[line][0].set_ylabel(_MEASURES[measure])
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4 if over[1:] else 3, frameon=False)
+    named, columns = panels[0][0].get_legend_handles_labels(), 2 + len(over)
+    figure.legend(*named, loc="outside lower center", ncols=columns, frameon=False)
     first, runs = rows[0], rows[0].runs
     batches, spread = "one stale batch", "jackknife over groups and blocks"
     if runs > 1:
