@@ -22,14 +22,10 @@ the frozen process is killed. When a role is given up is for `child` to say.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from async_rlhf.buffers.clients.control import Control, control
@@ -66,21 +62,11 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
 from async_rlhf.run.spooling import PromptWatch
-from async_rlhf.run.terminal import outliving_terminal
+from async_rlhf.run.terminal import Signals, on_signals
 from async_rlhf.run.tracker import Tracker
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0
-
-
-@dataclass
-class _Signals:
-    """Counts SIGINT and SIGTERM."""
-
-    count: int = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 class Supervisor:
@@ -109,7 +95,7 @@ class Supervisor:
         self._progress = self.events = Events(config, run, progress or Progress())
         self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
         self.agents = launcher.agents
-        self._signals = _Signals()
+        self._signals = Signals()
         self._draining = False
         self._step = self._highest = self._num_records = 0
         self._spent = Spent()
@@ -385,18 +371,3 @@ def _refused_when_full() -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"the run cannot be started: {error}") from error
-
-
-@contextmanager
-def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with outliving_terminal():
-            yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -1,6 +1,7 @@
-"""What a run needs of a terminal is nothing: it may be closed, or its reader may end, and the run goes on.
+"""What an operator's terminal does to a run: its signals ask it to end, and its own end does nothing.
 
-The kernel then sends SIGHUP, which would end a program, and refuses what is written (EIO; EPIPE where it was a pipe).
+When a terminal is closed, or its reader ends, the kernel sends SIGHUP, which would end a program, and refuses what is written
+(EIO; EPIPE where it was a pipe).
 """
 
 from __future__ import annotations
@@ -10,11 +11,38 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)
+
+
+@dataclass
+class Signals:
+    """Counts SIGINT and SIGTERM."""
+
+    count: int = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with outliving_terminal():
+            yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from typing import IO
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
 from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.run_lock import RunLock
-from async_rlhf.run.daemon import on_signals
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
+from async_rlhf.run.terminal import on_signals
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
 

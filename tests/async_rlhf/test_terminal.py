@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY, wait_for
 
 PROGRAM = """
 import pathlib, signal, sys
-from async_rlhf.run.daemon import on_signals
+from async_rlhf.run.terminal import on_signals
 from async_rlhf.run.display import Display
 
 begun, closed, ended = map(pathlib.Path, sys.argv[1:])
