@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError
 
 _PATIENCE_S = 2.0
 _AGAIN_S = 0.5
-_GOES_ON = ("running", "disk full")
+_GOES_ON = ("running", "paused", "disk full")
 
 
 class Courier:

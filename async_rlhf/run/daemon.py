@@ -2,7 +2,7 @@
 
 owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a courier to the hub
 waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long, unless nothing
-            is missing but prompts (`spooling`)
+            is missing but what an operator brings (`lacks`)
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
 on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
 
@@ -56,12 +56,12 @@ from async_rlhf.run.courier import Courier
 from async_rlhf.run.disk import RunDisk
 from async_rlhf.run.evaluator import Evaluator
 from async_rlhf.run.events import Events
+from async_rlhf.run.lacks import LackWatch
 from async_rlhf.run.launching import with_ranks
 from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
-from async_rlhf.run.spooling import PromptWatch
 from async_rlhf.run.terminal import Signals, on_signals
 from async_rlhf.run.tracker import Tracker
 
@@ -108,7 +108,7 @@ class Supervisor:
         self._placement = placement or placement_of(config)
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
-        self._prompts = PromptWatch(config, run, self._progress.event, self._now)
+        self._lacks = LackWatch(run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
             run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
@@ -230,7 +230,7 @@ class Supervisor:
                 self._courier.drain()
             if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
-            if self._prompts.are_missing():
+            if self._lacks.waits():
                 self._last_step_at = self._now()
             if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())

@@ -129,6 +129,8 @@ def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:
         return "the learner loads its model", ""
     if not status.get("actors"):
         return "the actors load their model", ""
+    if status.get("lacks_room"):
+        return "the disk has too little room", ""
     if status.get("lacks_prompts"):
         return "the spool has no prompts", ""
     ledger = status.get("ledger", {})

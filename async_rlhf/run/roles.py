@@ -29,6 +29,7 @@ from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
 from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.disk import little_room
 from async_rlhf.run.evaluation import import_models, run_evaluation
 from async_rlhf.run.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run.run_data import RunData
@@ -70,6 +71,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         shared=shared(config, data),
         beat=beat,
         spool=spool,
+        little_room=partial(little_room, run.path, config.disk_pause_bytes),
     ).run()
 
 

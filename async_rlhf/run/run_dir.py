@@ -55,6 +55,7 @@ _MAY_CHANGE = (
     "sampled_groups",
     "max_log_bytes",
     "disk_headroom_bytes",
+    "disk_pause_bytes",
     "address",
     "security.",
     "output_dir",

@@ -1,10 +1,10 @@
-"""A run's spool: which rows are of use to it, where it is, and whether the run waits for prompts and for nothing else."""
+"""A run's spool: which rows are of use to it, and where it is."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 from async_rlhf.actors.data.rows import row_of
 from async_rlhf.actors.data.tokens import PromptTokenizer
 from async_rlhf.actors.prompts import to_json
-from async_rlhf.buffers.errors import ConfigError, DamagedError, WireError
+from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
@@ -26,8 +26,6 @@ from async_rlhf.run.scoring import stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
-_LOOK_S = 1.0
-_FRESH_S = 5.0  # the hub writes its status twice a second
 
 
 def open_spool(run: RunDir, config: Config) -> Spool | None:
@@ -112,34 +110,3 @@ class RowCheck:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
-
-
-class PromptWatch:
-    """Whether a run waits for prompts and for nothing else, by what its hub writes. say: told when that begins and ends."""
-
-    def __init__(self, config: Config, run: RunDir, say: Callable[[str], None], now: Callable[[], float]) -> None:
-        self._spool, self._run, self._say, self._now = config.data.spool, run, say, now
-        self._looked_at = now()
-        self._written, self._written_at = 0, now()
-        self._missing = False
-
-    def are_missing(self) -> bool:
-        """By the last look, of which there is one a second; never, where a hub has not written for some seconds."""
-        if self._spool is None or self._now() - self._looked_at < _LOOK_S:
-            return self._missing
-        self._looked_at = self._now()
-        before, self._missing = self._missing, self._look()
-        if self._missing and not before:
-            self._say(f"waiting for prompts: there are none in {self._spool}")
-        elif before and not self._missing:
-            self._say("there are prompts again")
-        return self._missing
-
-    def _look(self) -> bool:
-        try:
-            written = self._run.ledger.stat().st_mtime_ns
-            if written != self._written:
-                self._written, self._written_at = written, self._now()
-            return self._now() - self._written_at < _FRESH_S and self._run.read_ledger().get("lacks_prompts") is True
-        except (OSError, DamagedError):
-            return False

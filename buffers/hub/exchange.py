@@ -82,6 +82,7 @@ class Exchange:
         self._session = LearnerSession(self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation)
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
+        self.little_room = ""  # why no group is begun now, although one could be
         self._retry = False
         self._later = 0
         self._stop_reason = ""
@@ -213,7 +214,7 @@ class Exchange:
         if self._spool is not None:
             stream = self._spool.stream
             admission.order.extend(stream.num_numbers, coming=not stream.ended)
-        for name, credits in admission.credits().items():
+        for name, credits in ({} if self.little_room else admission.credits()).items():
             for message in self._messages(credits):
                 self.outbox.hold(self._peers[name].identity, message)
         if reason := self._session.answer():
@@ -245,17 +246,20 @@ class Exchange:
         self._sessions.tick(self._clock())
         self._refusals.report()
         self._retry = True
-        self._session.remind(self._full)
+        self._session.remind(self._full or self.little_room)
 
     def status(self) -> dict[str, Any]:
         """Everything an operator asks: plain values, ready for JSON."""
-        doing = "draining" if self._admission.draining else "running"
+        doing = "draining" if self._admission.draining else "paused" if self.little_room else "running"
+        waits = self._session.waits and not self._full
         return {
             "incarnation": self._incarnation,
             "state": self._stop_reason or ("disk full" if self._full else doing),
-            "waiting_for": self._full or (status.waiting_for(self._admission) if self._session.waits else ""),
+            "waiting_for": self._full
+            or ((self.little_room or status.waiting_for(self._admission)) if self._session.waits else ""),
             "refused": dict(self._refusals.counts),
-            "lacks_prompts": self._session.waits and not self._full and status.lacks_prompts(self._admission),
+            "lacks_room": waits and bool(self.little_room),
+            "lacks_prompts": waits and status.lacks_prompts(self._admission),
             "spool": None if self._spool is None else self._spool.status(),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,

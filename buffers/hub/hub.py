@@ -66,11 +66,14 @@ class Hub:
         shared: Mapping[str, str] = MappingProxyType({}),
         beat: Callable[[], None] | None = None,
         spool: Spool | None = None,
+        little_room: Callable[[], str] | None = None,
     ) -> None:
         """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. spool:
-        where prompts come from while the run goes on; its turns are taken by the loop."""
+        where prompts come from while the run goes on; its turns are taken by the loop. little_room: asked with every tick why
+        no further group should be begun; empty where there is no reason."""
         self._spool = spool
         self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
+        self._little_room = little_room or (lambda: "")
         self._journal = Journal(
             directory / "queue",
             segment_bytes=config.segment_bytes,
@@ -114,6 +117,7 @@ class Hub:
                 if self._clock() >= next_tick:
                     next_tick = self._clock() + _TICK_S
                     self._beat()
+                    self._exchange.little_room = self._little_room()
                     self._exchange.tick()
                     self._socket.report()
                     self._write_ledger()

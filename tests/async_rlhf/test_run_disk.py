@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from async_rlhf.run.disk import RunDisk
+from async_rlhf.run.disk import RunDisk, little_room
 
 
 class Usage(NamedTuple):
@@ -83,3 +83,13 @@ def test_logs_are_looked_at_every_ten_seconds_only(tmp_path: Path) -> None:
     clock.seconds = 10.0
     disk.look()
     assert sorted(os.listdir(tmp_path / "logs")) == ["hub.log", "hub.log.1"]
+
+
+def test_little_room_has_a_reason_and_a_disk_that_cannot_be_asked_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert little_room(tmp_path, 0) == "" and little_room(tmp_path / "none", 1 << 62) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 << 20))
+    assert little_room(tmp_path, 3 << 20) == ""
+    said = "the disk has 3 MiB left, less than disk_pause_bytes (4 MiB): no group is begun"
+    assert little_room(tmp_path, 4 << 20) == said

@@ -22,10 +22,10 @@ from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.learner.loop.budget import Budget, Spent
 from async_rlhf.run.api import load
-from async_rlhf.run.display import StepPace, beginning
+from async_rlhf.run.display import StepPace
 from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import End, RunDir
-from async_rlhf.run.spooling import PromptWatch, RowCheck
+from async_rlhf.run.spooling import RowCheck
 from tests.conftest import QUICK, has_ended, wait_for
 
 
@@ -157,25 +157,6 @@ def test_rows_are_put_and_the_spool_is_ended_by_the_command(tmp_path: Path) -> N
     assert CliRunner().invoke(app, ["spool", "end", str(spool)]).exit_code == 0
     refused = CliRunner().invoke(app, ["spool", "put", str(spool), "-"], input="{}\n")
     assert refused.exit_code == 3 and len(os.listdir(spool)) == 3
-
-
-def test_a_run_waits_for_prompts_only_as_long_as_its_hub_says_so(small: Any, tmp_path: Path) -> None:
-    run, now, said = RunDir(tmp_path), [0.0], list[str]()
-    watch = PromptWatch(small(**fed(tmp_path)), run, said.append, lambda: now[0])
-
-    def seen(at: float, status: dict[str, Any] | None = None) -> bool:
-        now[0] = at
-        if status is not None:
-            run.ledger.write_text(json.dumps(status))
-            os.utime(run.ledger, ns=(0, int(at * 1e9) + 1))
-        return watch.are_missing()
-
-    assert not seen(2.0, {"lacks_prompts": False})
-    assert seen(4.0, {"lacks_prompts": True}) and seen(4.5) and seen(6.0)
-    assert not seen(20.0), "a hub that writes nothing any more has not said that it waits"
-    assert seen(22.0, {"lacks_prompts": True}) and not seen(24.0, {"lacks_prompts": False})
-    assert len(said) == 4 and said[0].startswith("waiting for prompts") and said[-1] == "there are prompts again"
-    assert beginning({"version": 0, "actors": {"a": {}}, "lacks_prompts": True}, 4)[0] == "the spool has no prompts"
 
 
 def test_a_run_without_an_end_goes_on_until_a_budget_ends_it(small: Any) -> None:

@@ -1,4 +1,4 @@
-"""A hub whose prompts come while it runs: credits carry their rows, and a learner without prompts is told so."""
+"""A hub whose prompts come while it runs: credits carry their rows, and a learner without prompts, or room, is told so."""
 
 from __future__ import annotations
 
@@ -88,3 +88,18 @@ def test_a_spool_that_ends_empty_ends_the_run(fed: Fed) -> None:
     end(fed.source)
     said = [message.reason for message in fed.turn() if isinstance(message, wire.Ended)]
     assert said == ["finished"] and fed.status()["spool"]["ended"] and not fed.status()["lacks_prompts"]
+
+
+def test_with_little_room_no_group_is_begun_and_the_learner_is_told_until_there_is_more(fed: Fed) -> None:
+    fed.exchange.little_room = "the disk has 1 MiB left"
+    put(fed.source, [json.dumps({"prompt": str(number)}).encode() for number in range(2)])
+    assert not any(isinstance(message, wire.Credits) for message in fed.turn())
+    status = fed.status()
+    assert (status["state"], status["waiting_for"]) == ("paused", "the disk has 1 MiB left")
+    assert status["lacks_room"] and not status["lacks_prompts"]
+    fed.exchange.tick()
+    told = [message.detail for message in fed.turn() if isinstance(message, wire.Waiting)]
+    assert told == ["the disk has 1 MiB left"]
+    fed.exchange.little_room = ""
+    assert any(isinstance(message, wire.Credits) for message in fed.turn())
+    assert fed.status()["state"] == "running" and not fed.status()["lacks_room"]
