@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.serve.turns import MAX_LOSSES, Ended, Entry, Plan, Request, Seen, State, plan, requested
@@ -19,11 +19,11 @@ class Machine:
 
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
-        self.entries: list[Entry] = []
+        self.entries = [Entry(number, f"run-{number}") for number in (1, 2, 3, 4)]
         self.alive: set[int] = set()
+        self.told: set[int] = set()
         self.ended: dict[int, Ended | None] = {}
         self.steps: dict[int, int] = {}
-        self.started: list[int] = []
         self.closing = False
 
     def seen(self) -> Mapping[int, Seen]:
@@ -41,9 +41,11 @@ class Machine:
             assert all(number < other for other in waiting), "first in, first out"
             self.alive.add(number)
             self.ended[number] = None
-            self.started.append(number)
+            self.told.discard(number)
         assert len(self.alive) <= self.at_once
         assert not (self.closing and made.start)
+        assert not self.told & set(made.tell), "asked twice, which would force it to end"
+        self.told |= set(made.tell)
         self.entries = [
             replace(entry, steps=self.steps.get(entry.number, 0))
             if entry.number in made.start
@@ -65,6 +67,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size
 
 
 @given(EVENTS, st.integers(1, 3))
+@settings(max_examples=400)
 def test_whatever_happens_runs_begin_in_order_never_twice_and_all_end(events: list[tuple[str, int]], at_once: int) -> None:
     machine = Machine(at_once)
     for kind, which in events:
@@ -151,6 +154,15 @@ def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_t
         assert busy.state == "running"
     given_up = after(idle, Seen(False, None, steps=0))
     assert given_up.state == "failed" and given_up.reason == f"lost {MAX_LOSSES} times in a row without a new step"
+
+
+def test_a_run_that_an_operator_stops_is_asked_once_also_where_the_daemon_had_asked_it_before() -> None:
+    stopping = requested(Entry(1, "run", "running"), "stop")
+    assert stopping is not None and plan([stopping], {1: Seen(True)}).tell == (1,)
+    already = requested(Entry(1, "run", "pausing", told=True), "stop")
+    assert already is not None and already.state == "stopping" and plan([already], {1: Seen(True)}).tell == ()
+    again = requested(Entry(1, "run", "stopped", told=True), "resume")
+    assert again is not None and not again.told
 
 
 def test_fewer_runs_at_a_time_than_before_let_those_that_run_end_first() -> None:
