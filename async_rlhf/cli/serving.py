@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,10 @@ RunName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run in i
 def serve(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; made where there is none.")],
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs at a time.")] = 1,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP:PORT", help="Show the page of `watch` there, of all its runs: 127.0.0.1:8265.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that a viewer of the page has to give.")] = None,
     print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a unit of systemd for this, and end.")] = False,
     print_container: Annotated[bool, typer.Option("--print-container", help="Print a container file, and end.")] = False,
 ) -> None:
@@ -31,13 +36,16 @@ def serve(
         if print_unit or print_container:
             from async_rlhf.serve.deployment import container, unit
 
-            typer.echo(unit(directory, at_once) if print_unit else container(at_once), nl=False)
+            shown = [] if address is None else ["--address", address]
+            shown += [] if token_file is None else ["--token-file", str(token_file.absolute())]
+            typer.echo(unit(directory, at_once, shown) if print_unit else container(at_once), nl=False)
             return
         from async_rlhf.serve.daemon import Daemon
         from async_rlhf.serve.queue_dir import QueueDir
 
         queue = QueueDir.made(directory)
-        Daemon(queue, at_once=at_once, say=say).run()
+        with _page(queue.runs, address, token_file):
+            Daemon(queue, at_once=at_once, say=say).run()
 
 
 @app.command()
@@ -108,6 +116,14 @@ def fork(
             _submit(to, config)
             return
         run_to_end(config)
+
+
+def _page(runs: Path, address: str | None, token_file: Path | None) -> AbstractContextManager[None]:
+    if address is None:
+        return nullcontext()
+    from async_rlhf.watch.server import beside
+
+    return beside(runs, address, token_file, say)
 
 
 def _request(what: Request, directory: Path, name: str) -> None:

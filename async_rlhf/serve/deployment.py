@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import getpass
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 _DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; then it is killed, and resumed later
 
 
-def unit(directory: Path, at_once: int) -> str:
-    """Of a daemon of this directory, run by this user with this Python.
+def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
+    """Of a daemon of this directory, run by this user with this Python. options: of `serve`, beside these.
 
     Only the daemon is asked to end, for it drains its runs; what is left after that is killed. A process of a run that the
     kernel kills for want of memory is for the run to start again, not for systemd.
     """
-    words = [sys.executable, "-m", "async_rlhf", "serve", str(directory.absolute()), "--at-once", str(at_once)]
+    words = [sys.executable, "-m", "async_rlhf", "serve", str(directory.absolute()), "--at-once", str(at_once), *options]
     return f"""\
 [Unit]
 Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}

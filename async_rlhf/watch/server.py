@@ -18,8 +18,9 @@ import base64
 import binascii
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ MAX_PATH_BYTES = 2 << 10
 _OPEN = ("/healthz", "/readyz")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _CONNECTIONS = 128
+_GRACE_S = 2
 _MAX_CURVES = 64
 
 
@@ -91,6 +93,27 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
         _close(bound)
 
 
+@contextmanager
+def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> Iterator[None]:
+    """Serve the page of the runs in a directory, which may be none yet, from a thread until the block ends. Raises ConfigError
+    before it listens."""
+    runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
+    bound = addresses.listen(address, token)
+    host, port = bound.getsockname()[:2]
+    serving = server(application(runs, token, (*_LOCAL, host)))
+    thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]}, name="page", daemon=True)
+    runs.start()
+    thread.start()
+    say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
+    try:
+        yield
+    finally:
+        serving.should_exit = True
+        thread.join(_GRACE_S + 1)
+        runs.close()
+        _close(bound)
+
+
 def server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
     return uvicorn.Server(
@@ -105,7 +128,7 @@ def server(app: ASGIApp) -> uvicorn.Server:
             proxy_headers=False,
             limit_concurrency=_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=_GRACE_S,
         )
     )
 

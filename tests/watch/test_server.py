@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from made_runs import HOSTILE, broken_run, made_run, records, write_lines
@@ -22,7 +25,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address, document
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, save
+from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, beside, save
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -225,3 +228,24 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(made: P
             assert process.stdout.read() == "" and process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_a_page_beside_a_queue_shows_runs_that_come_later_and_ends_with_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    with beside(tmp_path, "127.0.0.1:0", None, said.append):
+        url = said[0].rpartition(" ")[2]
+        assert json.load(urlopen(f"{url}api/runs", timeout=10))["runs"] == []
+        made_run(tmp_path / "late", 3)
+        deadline = time.monotonic() + 30
+        while not (found := json.load(urlopen(f"{url}api/runs", timeout=10))["runs"]):
+            assert time.monotonic() < deadline
+        assert [run["name"] for run in found] == ["late"]
+    with pytest.raises(URLError):
+        urlopen(url, timeout=10)
+
+
+def test_a_queue_whose_page_cannot_be_served_is_not_served(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["serve", str(tmp_path), "--address", "0.0.0.0:0"])
+    assert found.exit_code == 3 and "there is no token" in found.output
+    shown = ["serve", str(tmp_path), "--print-unit", "--address", "127.0.0.1:8265"]
+    assert "--address 127.0.0.1:8265" in CliRunner().invoke(app, shown).output
