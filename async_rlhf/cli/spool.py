@@ -1,4 +1,4 @@
-"""Commands for a spool: put, end."""
+"""Commands for a spool: put, listen, end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import errors, spool_app
+from async_rlhf.cli.app import errors, say, spool_app
 
 SpoolPath = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of data.source = 'spool:DIR'.")]
 
@@ -32,6 +32,19 @@ def spool_put(
             except OSError as error:
                 raise ConfigError(f"{str(file)!r} cannot be read: {error}; give a file of one JSON object a line") from error
         typer.echo(f"{found.rows} rows, {found.num_bytes} bytes")
+
+
+@spool_app.command("listen")
+def spool_listen(
+    directory: SpoolPath,
+    address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8266",
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that whoever sends has to give.")] = None,
+) -> None:
+    """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""
+    with errors():
+        from async_rlhf.watch.intake import listen
+
+        listen(directory, address, token_file, say)
 
 
 @spool_app.command("end")

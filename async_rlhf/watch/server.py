@@ -44,13 +44,13 @@ from async_rlhf.watch.series import MAX_STEP
 MAX_HEADER_BYTES = 16 << 10
 MAX_PATH_BYTES = 2 << 10
 _OPEN = ("/healthz", "/readyz")
-_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _CONNECTIONS = 128
 _GRACE_S = 2
 _MAX_CURVES = 64
 
 
-def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = _LOCAL) -> Starlette:
+def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
     """Everything under `/`. token: whoever asks must give it, as a bearer token or as the password of basic authentication.
 
     hosts: names by which it may be asked without a token, so that no site of another name can read it through a browser.
@@ -85,7 +85,7 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
     say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
     say("Ctrl-C ends it; the run goes on")
     try:
-        server(application(runs, token, (*_LOCAL, host))).run(sockets=[bound])
+        server(application(runs, token, (*LOCAL, host))).run(sockets=[bound])
     except KeyboardInterrupt:
         pass  # uvicorn has closed its connections, and tells its caller of the signal once more
     finally:
@@ -100,7 +100,7 @@ def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str
     runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
     bound = addresses.listen(address, token)
     host, port = bound.getsockname()[:2]
-    serving = server(application(runs, token, (*_LOCAL, host)))
+    serving = server(application(runs, token, (*LOCAL, host)))
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]}, name="page", daemon=True)
     runs.start()
     thread.start()
@@ -142,10 +142,13 @@ def save(path: Path, out: Path) -> None:
 
 
 class Guard:
-    """Before every request: its size, its host or token. Adds headers by which a browser gives the answers to no other site."""
+    """Before every request: its size, its host or token. Adds headers by which a browser gives the answers to no other site.
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str] | None) -> None:
-        self._app, self._hosts = app, hosts
+    max_body_bytes: of what is sent, whose length must be said; 0: nothing can be sent.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str] | None, max_body_bytes: int = 0) -> None:
+        self._app, self._hosts, self._max_body_bytes = app, hosts, max_body_bytes
         self._token = None if token is None else token.encode()
         self._headers = {
             "x-content-type-options": "nosniff",
@@ -168,8 +171,13 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        length = headers.get("content-length", "0")
+        if not self._max_body_bytes and (length != "0" or "transfer-encoding" in headers):
             return PlainTextResponse("nothing can be sent here: a request has no body\n", 413)
+        if "transfer-encoding" in headers:
+            return PlainTextResponse("send it whole, with its Content-Length\n", 411)
+        if not length.isdecimal() or len(length) > 12 or int(length) > self._max_body_bytes:
+            return PlainTextResponse(f"a body has at most {self._max_body_bytes} bytes; split it\n", 413)
         if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_PATH_BYTES:
             return PlainTextResponse(f"a path and its query have at most {MAX_PATH_BYTES} bytes\n", 414)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:

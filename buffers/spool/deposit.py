@@ -53,7 +53,7 @@ def put(
     lines: one JSON object each. Raises ConfigError for a line that is none, limits that are passed, a spool that has ended,
     and a directory that is not there or cannot be written.
     """
-    _check_open(directory, files)
+    check_open(directory, files)
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"  # names are claimed in their order
     temporary = directory / f".{name}.tmp"
     rows = num_bytes = 0
@@ -98,7 +98,8 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"spool {str(directory)!r} is no directory; a run makes its own when it starts, or make it yourself")
 
 
-def _check_open(directory: Path, files: Files) -> None:
+def check_open(directory: Path, files: Files = DISK) -> None:
+    """Raises ConfigError for a spool that is not there, cannot be read or has ended."""
     _check_directory(directory)
     try:
         ended = END in files.names(directory)

@@ -1,0 +1,61 @@
+"""Prompts over HTTP: what is posted goes into a spool, all of it or nothing, and is on disk before the answer.
+
+    POST /rows      JSONL, an object a line          200 {"rows": N, "bytes": N}, 400 with the line and what is wrong with it
+    GET  /healthz                                    200 while it lives
+
+Knows nothing of runs, as the spool does: what a row must have is looked at by the run that claims it. `Guard` stands before it:
+this machine only, unless there is a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.spool.deposit import check_open, put
+from async_rlhf.watch import address as addresses
+from async_rlhf.watch.server import LOCAL, Guard, server
+
+MAX_BODY_BYTES = 32 << 20
+
+
+def intake(spool: Path, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> Starlette:
+    """token, hosts: as of `server.application`."""
+
+    async def rows(request: Request) -> Response:
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return PlainTextResponse("the body is not whole; nothing was put\n", 400)
+        try:
+            found = await run_in_threadpool(put, spool, body.splitlines())
+        except ConfigError as error:
+            return PlainTextResponse(f"{str(error).replace(str(spool), spool.name)}\n", 400)
+        return JSONResponse({"rows": found.rows, "bytes": found.num_bytes})
+
+    routes = [Route("/rows", rows, methods=["POST"]), Route("/healthz", lambda request: PlainTextResponse("ok\n"))]
+    app = Starlette(routes=routes)
+    app.add_middleware(Guard, token=token, hosts=None if token else hosts, max_body_bytes=MAX_BODY_BYTES)
+    return app
+
+
+def listen(spool: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
+    """Take rows until Ctrl-C. Raises ConfigError before it listens: for a spool that is not there or has ended too."""
+    check_open(spool)
+    token = addresses.read_token(token_file)
+    bound = addresses.listen(address, token)
+    host, port = bound.getsockname()[:2]
+    say(f"rows for {spool} are taken at {addresses.url(host, port)}rows" + (" (bearer token)" if token else ""))
+    try:
+        server(intake(spool, token, (*LOCAL, host))).run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass  # as in `server.serve`
+    finally:
+        bound.close()

@@ -1,0 +1,103 @@
+"""Prompts that are posted are in the spool when the answer comes, all or none; what may not be sent is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Site
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.spool.deposit import end
+from async_rlhf.cli.commands import app
+from async_rlhf.watch import address
+from async_rlhf.watch.intake import MAX_BODY_BYTES, intake
+from async_rlhf.watch.server import server
+
+TOKEN = "0123456789abcdef-secret"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    made = tmp_path / "prompts"
+    made.mkdir()
+    return made
+
+
+def taking(spool: Path, token: str | None = None) -> Iterator[Site]:
+    bound = address.listen("127.0.0.1:0", token)
+    served = server(intake(spool, token))
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        yield Site(bound.getsockname()[1])
+    finally:
+        served.should_exit = True
+        thread.join(30)
+        bound.close()
+
+
+@pytest.fixture
+def site(spool: Path) -> Iterator[Site]:
+    yield from taking(spool)
+
+
+@pytest.fixture
+def closed_site(spool: Path) -> Iterator[Site]:
+    yield from taking(spool, TOKEN)
+
+
+def rows(spool: Path) -> list[object]:
+    return [json.loads(line) for file in sorted(spool.glob("*.jsonl")) for line in file.read_bytes().splitlines()]
+
+
+def test_rows_that_are_posted_are_in_the_spool_when_the_answer_comes(site: Site, spool: Path) -> None:
+    sent = [{"prompt": "a", "answer": 1}, {"prompt": "b\u2028", "answer": 2}]
+    body = "\n".join(json.dumps(row, ensure_ascii=False) for row in sent).encode()
+    answer = site.get("/rows", method="POST", body=body)
+    assert (answer.status, json.loads(answer.text)) == (200, {"rows": 2, "bytes": len(body) + 1})
+    assert rows(spool) == sent
+
+
+def test_of_rows_with_one_that_is_none_nothing_is_put_and_the_line_is_named(site: Site, spool: Path) -> None:
+    answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}\n{"prompt": ')
+    assert answer.status == 400 and "line 2 is not JSON" in answer.text and "Nothing was put" in answer.text
+    assert not list(spool.iterdir())
+
+
+def test_a_spool_that_has_ended_takes_nothing_and_does_not_tell_where_it_lies(site: Site, spool: Path) -> None:
+    end(spool)
+    answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}')
+    assert answer.status == 400 and "'prompts' has ended" in answer.text and str(spool) not in answer.text
+
+
+def test_what_is_too_long_or_of_no_said_length_is_refused_before_it_is_read(site: Site, spool: Path) -> None:
+    assert site.get("/rows", {"content-length": str(MAX_BODY_BYTES + 1)}, "POST").status == 413
+    assert site.get("/rows", {"content-length": "1e3"}, "POST").status in (400, 413)
+    assert site.get("/rows", {"transfer-encoding": "chunked"}, "POST").status == 411
+    assert site.get("/rows").status == 405 and site.get("/").status == 404 and site.get("/healthz").status == 200
+    assert not list(spool.iterdir())
+
+
+def test_without_the_token_or_from_a_site_of_another_name_nothing_is_taken(closed_site: Site, site: Site, spool: Path) -> None:
+    body = b'{"prompt": "a"}'
+    assert closed_site.get("/rows", method="POST", body=body).status == 401
+    assert site.get("/rows", {"host": "elsewhere.example"}, "POST", body).status == 421
+    assert not list(spool.iterdir())
+    assert closed_site.get("/rows", {"authorization": f"Bearer {TOKEN}"}, "POST", body).status == 200
+    assert rows(spool) == [{"prompt": "a"}]
+
+
+def test_the_command_refuses_what_it_could_not_take_rows_for(tmp_path: Path, spool: Path) -> None:
+    def said(*words: str) -> str:
+        found = CliRunner().invoke(app, ["spool", "listen", *words])
+        assert found.exit_code == 3
+        return found.output
+
+    assert "is no directory" in said(str(tmp_path / "none"))
+    assert "there is no token" in said(str(spool), "--address", "0.0.0.0:0")
+    end(spool)
+    assert "has ended" in said(str(spool))
