@@ -38,7 +38,7 @@ def spool_put(
 def spool_listen(
     directory: SpoolPath,
     address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8266",
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that whoever sends has to give.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that a sender has to give.")] = None,
 ) -> None:
     """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""
     with errors():

@@ -1,6 +1,6 @@
 """The runs that are watched: one, or those in a directory. All viewers and scrapes share one reading of them.
 
-A thread looks again every `PERIOD_S` seconds, at a run in full only while its page is open; whoever asks gets what was read
+A thread looks again every `PERIOD_S` seconds, at a run in full only while its page is open; answers are of what was read
 last. A run is known by the name of its directory and by nothing else, so a request can name no other file.
 """
 
@@ -129,7 +129,7 @@ class Runs:
                 return
 
     def _be_current(self) -> None:
-        """Without a thread, or before it has looked, whoever asks looks."""
+        """Without a thread, or before it has looked, a request looks."""
         age = self._clock() - self._read_at
         if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
             self.refresh()

@@ -51,7 +51,7 @@ _MAX_CURVES = 64
 
 
 def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
-    """Everything under `/`. token: whoever asks must give it, as a bearer token or as the password of basic authentication.
+    """Everything under `/`. token: a request must give it, as a bearer token or as the password of basic authentication.
 
     hosts: names by which it may be asked without a token, so that no site of another name can read it through a browser.
     """

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from starlette.applications import Starlette
+
 from async_rlhf.watch import address
 from async_rlhf.watch.runs import Runs
 from async_rlhf.watch.server import application, server
@@ -39,9 +41,10 @@ class Site:
 
 
 @contextmanager
-def serving(runs: Runs, token: str | None = None) -> Iterator[Site]:
+def serving(what: Runs | Starlette, token: str | None = None) -> Iterator[Site]:
+    """what: an application, or runs whose page is one. token: of the page."""
     bound = address.listen("127.0.0.1:0", token)
-    served = server(application(runs, token))
+    served = server(application(what, token) if isinstance(what, Runs) else what)
     thread = threading.Thread(target=served.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Site
+from serving import Site, serving
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.spool.deposit import end
 from async_rlhf.cli.commands import app
-from async_rlhf.watch import address
 from async_rlhf.watch.intake import MAX_BODY_BYTES, intake
-from async_rlhf.watch.server import server
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -27,27 +24,16 @@ def spool(tmp_path: Path) -> Path:
     return made
 
 
-def taking(spool: Path, token: str | None = None) -> Iterator[Site]:
-    bound = address.listen("127.0.0.1:0", token)
-    served = server(intake(spool, token))
-    thread = threading.Thread(target=served.run, kwargs={"sockets": [bound]})
-    thread.start()
-    try:
-        yield Site(bound.getsockname()[1])
-    finally:
-        served.should_exit = True
-        thread.join(30)
-        bound.close()
-
-
 @pytest.fixture
 def site(spool: Path) -> Iterator[Site]:
-    yield from taking(spool)
+    with serving(intake(spool)) as site:
+        yield site
 
 
 @pytest.fixture
 def closed_site(spool: Path) -> Iterator[Site]:
-    yield from taking(spool, TOKEN)
+    with serving(intake(spool, TOKEN)) as site:
+        yield site
 
 
 def rows(spool: Path) -> list[object]:
