@@ -56,7 +56,10 @@ class Runs:
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
         if not may_be_empty and not self.is_one and not self._found():
-            raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml), and none of its directories is one")
+            of_queue = f"; the runs of the queue are in {path / 'runs'}" if (path / "queue").is_dir() else ""
+            raise ConfigError(
+                f"{str(path)!r} is no run directory (it has no config.toml), and none of its directories is one{of_queue}"
+            )
 
     def start(self) -> None:
         self._thread.start()

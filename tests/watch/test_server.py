@@ -169,6 +169,9 @@ def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     for path, said in ((tmp_path, "none of its directories is one"), (tmp_path / "nothing", "is no directory")):
         with pytest.raises(ConfigError, match=said):
             Runs(path)
+    (tmp_path / "queue").mkdir()
+    with pytest.raises(ConfigError, match=rf"the runs of the queue are in {tmp_path}/runs"):
+        Runs(tmp_path)
 
 
 def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: Path, tmp_path: Path) -> None:
