@@ -53,7 +53,7 @@ LAID = {
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", ""])
 def test_a_name_that_leads_elsewhere_or_reads_as_an_option_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="^name = "):
+    with pytest.raises(ConfigError, match=r"^name = "):
         load(QUICK, {"name": name})
 
 

@@ -169,8 +169,9 @@ def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     for path, said in ((tmp_path, "none of its directories is one"), (tmp_path / "nothing", "is no directory")):
         with pytest.raises(ConfigError, match=said):
             Runs(path)
-    (tmp_path / "queue").mkdir()
-    with pytest.raises(ConfigError, match=rf"the runs of the queue are in {tmp_path}/runs"):
+    for name in ("queue", "runs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
         Runs(tmp_path)
 
 
