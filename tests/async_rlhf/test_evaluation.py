@@ -135,7 +135,7 @@ def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(s
     assert result.finished and end is not None and end.finished and end.reason == "no better evaluation for 1 in a row"
     made = len(result.metrics)
     assert len(api_run(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
-    more = load(config, {"evaluation.patience": "none", "max_steps": made + 1})
+    more = load(config, {"evaluation.patience": "none", "evaluation.every": "none", "max_steps": made + 1})
     assert len(api_run(more, resume=True, quiet=True).metrics) == made + 1
 
 
