@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -58,7 +58,7 @@ class EvaluationConfig(Section):
             raise ValueError(f"patience = {self.patience} counts evaluations that are made every so many steps; set every")
         return self
 
-    def plateau(self, records: Iterable[Mapping[str, Any]]) -> str:
+    def plateau(self, records: Iterable[dict[str, Any]]) -> str:
         """Why no step follows, by these lines of `evaluations.jsonl`; empty while one may."""
         if self.patience is None or num_since_best(records) < self.patience:
             return ""
