@@ -147,7 +147,7 @@ def set_values(
         if as_json:
             typer.echo(json.dumps(present(run), indent=1))
         elif not values:
-            for line in (*(f"{key} = {json.dumps(value)}" for key, value in present(run).items()), *changes(run)):
+            for line in (*(f"{key} = {_toml(value)}" for key, value in present(run).items()), *changes(run)):
                 say(line)
         else:
             say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
@@ -274,6 +274,11 @@ def _ending(result: Any) -> str:
     end = RunDir(result.run_dir).end()
     assert end is not None
     return end.reason if result.finished else f"{end.reason}; --resume continues"
+
+
+def _toml(value: Any) -> str:
+    """A value of one of the keys that may change, as it is set."""
+    return "none" if value is None else json.dumps(value)
 
 
 def _tally(blows: Any) -> list[tuple[str, int]]:

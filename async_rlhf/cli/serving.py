@@ -138,7 +138,8 @@ def _submit(directory: Path, config: Config) -> None:
     from async_rlhf.run.preparation import check_startable
     from async_rlhf.serve.queue_dir import QueueDir
 
-    check_startable(config)
+    for remark in check_startable(config):
+        say(remark)
     queue = QueueDir.made(directory)
     entry = queue.submit(config, Path.cwd())
     waits = "" if queue.daemon() else f"; it waits for: async-rlhf serve {directory}"

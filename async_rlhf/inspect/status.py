@@ -32,6 +32,7 @@ from async_rlhf.run.run_files import printable, read_last_lines
 
 _PATIENCE_S = 3.0
 _WATCH_S = 2.0
+_LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
@@ -93,7 +94,8 @@ def read(run: RunDir) -> dict[str, Any]:
             connect = connector(config.security.directory)
             hub = _checked(_within(lambda: _ask(hub_address(sockets), connect)), "the hub's answer")
         except AsyncRLHFError as error:
-            hub["state"] = f"the hub does not answer: {error}"
+            is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
+            hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
     spent = Spent.after(metrics)
     done = config.budget.ended(spent)
@@ -108,6 +110,7 @@ def read(run: RunDir) -> dict[str, Any]:
     return {
         "run_dir": str(run.path),
         "state": state,
+        "alive": alive,
         "step": metrics[-1]["step"] if metrics else 0,
         "max_steps": config.max_steps,
         "trained_tokens": spent.tokens,
@@ -139,15 +142,17 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"ended with code {end['code']}: {end['reason']}")
     elif reason := end["reason"] if end else found["used_up"]:
         lines.append(f"ended: {reason}")
+    elif not found["alive"]:
+        lines.append("ended: it was killed, or the machine went down; --resume goes on")
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
-    for name, actor in found["hub"].get("actors", {}).items():
+    for name, actor in found["hub"].get("actors", {}).items() if found["alive"] else ():
         lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
     if found["scorer"]:
         lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
-    if found["hub"].get("waiting_for"):
+    if found["alive"] and found["hub"].get("waiting_for"):
         lines.append(f"waiting: {found['hub']['waiting_for']}")
     if spool := found["hub"].get("spool"):
         lines.append(_spool(spool, run))
@@ -241,6 +246,13 @@ def _fits(record: dict[str, Any], shape: type[_Shape]) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    """Whether a file was written after another; not where one is missing."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns > other.stat().st_mtime_ns
+    return False
 
 
 def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:

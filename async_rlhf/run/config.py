@@ -44,8 +44,8 @@ _ENDLESS = 1 << 62
 class Config(Section):
     """One run. Sections belong to the floor that reads them."""
 
-    name: str = Field(default="run", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run directory under `output_dir`."""
+    name: str = Field(default="run", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """Name of the run directory under `output_dir`; it begins with a letter, a digit or `_`."""
     output_dir: str = "runs"
     """Where run directories are made."""
     model: str
@@ -233,7 +233,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     """`key=value` with a TOML value; what is no TOML value is taken as a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {text!r} is not key=value; for example --set queue.max_staleness=0")
+        raise ConfigError(f"override {text!r} is not key=value; for example learner.learning_rate=5e-5")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

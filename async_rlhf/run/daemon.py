@@ -96,7 +96,7 @@ class Supervisor:
         self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
         self.agents = launcher.agents
         self._signals = Signals()
-        self._draining = False
+        self._draining, self._plateau = False, ""
         self._step = self._highest = self._num_records = 0
         self._spent = Spent()
         self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
@@ -132,7 +132,7 @@ class Supervisor:
                     self._watch()
                 finally:
                     self._close()
-                ended = self._config.budget.ended(self._spent)
+                ended = self._config.budget.ended(self._spent) or self._plateau
                 finished = not self._draining or bool(ended)
                 if finished:
                     self._evaluator.finish(stop=self._is_forced)
@@ -203,7 +203,7 @@ class Supervisor:
             self._run.keep_placement(self._placement)
             for child in self._children.values():
                 self._start(child)
-        self._evaluator.link_best()
+        self._evaluator.judge()
 
     def _start(self, child: Child) -> None:
         child.started(self._launcher.start(self._run.path, child.node), self._now())
@@ -224,9 +224,10 @@ class Supervisor:
             self.events.look()
             if complaint := self._courier.complaint():
                 self._progress.event(f"the hub did not answer: {complaint}")
-            if self._signals.count and not self._draining:
-                self._draining = True
-                self._progress.event("draining: no new work, finishing what has begun (again to force)")
+            if not self._draining and (self._signals.count or self._evaluator.plateau):
+                self._draining, self._plateau = True, self._evaluator.plateau
+                why = f"{self._plateau}; " if self._plateau else ""
+                self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
                 self._courier.drain()
             if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")

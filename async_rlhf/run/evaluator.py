@@ -113,6 +113,8 @@ class Evaluator:
         self._planned_at = -_PLAN_EVERY_S
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
+        self.plateau = ""
+        """Why no further step is wanted; empty while one is."""
 
     def look(self, *, finished: bool = False) -> bool:
         """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
@@ -188,7 +190,7 @@ class Evaluator:
         records = self._records()
         record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
         if code == 0 and record is not None and "missing" not in record:
-            self.link_best()
+            self.judge()
             self._progress.evaluation(record)
             return
         self._killed[due] += code < 0
@@ -203,10 +205,12 @@ class Evaluator:
         record_evaluation(self._run, {"label": due.label, "step": due.step, "time": time.time(), "missing": reason[:1000]})
         self._progress.event(f"no evaluation of {due}: {reason}")
 
-    def link_best(self) -> None:
-        """Set `checkpoints/best` to what the lines say."""
+    def judge(self) -> None:
+        """Set `checkpoints/best` to what the lines say, and `plateau`."""
+        records = self._records()
+        self.plateau = self._config.evaluation.plateau(records)
         try:
-            link_best(self._run.path / "checkpoints", self._records())
+            link_best(self._run.path / "checkpoints", records)
         except OSError as error:
             self._progress.event(f"checkpoints/best cannot be set: {error}")
 

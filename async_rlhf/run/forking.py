@@ -13,14 +13,16 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.run.config import Config, override
+from async_rlhf.run.live import effective
 from async_rlhf.run.run_dir import RunDir
 
 
 def forked(
     source: RunDir, name: str, overrides: Mapping[str, Any], *, best: bool = False, from_step: int | None = None
 ) -> Config:
-    """The new run's configuration. best: from the checkpoint that was evaluated best. from_step: from that of so many steps;
-    else from the newest.
+    """The new run's configuration: that with which the old one goes on, live changes included, and overrides.
+
+    best: from the checkpoint that was evaluated best. from_step: from that of so many steps; else from the newest.
 
     Raises ConfigError for a run that lives (it replaces its checkpoints) or has no such checkpoint, DamagedError for one whose
     files are not as they were written.
@@ -34,7 +36,7 @@ def forked(
     checkpoint = _checkpoint(source, best=best, from_step=from_step)
     verified(checkpoint)
     model = {"model": str(checkpoint / "model"), "name": name, "output_dir": str(source.path.absolute().parent)}
-    return override(source.config(), {**model, **overrides})
+    return override(effective(source), {**model, **overrides})
 
 
 def _checkpoint(source: RunDir, *, best: bool, from_step: int | None) -> Path:

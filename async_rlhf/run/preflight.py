@@ -5,6 +5,7 @@ Without torch, but where a setting asks for a device other than the CPU. Nothing
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
 _SHOWN = 10
+_OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) 
             if converted:
                 check_model(config.model_copy(update={"data": own}), (rows, []))
         except ConfigError as error:
-            raise ConfigError(f"evaluation.source, read as data.source is: {error}") from error
+            message = _OF_SOURCE.sub("evaluation.", str(error))  # which speaks of the settings of a run's own prompts
+            raise ConfigError(f"evaluation.source: {message}") from error
     elif evaluation.every and config.data.spool is not None:
         raise ConfigError(
             f"evaluation.every = {evaluation.every} with data.source = {config.data.source!r}, of which none are held out; "

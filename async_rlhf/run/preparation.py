@@ -88,15 +88,18 @@ def prepare(
     return supervisor, directory
 
 
-def check_startable(config: Config) -> None:
-    """What `prepare` looks at, but for the run directory; no process is started. Raises ConfigError."""
-    config, connections = connect(as_rewards_want(_checked(config, None)[0]))
+def check_startable(config: Config) -> list[str]:
+    """What `prepare` looks at, but for the run directory; no process is started. Returns what a person should know. Raises
+    ConfigError."""
+    config, prepared = _checked(config, None)
+    config, connections = connect(as_rewards_want(config))
     try:
         hosts, _ = found_by(connections)
         _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
     finally:
         if connections is not None:
             connections.close()
+    return prepared.remarks
 
 
 def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Placement:
@@ -168,6 +171,9 @@ def _is_finished(config: Config) -> bool:
     end = run.end()
     if end is None or not end.finished or config.budget.exceeds(run.config().budget):
         return False
+    records = run.read_evaluations()
+    if run.config().evaluation.plateau(records) and not config.evaluation.plateau(records):
+        return False  # it was given more patience
     run.check_same(config)
     return True
 

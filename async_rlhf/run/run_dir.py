@@ -178,7 +178,7 @@ class RunDir:
         """
         run = cls(Path(path), lock)
         if not run.exists:
-            raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml)")
+            raise ConfigError(no_run(run.path))
         run._check_format()
         return run
 
@@ -352,3 +352,10 @@ def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
             f"{path} is damaged: {lines.unreadable} lines are no JSON objects, the first is line {lines.first_unreadable}"
         )
     return lines.records
+
+
+def no_run(path: Path) -> str:
+    """Why this is no run directory, and where runs are if it is that of a queue."""
+    found = f"{str(path)!r} is no run directory (it has no config.toml)"
+    is_queue = (path / "queue").is_dir() and (path / "runs").is_dir()
+    return f"{found}: it is a queue of runs, which are in {path / 'runs'}" if is_queue else found

@@ -45,10 +45,10 @@ def check_spool(directory: Path) -> list[str]:
             f"data.source = 'spool:{directory}' is no directory that this user may read and write: files are claimed by "
             "renaming them; name another, or change its mode"
         )
-    names = os.listdir(directory)
-    files, ended = sum(map(is_ready, names)), END in names
-    remark = f"prompts come from the spool {directory}, where {files} files wait"
-    return [f"{remark}; it has ended, and so does the run when it has used them" if ended else remark]
+    with os.scandir(directory) as found:
+        files = sum(is_ready(each.name) and each.is_file() for each in found)
+    remark, ended = f"prompts come from the spool {directory}; files that wait there: {files}", (directory / END).exists()
+    return [f"{remark}; it has ended (it holds a file {END}), and no more will come" if ended else remark]
 
 
 def make_spool(directory: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from async_rlhf.actors.config import TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Section
+from async_rlhf.learner.checkpoint.evaluated import num_since_best
 
 
 class EvaluationConfig(Section):
@@ -22,6 +24,9 @@ class EvaluationConfig(Section):
     every: int | None = Field(default=None, ge=0)
     """Steps between two evaluations while training goes on, each of a checkpoint that is made for it; 0 or `"none"`: none. One
     at a time: of those that come due meanwhile the newest is next, the others are skipped, and counted."""
+    patience: int | None = Field(default=None, ge=1)
+    """With `every`: evaluations in a row without a higher mean reward than before after which the run ends, drained, as
+    finished. Those at the start and missing ones do not count; `"none"`: no such end."""
     solved_at: float = 1.0
     """Reward from which on a completion counts as solved; `accuracy` is the share of those."""
     samples: int = Field(default=0, ge=0, le=4096)
@@ -46,6 +51,18 @@ class EvaluationConfig(Section):
         if given and self.source is None:
             raise ValueError(f"{given[0]} is about evaluation.source, and there is none; set it, or leave {given[0]} out")
         return self
+
+    @model_validator(mode="after")
+    def _patience_counts(self) -> EvaluationConfig:
+        if self.patience is not None and not self.every:
+            raise ValueError(f"patience = {self.patience} counts evaluations that are made every so many steps; set every")
+        return self
+
+    def plateau(self, records: Iterable[dict[str, Any]]) -> str:
+        """Why no step follows, by these lines of `evaluations.jsonl`; empty while one may."""
+        if self.patience is None or num_since_best(records) < self.patience:
+            return ""
+        return f"no better evaluation for {self.patience} in a row"
 
     def data(self, run: DataConfig) -> DataConfig | None:
         """Where the prompts of `source` come from, all of them; None where the held-out ones of `run` are evaluated."""

@@ -161,8 +161,14 @@ class QueueDir:
             return None
         return Ended(end.finished, "" if end.code in (0, INTERRUPTED) else end.reason)
 
+    def has_begun(self, entry: Entry) -> bool:
+        """Whether the run directory of its name is its own: what was cancelled before it began leaves the name to others."""
+        return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
+
     def steps(self, entry: Entry) -> int:
         """The highest that is recorded."""
+        if not self.has_begun(entry):
+            return 0
         with suppress(DamagedError):
             return highest_step(read_last_lines(self.run(entry).metrics).records)
         return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.inspect.status import read
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir, no_run
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
 
@@ -56,7 +56,7 @@ class Runs:
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
         if not may_be_empty and not self.is_one and not self._found():
-            raise ConfigError(f"{str(path)!r} is no run directory (it has no config.toml), and none of its directories is one")
+            raise ConfigError(f"{no_run(path)}; none of its directories is one either")
 
     def start(self) -> None:
         self._thread.start()

@@ -51,7 +51,9 @@ def lacks_prompts(admission: Admission) -> bool:
 def waiting_for(admission: Admission) -> str:
     """What the learner waits for, in words."""
     if lacks_prompts(admission):
-        return f"no prompts in the spool: all {admission.bound.num_numbers} groups that have one were made"
+        if made := admission.bound.num_numbers:
+            return f"no prompts in the spool: all {made} groups of those that came were made"
+        return "no prompts in the spool: none has come yet"
     ledger = admission.ledger
     if not admission.fleet.actors:
         return "no actor has joined"

@@ -7,7 +7,7 @@ of now, or has no line yet. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,27 @@ def best_step(records: Iterable[Line], among: Iterable[int] | None = None) -> in
 
     among: only these steps. The initial model, of step 0, has no checkpoint and does not count.
     """
-    chosen = None if among is None else set(among)
-    rewards = {
+    rewards = _rewards(records)
+    return _best(rewards if among is None else {step: rewards[step] for step in among if step in rewards})
+
+
+def num_since_best(records: Iterable[Line]) -> int:
+    """How many evaluations of later steps have not been better than the best one."""
+    rewards = _rewards(records)
+    best = _best(rewards)
+    return 0 if best is None else sum(step > best for step in rewards)
+
+
+def _rewards(records: Iterable[Line]) -> dict[int, float]:
+    """Mean reward by step, of those that have a checkpoint."""
+    return {
         record["step"]: reward
         for record in records
-        if isinstance(reward := record.get("mean_reward"), int | float)
-        and is_evaluation(record)
-        and (record["step"] > 0 if chosen is None else record["step"] in chosen)
+        if isinstance(reward := record.get("mean_reward"), int | float) and is_evaluation(record) and record["step"] > 0
     }
+
+
+def _best(rewards: Mapping[int, float]) -> int | None:
     return min(rewards, key=lambda step: (-rewards[step], step), default=None)
 
 

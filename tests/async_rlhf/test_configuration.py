@@ -51,6 +51,12 @@ LAID = {
 }
 
 
+@pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", ""])
+def test_a_name_that_leads_elsewhere_or_reads_as_an_option_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name = "):
+        load(QUICK, {"name": name})
+
+
 @pytest.mark.parametrize("overrides", LAID.values(), ids=LAID)
 def test_an_override_changes_its_key_and_leaves_the_rest_of_the_section(overrides: dict[str, Any]) -> None:
     changed, before = load(QUICK, overrides), load(QUICK)

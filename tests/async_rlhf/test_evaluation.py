@@ -17,7 +17,8 @@ from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_sampl
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
-from async_rlhf.run.config import dump
+from async_rlhf.run.api import run as api_run
+from async_rlhf.run.config import dump, load
 from async_rlhf.run.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
 from async_rlhf.run.evaluator import Due, plan
 from async_rlhf.run.preflight import preflight
@@ -111,6 +112,33 @@ def test_what_failed_is_not_tried_again_in_this_life_and_what_was_cut_is_due_in_
     )
 
 
+def test_patience_counts_evaluations_since_the_best_and_neither_the_start_nor_missing_ones() -> None:
+    patient = EvaluationConfig(every=10, patience=2)
+    rising = [line("start", 0, mean_reward=0.9), line("step", 10, mean_reward=0.4), line("step", 20, mean_reward=0.6)]
+    flat = [*rising, line("step", 30, mean_reward=0.6), line("step", 40, mean_reward=None, missing="it failed")]
+    assert [patient.plateau(records) for records in ([], rising, flat)] == ["", "", ""]
+    level = [*flat, line("step", 50, mean_reward=0.5)]
+    assert patient.plateau(level) == "no better evaluation for 2 in a row"
+    assert EVERY_10.plateau(level) == "" == patient.plateau([*level, line("step", 60, mean_reward=0.61)])
+
+
+def test_patience_without_evaluations_to_count_is_refused(small: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"patience = 2 counts evaluations .* set every"):
+        small(**{"evaluation.patience": 2})
+
+
+def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(small: Callable[..., Any]) -> None:
+    values = {"max_steps": "none", "learner.learning_rate": 1e-12, "evaluation.every": 1, "evaluation.patience": 1}
+    config = small(**values)
+    result = api_run(config, quiet=True)
+    end = RunDir(config.run_dir).end()
+    assert result.finished and end is not None and end.finished and end.reason == "no better evaluation for 1 in a row"
+    made = len(result.metrics)
+    assert len(api_run(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
+    more = load(config, {"evaluation.patience": "none", "evaluation.every": "none", "max_steps": made + 1})
+    assert len(api_run(more, resume=True, quiet=True).metrics) == made + 1
+
+
 def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step(small: Callable[..., Any]) -> None:
     run = RunDir.create(small())
     for each in (START, line("step", 10), line("step", 20)):
@@ -147,7 +175,11 @@ def test_an_evaluation_that_cannot_be_is_refused_before_the_run(small: Callable[
         preflight(small(**{"evaluation.every": 5, "data.held_out": 0}))
     file = tmp_path / "exam.jsonl"
     file.write_text('{"prompt": "q"}\n')
-    asked = r"evaluation\.source, read as data\.source is: .*asks for 'entry'.*every row \(there is no such column\)"
+    asked = r"evaluation\.source: .*asks for 'entry'.*every row \(there is no such column\)"
+    with pytest.raises(ConfigError, match=asked):
+        preflight(small(**{"evaluation.source": str(file)}))
+    (file := tmp_path / "data.jsonl").write_text('{"word": "a"}\n')
+    asked = r"evaluation\.source: .*data\.jsonl:1 has no column 'prompt'.*evaluation\.columns\.prompt = \"word\""
     with pytest.raises(ConfigError, match=asked):
         preflight(small(**{"evaluation.source": str(file)}))
 

@@ -14,6 +14,7 @@ from async_rlhf.cli.commands import app
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.config import differences
 from async_rlhf.run.forking import forked
+from async_rlhf.run.live import ask
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.queue_dir import QueueDir
 from tests.formats.sample import copied
@@ -38,6 +39,13 @@ def test_the_new_run_has_the_old_ones_configuration_but_for_its_model_its_name_a
     assert changed == {"name", "model", "learner.learning_rate"}
     assert config.run_dir == source.path.parent / "new"
     assert config.model == str(source.path / "checkpoints" / "step_000003" / "model")
+
+
+def test_what_was_changed_while_the_old_run_went_on_holds_for_the_new_one(source: RunDir) -> None:
+    source.forget_end()  # no change is taken by a run that has ended for good
+    assert ask(source, {"guard.max_kl": 2.0, "checkpoint.save_every": 7}) is not None
+    config = forked(source, "new", {"checkpoint.save_every": 9})
+    assert (config.guard.max_kl, config.checkpoint.save_every) == (2.0, 9)
 
 
 def test_the_checkpoint_is_the_newest_the_best_or_the_one_that_is_named(source: RunDir) -> None:

@@ -122,7 +122,7 @@ def test_the_command_shows_changes_and_refuses_with_the_code_of_a_wrong_setting(
     code, output = invoke("set", str(run.path), f"{RATE}=5e-4")
     assert code == 0 and output.endswith(f"{RATE} 0.001 -> 0.0005, waits for the next step\n"), output
     code, output = invoke("set", str(run.path))
-    assert code == 0 and f"{RATE} = 0.0005" in output and "guard.target = null" in output, output
+    assert code == 0 and f"{RATE} = 0.0005" in output and "guard.target = none" in output, output
     code, output = invoke("set", str(run.path), "max_steps=5")
     assert code == 3 and "max_steps may not change in a run that has begun" in output, output
     found = status.read(run)

@@ -25,7 +25,7 @@ from async_rlhf.run.api import load
 from async_rlhf.run.display import StepPace
 from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import End, RunDir
-from async_rlhf.run.spooling import RowCheck
+from async_rlhf.run.spooling import RowCheck, check_spool
 from tests.conftest import QUICK, has_ended, wait_for
 
 
@@ -146,6 +146,16 @@ def test_check_says_of_an_empty_spool_what_the_run_will_do(tmp_path: Path) -> No
         "until it is stopped or a budget ends it" in shown.output and "the run makes it, and waits for prompts" in shown.output
     )
     assert not (tmp_path / "spool").exists()
+
+
+def test_what_waits_in_a_spool_is_its_files_and_an_ended_one_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a-folder").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    [remark] = check_spool(tmp_path)
+    assert remark.endswith("files that wait there: 1")
+    end(tmp_path)
+    [remark] = check_spool(tmp_path)
+    assert "files that wait there: 1; it has ended" in remark
 
 
 def test_rows_are_put_and_the_spool_is_ended_by_the_command(tmp_path: Path) -> None:

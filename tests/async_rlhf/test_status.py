@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,32 @@ def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: C
     ending.join(60)
     assert not run.is_alive() and "the hub does not answer" in found["state"]
     assert lines(run, found)[0].endswith("step 0 of 4")
+
+
+def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evaluated(
+    small: Callable[..., Any], sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rlhf.inspect.status._PATIENCE_S", 0.05)
+    run = RunDir.create(small())
+    run.announce(sockets)
+    run.ledger.write_text('{"state": "drained"}')
+    begun = run.lock_file.stat().st_mtime_ns
+    os.utime(run.ledger, ns=(begun + 1, begun + 1))
+    assert read(run)["state"] == "ending"
+    os.utime(run.ledger, ns=(begun - 1, begun - 1))  # what the hub of an earlier start wrote
+    assert "the hub does not answer" in read(run)["state"]
+    run.retire()
+
+
+def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small())
+    actor = {"version": 1, "groups": 0, "silent_s": 0.0}
+    run.ledger.write_text(json.dumps({"waiting_for": "prompts", "actors": {"actor-0": actor}}))
+    run.retire()
+    assert lines(run, read(run)) == [
+        f"{run.path}: stopped, step 0 of 4",
+        "ended: it was killed, or the machine went down; --resume goes on",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

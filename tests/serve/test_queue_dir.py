@@ -113,6 +113,9 @@ def test_a_name_that_is_taken_is_refused_and_that_of_a_run_that_was_cancelled_be
         queued("one")
     queue.request("cancel", "one")
     assert queued("one").number == 2
+    RunDir.create(small(name="one", output_dir=str(queue.runs))).retire()
+    queue.run(queue.find("one")).metrics.write_text('{"step": 3}\n')
+    assert [queue.steps(entry) for entry in queue.entries()] == [0, 3], "the steps are of the run that began"
     RunDir.create(small(name="two", output_dir=str(queue.runs))).retire()
     with pytest.raises(ConfigError, match=r"'two' is taken: .*runs/two exists"):
         queue.submit(small(name="two"), tmp_path)

@@ -172,6 +172,10 @@ def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     for path, said in ((tmp_path, "none of its directories is one"), (tmp_path / "nothing", "is no directory")):
         with pytest.raises(ConfigError, match=said):
             Runs(path)
+    for name in ("queue", "runs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
+        Runs(tmp_path)
 
 
 def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def fed(tmp_path: Path) -> Iterator[Fed]:
 
 
 def test_a_learner_waits_for_prompts_by_name_until_rows_come_with_the_credits(fed: Fed) -> None:
-    assert fed.status()["lacks_prompts"] and fed.status()["waiting_for"].startswith("no prompts in the spool")
+    assert fed.status()["lacks_prompts"] and fed.status()["waiting_for"] == "no prompts in the spool: none has come yet"
     put(fed.source, [json.dumps({"prompt": str(number), "answer": 3}).encode() for number in range(2)])
     credits = [item for message in fed.turn() if isinstance(message, wire.Credits) for item in message.credits]
     assert [(item.number, json.loads(item.row)["prompt"]) for item in credits] == [(0, "0"), (1, "0"), (2, "1"), (3, "1")]
