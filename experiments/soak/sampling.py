@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 MIB = 1 << 20
-GROWING = ("metrics.jsonl", "data", "changes.jsonl", "evaluations.jsonl", "events.jsonl", "quarantine.jsonl")
-"""Parts of a run directory that keep everything by design: a line a step, a row, a change, an event."""
+GROWING = ("metrics.jsonl", "data", "changes.jsonl", "evaluations.jsonl", "quarantine.jsonl")
+"""Parts of a run directory that keep everything by design: a line a step, a row, a change, an evaluation."""
 MEASURES = {"memory": "MiB", "descriptors": "", "threads": "", "disk": "MiB", "files": "", "processes": ""}
 """What is measured, and its unit."""
 _ROLES = "async_rlhf.run.roles"

@@ -11,7 +11,6 @@ into an hour. All else is as shipped, with limits so low that whatever begins an
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, rotated, sizes
 from async_rlhf.experiments.soak.slopes import Sample
@@ -35,7 +34,7 @@ from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.live import ask
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, highest_step, is_step, read_lines
+from async_rlhf.run.run_files import Tail, highest_step, read_lines
 
 _LOOK_S = 1.0
 _EPOCHS = 2  # how often each row is promised to be used
@@ -67,6 +66,10 @@ class Plan:
     kills: int = 6
     viewers: int = 3
     seed: int = 0
+
+    def share(self, seconds: float, steps: int) -> float:
+        """How much of the way is done; 1 at the end."""
+        return max(seconds / self.seconds, steps / self.steps if self.steps else 0.0)
 
 
 @dataclass
@@ -125,53 +128,69 @@ def configuration(out: Path) -> Config:
 
 def soak(plan: Plan, out: Path) -> Seen:
     """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
-    config = configuration(out)
-    spool, run = out / "spool", RunDir(config.run_dir)
-    spool.mkdir()
+    config, seen = configuration(out), Seen()
+    run, feeder = RunDir(config.run_dir), _Feeder(out / "spool")
     (out / "run.toml").write_text(dump(config))
     with ExitStack() as held:
         log = held.enter_context((out / "train.log").open("wb"))
         train = held.enter_context(_process(["train", str(out / "run.toml")], log))
-        feeder = _Feeder(spool)
         feeder.feed(0)
-        tail, steps = Tail(run.metrics), 0
-        while not steps and train.poll() is None:
-            steps = max(steps, highest_step(tail.rest()))
+        steps = _Steps(run)
+        while not steps.look() and train.poll() is None:
             time.sleep(0.1)
-        page = held.enter_context(_page(run.path))
-        seen = Seen()
-        held.enter_context(_viewers(page[1], plan.viewers, seen.views))
-        census = Census({"supervisor": train.pid, "page": page[0].pid})
-        began, changes, next_change = time.monotonic(), cycle(_CHANGES), _CHANGE_S
-        due = _blows(plan)
-        ended_at: float | None = None
-        while train.poll() is None:
+        page, address = held.enter_context(_page(run.path))
+        held.enter_context(_viewers(address, plan.viewers, seen.views))
+        census = Census({"supervisor": train.pid, "page": page.pid})
+        hand, began = _Hand(plan, run, census), time.monotonic()
+        while train.poll() is None and (share := plan.share(now := time.monotonic() - began, steps.look())) < 1:
             time.sleep(_LOOK_S)
-            now = time.monotonic() - began
-            steps = max(steps, highest_step(filter(is_step, tail.rest())))
-            if ended_at is not None:
-                if now - ended_at > _END_S:
-                    break
-                continue
-            _sample(seen, census, run.path, now / 3600, steps)
-            feeder.feed(steps)
-            if now >= next_change:
-                next_change += _CHANGE_S
-                with suppress(AsyncRLHFError):  # a file that is just being replaced
-                    ask(run, next(changes))
-            done = max(now / plan.seconds, steps / plan.steps if plan.steps else 0.0)
-            if due and done >= due[0][0]:
-                role = due.pop(0)[1]
-                if (struck := census.role(role)) is not None:
-                    struck.kill()
-                    seen.blows.append((now / 3600, steps / 1000, role))
-            if done >= 1:
-                ended_at, seen.hours, seen.rows = now, now / 3600, feeder.rows
-                end(spool)
-        seen.exit_code = train.poll()
+            _sample(seen, census, run.path, now / 3600, steps.highest)
+            feeder.feed(steps.highest)
+            hand.change(now)
+            if role := hand.strike(share):
+                seen.blows.append((now / 3600, steps.highest / 1000, role))
+        seen.hours, seen.rows = (time.monotonic() - began) / 3600, feeder.rows
+        end(feeder.spool)
+        with suppress(subprocess.TimeoutExpired):
+            seen.exit_code = train.wait(_END_S)
         seen.parts = sizes(run.path)[0]
         seen.rotations |= rotated(run.path)
     return seen
+
+
+class _Steps:
+    """highest: the newest step of a run, which a learner that goes on from a checkpoint does not take back."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._tail, self.highest = Tail(run.metrics), 0
+
+    def look(self) -> int:
+        self.highest = max(self.highest, highest_step(self._tail.rest()))
+        return self.highest
+
+
+class _Hand:
+    """Changes and kills that come due."""
+
+    def __init__(self, plan: Plan, run: RunDir, census: Census) -> None:
+        self._run, self._census, self._due = run, census, _blows(plan)
+        self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
+
+    def change(self, now: float) -> None:
+        if now >= self._next_change:
+            self._next_change += _CHANGE_S
+            with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
+                ask(self._run, next(self._changes))
+
+    def strike(self, share: float) -> str:
+        """Which role was killed; none yet, or none that lives: empty."""
+        if not self._due or share < self._due[0][0]:
+            return ""
+        _, role = self._due.pop(0)
+        if (struck := self._census.role(role)) is None:
+            return ""
+        struck.kill()
+        return role
 
 
 def _sample(seen: Seen, census: Census, directory: Path, hours: float, steps: int) -> None:
@@ -196,10 +215,13 @@ def _blows(plan: Plan) -> list[tuple[float, str]]:
 
 @dataclass
 class _Feeder:
-    """Puts numbered rows into the spool, some seconds ahead of the run. rows: how many it has put."""
+    """Puts numbered rows into the spool, which it makes, some seconds ahead of the run. rows: how many it has put."""
 
     spool: Path
     rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.spool.mkdir()
 
     def feed(self, groups: int) -> None:
         """groups: trained so far."""
@@ -212,7 +234,7 @@ class _Feeder:
 @contextmanager
 def _process(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "async_rlhf", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ})
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
