@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from async_rlhf.experiments.soak.soak import Books, Plan, Seen
 
 # Growth per 1,000 steps that would go unnoticed: after a million steps 100 MiB, 100 descriptors.
 LIMITS = {"memory": 0.1, "descriptors": 0.1, "threads": 0.1, "disk": 0.1, "files": 0.1, "processes": 0.1}
-# Of a life, in seconds: what libraries load when they are first used.
-_WARM_UP_S = 60.0
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Of a life, in seconds: what libraries load when they are first used, and buffers of the newest so many lines that fill.
+_WARM_UP_S = 120.0
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#888888")
 _SHOWN = ("memory", "descriptors", "threads", "disk")
 
 
@@ -102,7 +103,7 @@ def markdown(report: Report) -> str:
         + ".",
         table(rows),
         f"Flat: the whole interval lies below the limit, per 1,000 steps: {limits}. Slopes lie within the lives of a process, "
-        "behind the first minute of each.",
+        "behind the first two minutes of each.",
         f"Kept by design, bytes a step: {kept}.",
         "![Memory, descriptors, threads and disk over the steps](soak.png)",
     ]
@@ -118,7 +119,7 @@ def draw(seen: Seen) -> Figure:
     figure = Figure(figsize=(11, 7), layout="constrained")
     panels: Any = figure.subplots(2, 2, sharex=True)
     names = sorted({process for process, _ in seen.samples if process != "all processes"})
-    colours = dict(zip(names, _COLOURS, strict=False))
+    colours = dict(zip(names, cycle(_COLOURS), strict=False))
     for axes, measure in zip(panels.flat, _SHOWN, strict=True):
         for (process, shown), samples in sorted(seen.samples.items()):
             if shown != measure:

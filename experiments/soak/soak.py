@@ -38,8 +38,8 @@ from async_rlhf.run.run_files import Tail, highest_step, read_lines
 
 _LOOK_S = 1.0
 _EPOCHS = 2  # how often each row is promised to be used
-_PUT_ROWS = 200
-_AHEAD_GROUPS = 600  # about ten seconds of them
+_PUT_ROWS = 50
+_AHEAD_GROUPS = 200  # several seconds of them
 _CHANGE_S = 5.0
 _VIEW_S = 2.0
 # The last groups of a spool that has ended take seconds; what takes longer hangs.
