@@ -16,6 +16,7 @@ EXPERIMENTS ?= ages corrections mini_batches critics
 # Experiments about time or about the ages that occur: one run at a time.
 TIMED ?= one_step in_flight lengths
 DEVICE ?= cuda
+MINUTES ?= 20
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
 # XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does.
@@ -25,7 +26,7 @@ HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_C
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat check test bench sweep ablation simulate fuzz gpu-smoke clean
+.PHONY: help setup train train-chat check test bench sweep ablation simulate fuzz gpu-smoke soak clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -34,6 +35,7 @@ help:
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
+	@echo "make soak    an endless run under kills, changes and viewers: does it stay as small as it was? MINUTES=20"
 	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
 	@echo "make gpu-smoke  every part tried on a GPU against a CPU: a report (ten minutes; also DEVICE=cpu)"
 	@echo "make sweep   the small staleness sweep, with plot and report"
@@ -91,6 +93,9 @@ gpu-smoke: $(DEV)
 
 fuzz: $(DEV)
 	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)
+
+soak: $(DEV)
+	$(HERE) $(BIN)/python -m async_rlhf.experiments.soak --minutes $(MINUTES) --out runs/$(RUN:quick-%=soak-%)
 
 sweep: $(DEV)
 	$(HERE) $(BIN)/async-rlhf sweep experiments/staleness/quick.toml

@@ -7,6 +7,7 @@ that a spike of one step among a million is still seen. When a run has outgrown 
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,13 +25,13 @@ _MAX_AGES = 33
 
 @dataclass
 class _Curve:
-    """Of one metric: number of the bucket, and what is in it."""
+    """Of one metric: number of the bucket, and what is in it; plain numbers, a fifth of the bytes that objects take."""
 
-    at: list[int] = field(default_factory=list)
-    count: list[int] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
+    at: array[int] = field(default_factory=lambda: array("q"))
+    count: array[int] = field(default_factory=lambda: array("q"))
+    total: array[float] = field(default_factory=lambda: array("d"))
+    low: array[float] = field(default_factory=lambda: array("d"))
+    high: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, bucket: int, value: float, low: float, high: float, count: int = 1) -> None:
         """value: the sum of `count` values."""
@@ -55,16 +56,18 @@ class _Curve:
     def cut(self, bucket: int) -> None:
         """Forget this bucket and all behind it."""
         while self.at and self.at[-1] >= bucket:
-            for values in (self.at, self.count, self.total, self.low, self.high):
+            for values in (self.at, self.count):
                 values.pop()
+            for sums in (self.total, self.low, self.high):
+                sums.pop()
 
     def plain(self, width: int, bucket: int) -> dict[str, list[float]]:
         begin = bisect_left(self.at, bucket)
         return {
             "step": [at * width for at in self.at[begin:]],
             "mean": [total / count for total, count in zip(self.total[begin:], self.count[begin:], strict=True)],
-            "min": self.low[begin:],
-            "max": self.high[begin:],
+            "min": self.low[begin:].tolist(),
+            "max": self.high[begin:].tolist(),
         }
 
 

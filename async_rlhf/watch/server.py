@@ -207,6 +207,7 @@ class _Answers:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._state = lru_cache(maxsize=64)(self._made)
+        self._made_of = 0
 
     def page(self, request: Request) -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": document.policy()}
@@ -220,7 +221,11 @@ class _Answers:
         wanted = (_step(query["step"]), query.get("layout", "")[:40]) if "step" in query else None
         name = self._known(request)
         self._runs.touch(name)
-        return _json(self._state(name, wanted, self._runs.revision))
+        revision = self._runs.revision
+        if revision != self._made_of:  # what was made of an earlier reading is asked for no more, and may be a megabyte each
+            self._made_of = revision
+            self._state.cache_clear()
+        return _json(self._state(name, wanted, revision))
 
     def curves(self, request: Request) -> Response:
         metrics = request.query_params.getlist("metric")[:_MAX_CURVES]

@@ -8,11 +8,13 @@ there is no such memory (only Linux has it) everything stays on the heap, and se
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -25,6 +27,8 @@ from async_rlhf.buffers.protocol.weight_messages import Place
 
 Bytes = npt.NDArray[np.uint8]
 _NAME = "async-rlhf-weights-"
+# The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then says EBUSY.
+_SEAL_TRIES, _SEAL_PAUSE_S = 40, 0.05
 HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -129,9 +133,15 @@ class SealedMemory:
             raise WeightsError(f"no room for {self._num_bytes} bytes of weights: {error}") from error
 
     def seal(self) -> None:
-        if not self._is_sealed:
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-            self._is_sealed = True
+        for left in reversed(range(0 if self._is_sealed else _SEAL_TRIES)):
+            try:
+                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+                self._is_sealed = True
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or not left:
+                    raise
+                time.sleep(_SEAL_PAUSE_S)
 
 
 def attach(place: Place, num_bytes: int) -> SealedMemory | None:

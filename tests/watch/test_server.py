@@ -19,13 +19,14 @@ from urllib.request import urlopen
 import pytest
 from made_runs import HOSTILE, broken_run, made_run, records, write_lines
 from serving import Site, serving
+from starlette.requests import Request
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address, document
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, beside, save
+from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, _Answers, beside, save
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -63,6 +64,15 @@ def test_a_run_is_told_with_its_curves_and_then_only_with_what_changed(made: Pat
         assert again["history"]["curves"]["reward"]["step"] == [30] and again["history"]["from"] == 30
         assert json.loads(site.get("/api/runs/grows/curves?metric=loss&metric=nothing").text)["curves"].keys() == {"loss"}
         assert len(json.loads(site.get("/api/runs/grows/completions").text)) == 24
+
+
+def test_no_answer_of_an_earlier_reading_is_kept(made: Path) -> None:
+    runs = Runs(made / "first")
+    answers, request = _Answers(runs), Request({"type": "http", "query_string": b"step=0", "path_params": {"name": "first"}})
+    for _ in range(3):
+        runs.refresh()
+        answers.state(request)
+    assert answers._state.cache_info().currsize == 1
 
 
 def test_all_viewers_share_one_reading(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.weight_messages import Place
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -170,3 +172,13 @@ def test_a_container_whose_dev_shm_is_smaller_than_a_set_maps_it_all_the_same(tm
 def test_an_address_tells_whether_it_is_on_this_machine() -> None:
     assert all(map(is_local, ("ipc:///run/hub", "tcp://127.0.0.1:5", "tcp://localhost:5")))
     assert not any(map(is_local, ("tcp://10.0.0.1:5", "hub")))
+
+
+@pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
+def test_a_set_is_sealed_as_soon_as_the_kernel_lets_go_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SealedMemory.make(8)
+    assert memory.place is not None
+    held = mmap.mmap(memory.place.descriptor, 8)  # a writable mapping keeps the seal away
+    monkeypatch.setattr(shared.time, "sleep", lambda pause_s: held.close())
+    memory.seal()
+    assert attach(memory.place, 8) is not None

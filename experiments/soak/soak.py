@@ -1,0 +1,322 @@
+"""The soak itself: starts the run, feeds it, changes it, watches it, kills its processes, and counts at the end.
+
+    owns        the process of the run (`async-rlhf train`), that of its page (`async-rlhf watch`), a thread a viewer
+    waits for   the clock: once a second it samples, and does what has come due
+    on close    both processes have ended; what they wrote stays
+
+The run is the smallest there is: one group of two completions of two tokens a step, so that a week's number of steps fits
+into an hour. All else is as shipped, with limits so low that whatever begins anew does so often.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.spool.deposit import end, put
+from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, rotated, sizes
+from async_rlhf.experiments.soak.slopes import Sample
+from async_rlhf.inspect.chaos import problems
+from async_rlhf.learner.loop.changes import Ledger
+from async_rlhf.run.config import Config, dump, load
+from async_rlhf.run.live import ask
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail, highest_step, read_lines
+
+_LOOK_S = 1.0
+_EPOCHS = 2  # how often each row is promised to be used
+_PUT_ROWS = 50
+_AHEAD_GROUPS = 200  # several seconds of them
+_CHANGE_S = 5.0
+_VIEW_S = 2.0
+# The last groups of a spool that has ended take seconds; what takes longer hangs.
+_END_S = 180.0
+_ROLES = ("actor", "hub", "learner")
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {"learner.learning_rate": 1e-4},
+    {"checkpoint.keep_last": 3},
+    {"evaluation.every": 4000},
+    {"learner.learning_rate": 2e-4},
+    {"checkpoint.keep_last": 2},
+    {"checkpoint.save_every": 80},
+    {"evaluation.every": 5000},
+    {"checkpoint.save_every": 100},
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, in seconds, and at most how many steps; how many kills, in which order (by seed); viewers of the page."""
+
+    seconds: float
+    steps: int | None = None
+    kills: int = 6
+    viewers: int = 3
+    seed: int = 0
+
+    def share(self, seconds: float, steps: int) -> float:
+        """How much of the way is done; 1 at the end."""
+        return max(seconds / self.seconds, steps / self.steps if self.steps else 0.0)
+
+
+@dataclass
+class Seen:
+    """What was seen from beside the run. samples: by process and measure. blows: hours, steps and role of each kill. exit_code:
+    None where the run had to be killed."""
+
+    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
+    """Bytes of each part of the run directory, at the end of the measurement."""
+    blows: list[tuple[float, float, str]] = field(default_factory=list)
+    rotations: set[tuple[str, int, int]] = field(default_factory=set)
+    views: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+    hours: float = 0.0
+    exit_code: int | None = None
+
+    def add(self, process: str, life: int, hours: float, steps: int, values: Mapping[str, float]) -> None:
+        for measure, value in values.items():
+            self.samples.setdefault((process, measure), []).append(Sample(life, hours, steps / 1000, value))
+
+
+def configuration(out: Path) -> Config:
+    """Of the run, whose directory is OUT/run and whose spool OUT/spool."""
+    exam = out / "exam.jsonl"
+    exam.write_text("".join(json.dumps({"prompt": str(n), "answer": str(n)}) + "\n" for n in range(4)))
+    return load(
+        "quick",
+        {
+            "name": "run",
+            "output_dir": str(out),
+            "max_steps": "none",
+            "max_log_bytes": 1 << 17,
+            "stall_timeout_s": 300.0,
+            "data.source": f"spool:{out / 'spool'}",
+            "data.options": {},
+            "data.held_out": "none",
+            "data.epochs": _EPOCHS,
+            "rewards.functions": ["exact"],
+            "generation.group_size": 2,
+            "generation.max_prompt_length": 16,
+            "generation.max_completion_length": 2,
+            "engine.slots": 8,
+            "queue.max_staleness": 4,
+            "queue.lease_s": 5.0,
+            "queue.segment_bytes": 1 << 16,
+            "learner.batch_size": 2,
+            "evaluation.source": str(exam),
+            "evaluation.every": 5000,
+            "evaluation.at_start": False,
+            "evaluation.at_end": False,
+            "checkpoint.save_every": 100,
+        },
+    )
+
+
+def soak(plan: Plan, out: Path) -> Seen:
+    """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
+    config, seen = configuration(out), Seen()
+    run, feeder = RunDir(config.run_dir), _Feeder(out / "spool")
+    (out / "run.toml").write_text(dump(config))
+    with ExitStack() as held:
+        log = held.enter_context((out / "train.log").open("wb"))
+        train = held.enter_context(_process(["train", str(out / "run.toml")], log))
+        feeder.feed(0)
+        steps = _Steps(run)
+        while not steps.look() and train.poll() is None:
+            time.sleep(0.1)
+        page, address = held.enter_context(_page(run.path))
+        held.enter_context(_viewers(address, plan.viewers, seen.views))
+        census = Census({"supervisor": train.pid, "page": page.pid})
+        hand, began = _Hand(plan, run, census), time.monotonic()
+        while train.poll() is None and (share := plan.share(now := time.monotonic() - began, steps.look())) < 1:
+            time.sleep(_LOOK_S)
+            _sample(seen, census, run.path, now / 3600, steps.highest)
+            feeder.feed(steps.highest)
+            hand.change(now)
+            if role := hand.strike(share):
+                seen.blows.append((now / 3600, steps.highest / 1000, role))
+        seen.hours, seen.rows = (time.monotonic() - began) / 3600, feeder.rows
+        end(feeder.spool)
+        with suppress(subprocess.TimeoutExpired):
+            seen.exit_code = train.wait(_END_S)
+        seen.parts = sizes(run.path)[0]
+        seen.rotations |= rotated(run.path)
+    return seen
+
+
+class _Steps:
+    """highest: the newest step of a run, which a learner that goes on from a checkpoint does not take back."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._tail, self.highest = Tail(run.metrics), 0
+
+    def look(self) -> int:
+        self.highest = max(self.highest, highest_step(self._tail.rest()))
+        return self.highest
+
+
+class _Hand:
+    """Changes and kills that come due."""
+
+    def __init__(self, plan: Plan, run: RunDir, census: Census) -> None:
+        self._run, self._census, self._due = run, census, _blows(plan)
+        self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
+
+    def change(self, now: float) -> None:
+        if now >= self._next_change:
+            self._next_change += _CHANGE_S
+            with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
+                ask(self._run, next(self._changes))
+
+    def strike(self, share: float) -> str:
+        """Which role was killed; none yet, or none that lives: empty."""
+        if not self._due or share < self._due[0][0]:
+            return ""
+        _, role = self._due.pop(0)
+        if (struck := self._census.role(role)) is None:
+            return ""
+        struck.kill()
+        return role
+
+
+def _sample(seen: Seen, census: Census, directory: Path, hours: float, steps: int) -> None:
+    found = census.measure()
+    for name, pid, values in found:
+        if not name.endswith("'s processes"):
+            seen.add(name, pid, hours, steps, values)
+    seen.add("all processes", 0, hours, steps, {"processes": len(found)})
+    num_bytes, files = sizes(directory)
+    for name, parts in (("checkpoints", {"checkpoints"}), ("other files", set(num_bytes) - {"checkpoints", *GROWING})):
+        sums = {"disk": sum(num_bytes.get(part, 0) for part in parts) / MIB, "files": sum(files[part] for part in parts)}
+        seen.add(name, 0, hours, steps, sums)
+    seen.rotations |= rotated(directory)
+
+
+def _blows(plan: Plan) -> list[tuple[float, str]]:
+    """When whom: at which share of the way, each role as often as the others."""
+    roles = [role for role, _ in zip(cycle(_ROLES), range(plan.kills), strict=False)]
+    random.Random(plan.seed).shuffle(roles)
+    return [((i + 0.5) / plan.kills, role) for i, role in enumerate(roles)]
+
+
+@dataclass
+class _Feeder:
+    """Puts numbered rows into the spool, which it makes, some seconds ahead of the run. rows: how many it has put."""
+
+    spool: Path
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.spool.mkdir()
+
+    def feed(self, groups: int) -> None:
+        """groups: trained so far."""
+        while self.rows * _EPOCHS < groups + _AHEAD_GROUPS:
+            numbers = range(self.rows, self.rows + _PUT_ROWS)
+            put(self.spool, (json.dumps({"prompt": str(n), "answer": str(n), "n": n}).encode() for n in numbers))
+            self.rows += _PUT_ROWS
+
+
+@contextmanager
+def _process(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "async_rlhf", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()  # what it has started ends with it
+        process.wait()
+
+
+@contextmanager
+def _page(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The page's process and address."""
+    with _process(["watch", str(run), "--address", "127.0.0.1:0"], subprocess.PIPE) as process:
+        assert process.stdout is not None
+        words = process.stdout.readline().decode().split()
+        yield process, next(word for word in words if word.startswith("http://"))
+        process.stdout.close()
+
+
+@contextmanager
+def _viewers(address: str, count: int, views: Counter[str]) -> Iterator[None]:
+    """Threads that ask as an open page, and Prometheus, would."""
+    paths = ("", "api/runs", "api/runs/run?step=0&layout=0", "api/runs/run/curves?metric=reward", "metrics")
+    closing = threading.Event()
+
+    def view(first: int) -> None:
+        for number in range(first, sys.maxsize):
+            if closing.wait(_VIEW_S):
+                return
+            try:
+                with urllib.request.urlopen(address + paths[number % len(paths)], timeout=30) as answer:
+                    answer.read()
+                views["answered"] += 1
+            except OSError:
+                views["failed"] += 1
+
+    threads = [threading.Thread(target=view, args=(number,), name=f"viewer {number}", daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        for thread in threads:
+            thread.join()
+
+
+@dataclass(frozen=True)
+class Books:
+    """What a run that has ended says it did. wrong: what should not be; empty is good. changes: that took effect."""
+
+    steps: int
+    rows: int
+    quarantined: int
+    changes: int
+    wrong: tuple[str, ...]
+
+
+def books(run: RunDir, rows: int) -> Books:
+    """Read what the run left behind. rows: that were put into its spool."""
+    config = run.config()
+    wrong = problems(run, config)
+    metrics = run.read_metrics()
+    trained = Counter(number for record in metrics for number in record["groups"])
+    lost = {record["group"] for record in read_lines(run.path / "quarantine.jsonl").records}
+    stream = [record["row"]["n"] for record in read_lines(run.path / "data" / "spool" / "stream.jsonl").records]
+    wrong += misused(stream, rows, trained, lost, config.data.repeat)
+    changes = sum(change.step is not None for change in Ledger(run.path).read().changes)
+    return Books(len(metrics), len(stream), len(lost), changes, tuple(wrong))
+
+
+def misused(stream: list[int], rows: int, trained: Counter[int], lost: set[int], repeat: int) -> list[str]:
+    """Rows that the run has not bound in their order, once each, and rows that were not used `repeat` times, but for
+    quarantined groups. stream: numbers of the rows in the order of the run's stream. trained: how often each group was."""
+    wrong = []
+    if stream != list(range(rows)):
+        wrong.append(f"the stream has {len(stream)} rows, not 0 to {rows - 1} in their order")
+    uses: Counter[int] = Counter()
+    for number, times in trained.items():
+        uses[number // repeat] += times
+    for number in lost:
+        uses[number // repeat] += 1
+    if bad := {row: uses[row] for row in sorted({*range(rows), *uses}) if uses[row] != repeat}:
+        shown = dict(list(bad.items())[:5])
+        wrong.append(f"{len(bad)} rows were not used {repeat} times: {shown}")
+    return wrong
