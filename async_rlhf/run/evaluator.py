@@ -30,7 +30,7 @@ from async_rlhf.run.evaluation import record_evaluation
 from async_rlhf.run.live import cadence
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import read_lines
+from async_rlhf.run.run_files import Tail
 from async_rlhf.run.watching import EvaluationConfig
 
 _LOOK_S = 0.1
@@ -113,6 +113,7 @@ class Evaluator:
         self._planned_at = -_PLAN_EVERY_S
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
+        self._lines, self._known = Tail(run.evaluations), list[dict[str, Any]]()
         self.plateau = ""
         """Why no further step is wanted; empty while one is."""
 
@@ -215,8 +216,11 @@ class Evaluator:
             self._progress.event(f"checkpoints/best cannot be set: {error}")
 
     def _records(self) -> list[dict[str, Any]]:
+        """All lines, without the answers that they quote: each is read once, for a run of weeks has many."""
         try:
-            return read_lines(self._run.evaluations).records
+            for line in self._lines.rest():
+                line.pop("samples", None)
+                self._known.append(line)
         except DamagedError as error:
             self._progress.event(str(error))
-            return []
+        return self._known

@@ -73,7 +73,9 @@ def needed(evaluations: Path, is_due: Callable[[int], bool]) -> Callable[[int], 
 
     evaluations: the file of that name. is_due: of a `Cadence`.
     """
-    records = [record for record in read_lines(evaluations) if is_evaluation(record)]
+    kept = ("step", "mean_reward")  # not the answers that a line quotes: a run of weeks has many
+    lines = (line for line in read_lines(evaluations) if is_evaluation(line))
+    records = [{key: line[key] for key in kept if key in line} for line in lines]
     best, done = best_step(records), {record["step"] for record in records}
     return lambda step: step == best or (is_due(step) and step not in done)
 
