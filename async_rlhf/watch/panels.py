@@ -13,7 +13,7 @@ PANELS = (
     Panel("Tokens a second", {"tokens": "tokens_per_second"}, noisy=True, floor=0.0),
     Panel("Queue [groups]", {"ready and not taken": "queue/depth"}, floor=0.0),
     Panel("Gradient norm", {"before it is cut": "grad_norm"}, noisy=True, floor=0.0),
-    Panel("Log-ratio", {"second moment": "is/second_moment", "dangerous mass": "is/tail_negative"}, floor=0.0),
+    Panel("Log-ratio", {"second moment": "is/second_moment", "above the cap, A < 0": "is/tail_negative"}, floor=0.0),
     Panel("Engine against learner [nats a token]", {"mismatch": "mismatch/abs_log_ratio", "by staleness": "drift/kl"}),
     Panel("Shares", {"constant groups": "frac_reward_zero_std", "cut completions": "completions/clipped_ratio"}, floor=0.0),
     Panel("Seconds a step", {"step": "step_time", "publishing": "broadcast/seconds"}, floor=0.0),
