@@ -30,7 +30,7 @@ CHAT: dict[str, Any] = {
     "rewards.functions": [str(REPOSITORY / "experiments" / "chat" / "rewards.py") + ":concise"],
 }  # fmt: skip
 # Cells of minutes, and a page that is served until it is interrupted: tests/experiments/test_sweep.py and
-# tests/watch/test_server.py run smaller ones.
+# tests/watch/test_page_server.py run smaller ones.
 NOT_HERE = {"sweep", "watch"}
 
 JUDGE = "def judge(completion, answer):\n    return float(answer in completion)\n"
