@@ -1,4 +1,4 @@
-"""The run's disk as the supervisor sees it: logs that have grown long begin anew, and little room is told before it is none.
+"""The run's disk as the supervisor sees it: logs that have grown long begin anew, and an event warns before it is full.
 
     owns        nothing
     waits for   nothing

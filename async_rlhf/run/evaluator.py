@@ -25,6 +25,7 @@ from async_rlhf.launch.program import Launcher, Process, evaluation_node
 from async_rlhf.launch.tether import PERCENT, PROGRESS
 from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
 from async_rlhf.learner.checkpoint.store import complete, step_of
+from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config
 from async_rlhf.run.evaluation import record_evaluation
 from async_rlhf.run.live import cadence
@@ -113,6 +114,7 @@ class Evaluator:
         self._planned_at = -_PLAN_EVERY_S
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
+        self._ledger = Ledger(run.path)
         self._lines, self._known = Tail(run.evaluations), list[dict[str, Any]]()
         self.plateau = ""
         """Why no further step is wanted; empty while one is."""
@@ -141,7 +143,7 @@ class Evaluator:
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
         try:
-            due_at = cadence(self._run, self._config)  # read after the checkpoints: what held for them stands in it
+            due_at = cadence(self._ledger, self._config)  # read after the checkpoints: what held for them stands in it
         except DamagedError as error:
             self._progress.event(str(error))
             return

@@ -30,7 +30,7 @@ _NEAR, _FAR = 0.8, 0.5
 
 
 class Events(Progress):
-    """Passes on to `shown` what it is told, and raises the events it sees in that."""
+    """Passes every report on to `shown`, and raises the events that it finds in them."""
 
     def __init__(self, config: Config, run: RunDir, shown: Progress) -> None:
         self._config, self._run, self._shown = config, run, shown

@@ -134,9 +134,9 @@ def check_resumed(run: RunDir, config: Config) -> None:
                 )
 
 
-def cadence(run: RunDir, config: Config) -> Cadence:
+def cadence(ledger: Ledger, config: Config) -> Cadence:
     """Which steps are evaluated. Raises DamagedError."""
-    return Cadence(Ledger(run.path).read().course("evaluation.every", config.evaluation.every))
+    return Cadence(ledger.read().course("evaluation.every", config.evaluation.every))
 
 
 def changed_at(run: RunDir) -> list[int]:

@@ -1,4 +1,4 @@
-"""The sections of the configuration about watching a run: its evaluations, where its metrics are sent, whom events are told."""
+"""The sections of the configuration about watching a run: its evaluations, where its metrics and events are sent."""
 
 from __future__ import annotations
 

@@ -9,12 +9,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.watch import panels
+from async_rlhf.inspect.plot import PANELS as DRAWN
+from async_rlhf.inspect.plot import Panel
 from async_rlhf.watch.runs import Runs, as_json
+
+PANELS = (
+    *DRAWN,
+    Panel("Tokens a second", {"tokens": "tokens_per_second"}, noisy=True, floor=0.0),
+    Panel("Queue [groups]", {"ready and not taken": "queue/depth"}, floor=0.0),
+    Panel("Gradient norm", {"before it is cut": "grad_norm"}, noisy=True, floor=0.0),
+    Panel("Log-ratio", {"second moment": "is/second_moment", "above the cap, A < 0": "is/tail_negative"}, floor=0.0),
+    Panel("Engine against learner [nats a token]", {"mismatch": "mismatch/abs_log_ratio", "by staleness": "drift/kl"}),
+    Panel("Shares", {"constant groups": "frac_reward_zero_std", "cut completions": "completions/clipped_ratio"}, floor=0.0),
+    Panel("Seconds a step", {"step": "step_time", "publishing": "broadcast/seconds"}, floor=0.0),
+)
+"""The curves of the page: those of the picture (`inspect.plot`), and what one watches while a run lives."""
+METRICS = tuple(dict.fromkeys(metric for panel in PANELS for metric in panel.metrics.values()))
 
 _PAGE = Path(__file__).parent / "page"
 _STYLES = ("vendor/uplot/uPlot.min.css", "page.css")
@@ -30,7 +45,7 @@ def policy(*, live: bool = True) -> str:
             "default-src 'none'",
             f"script-src {' '.join(_digest(text) for text in _texts(_PROGRAMS))}",
             f"style-src {' '.join(_digest(text) for text in _texts(_STYLES))}",
-            f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}",
+            "connect-src 'self'" if live else "connect-src 'none'",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",
@@ -41,7 +56,7 @@ def policy(*, live: bool = True) -> str:
 
 def page(saved: dict[str, Any] | None = None) -> str:
     """The document. saved: what it shows (`snapshot`); without it, it asks the server."""
-    data = {"panels": panels.as_values(), "saved": saved}
+    data = {"panels": [asdict(panel) for panel in PANELS], "saved": saved}
     parts = {
         "meta": "" if saved is None else f'<meta http-equiv="Content-Security-Policy" content="{policy(live=False)}">',
         "licence": f"<!-- uPlot draws the curves.\n{_texts((_LICENCE,))[0]}-->",
@@ -65,14 +80,14 @@ def snapshot(runs: Runs, most: int = 16) -> dict[str, Any]:
         "time": time.time(),
         "runs": listing(runs) | {"runs": [short(name, summaries[name]) for name in chosen]},
         "states": {
-            name: runs.state(name) | {"history": runs.curves(name, panels.METRICS), "completions": runs.completions(name)}
+            name: runs.state(name) | {"history": runs.curves(name, METRICS), "completions": runs.completions(name)}
             for name in chosen
         },
     }
 
 
 def listing(runs: Runs) -> dict[str, Any]:
-    """The runs in a line each, ready for JSON. more: how many older ones are not told."""
+    """The runs in a line each, ready for JSON. more: how many older ones are left out."""
     found = runs.summaries()
     return {"one": runs.is_one, "more": runs.more, "runs": [short(name, summary) for name, summary in found.items()]}
 

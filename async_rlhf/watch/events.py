@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 def events(
     changes: Iterable[Line] = (),
-    told: Iterable[Line] = (),
+    raised: Iterable[Line] = (),
     evaluations: Iterable[Line] = (),
     quarantined: Iterable[Line] = (),
     without_update: Iterable[Line] = (),
@@ -34,7 +34,7 @@ def events(
     Each argument: lines of one file, oldest first; without_update: the steps of metrics.jsonl that were not applied.
     """
     found = [*_changes(changes)]
-    found += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in told]
+    found += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in raised]
     found += [_evaluated(line) for line in evaluations]
     found += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
     found += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]

@@ -10,6 +10,7 @@ this machine only, unless there is a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -21,7 +22,7 @@ from starlette.routing import Route
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import check_open, put
 from async_rlhf.watch import address as addresses
-from async_rlhf.watch.server import LOCAL, Guard, server
+from async_rlhf.watch.server import LOCAL, Guard, until_interrupted
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -50,12 +51,7 @@ def listen(spool: Path, address: str, token_file: Path | None, say: Callable[[st
     """Take rows until Ctrl-C. Raises ConfigError before it listens: for a spool that is not there or has ended too."""
     check_open(spool)
     token = addresses.read_token(token_file)
-    bound = addresses.listen(address, token)
-    host, port = bound.getsockname()[:2]
-    say(f"rows for {spool} are taken at {addresses.url(host, port)}rows" + (" (bearer token)" if token else ""))
-    try:
-        server(intake(spool, token, (*LOCAL, host))).run(sockets=[bound])
-    except KeyboardInterrupt:
-        pass  # as in `server.serve`
-    finally:
-        bound.close()
+    with closing(addresses.listen(address, token)) as bound:
+        host, port = bound.getsockname()[:2]
+        say(f"rows for {spool} are taken at {addresses.url(host, port)}rows" + (" (bearer token)" if token else ""))
+        until_interrupted(intake(spool, token, (*LOCAL, host)), bound)

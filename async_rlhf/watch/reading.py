@@ -7,8 +7,8 @@ missing, damaged or foreign (`run_files`): what cannot be read is counted or nam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,14 @@ class RunReading:
     def refresh(self) -> None:
         """Read what was added."""
         self.problems = []
-        with self._told():
+        with self._noting():
             for record in self._added():
                 self._take(record)
         with suppress(OSError):
             for path in sorted((self.run.path / "spans").glob("*.jsonl"))[:_MAX_ACTORS]:
                 self._spans.setdefault(path.stem, Recent(path, _SPANS))
         for recent in (self._samples, self._changes, self._happened, self._quarantine, *self._spans.values()):
-            with self._told():
+            with self._noting():
                 recent.refresh()
         if unreadable := self._metrics.unreadable:
             self.problems.append(f"metrics.jsonl: {unreadable} lines are damaged and left out")
@@ -151,20 +151,10 @@ class RunReading:
             return decoder(path, path.stat().st_mtime)
         return None
 
-    def _told(self) -> _Told:
-        return _Told(self.problems)
-
-
-class _Told:
-    """What cannot be read inside is a problem in words."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self._problems = problems
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, DamagedError | OSError):
-            self._problems.append(str(error))
-            return True
-        return False
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """What cannot be read inside is a problem in words."""
+        try:
+            yield
+        except (DamagedError, OSError) as error:
+            self.problems.append(str(error))

@@ -119,7 +119,7 @@ class History:
     def after(self, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """Ready for JSON: what has changed for a reader that knows the buckets of this layout up to this step; or all of it.
 
-        metrics: whose curves are told. from: the first step that is told; what the reader has from there on is to be replaced.
+        metrics: whose curves are given. from: the first step that is given; what the reader has from there on is replaced.
         """
         bucket = step // self.width if layout == self.layout else 0
         ages = sorted(at for at in self._ages if at >= bucket)

@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.watch import address as addresses
-from async_rlhf.watch import document, panels, prometheus
+from async_rlhf.watch import document, prometheus
 from async_rlhf.watch.runs import Runs, as_json
 from async_rlhf.watch.series import MAX_STEP
 
@@ -78,40 +78,43 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    runs, token = Runs(path), addresses.read_token(token_file)
-    bound = addresses.listen(address, token)
-    host, port = bound.getsockname()[:2]
-    runs.start()
-    say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
-    say("Ctrl-C ends it; the run goes on")
-    try:
-        server(application(runs, token, (*LOCAL, host))).run(sockets=[bound])
-    except KeyboardInterrupt:
-        pass  # uvicorn has closed its connections, and tells its caller of the signal once more
-    finally:
-        runs.close()
-        _close(bound)
+    with _opened(Runs(path), address, token_file, say) as (app, bound):
+        say("Ctrl-C ends it; the run goes on")
+        until_interrupted(app, bound)
 
 
 @contextmanager
 def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> Iterator[None]:
     """Serve the page of the runs in a directory, which may be none yet, from a thread until the block ends. Raises ConfigError
     before it listens."""
-    runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
-    bound = addresses.listen(address, token)
-    host, port = bound.getsockname()[:2]
-    serving = server(application(runs, token, (*LOCAL, host)))
-    thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]}, name="page", daemon=True)
-    runs.start()
-    thread.start()
-    say(f"{path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
-    try:
-        yield
-    finally:
-        serving.should_exit = True
-        thread.join(_GRACE_S + 1)
-        runs.close()
-        _close(bound)
+    with _opened(Runs(path, may_be_empty=True), address, token_file, say) as (app, bound):
+        serving = server(app)
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]}, name="page", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            serving.should_exit = True
+            thread.join(_GRACE_S + 1)
+
+
+@contextmanager
+def _opened(
+    runs: Runs, address: str, token_file: Path | None, say: Callable[[str], object]
+) -> Iterator[tuple[Starlette, socket.socket]]:
+    """The page of these runs, which are read until the block ends, and the socket that it is to be served on."""
+    token = addresses.read_token(token_file)
+    with closing(addresses.listen(address, token)) as bound, closing(runs):
+        host, port = bound.getsockname()[:2]
+        runs.start()
+        say(f"{runs.path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
+        yield application(runs, token, (*LOCAL, host)), bound
+
+
+def until_interrupted(app: ASGIApp, bound: socket.socket) -> None:
+    """Serve on a listening socket until Ctrl-C."""
+    with suppress(KeyboardInterrupt):  # uvicorn has closed its connections, and raises it once more
+        server(app).run(sockets=[bound])
 
 
 def server(app: ASGIApp) -> uvicorn.Server:
@@ -244,7 +247,7 @@ class _Answers:
     def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> str:
         found = self._runs.state(name)
         if wanted is not None:
-            found["history"] = self._runs.curves(name, panels.METRICS, *wanted)
+            found["history"] = self._runs.curves(name, document.METRICS, *wanted)
         return as_json(found)
 
     def _known(self, request: Request) -> str:
@@ -267,8 +270,3 @@ def _json(text: str) -> Response:
 def _name(host: str) -> str:
     """Of a Host header, without the port."""
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
-
-
-def _close(bound: socket.socket) -> None:
-    with suppress(OSError):
-        bound.close()

@@ -148,6 +148,7 @@ class Ledger:
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
+        self._stamp, self._read = (0, 0), History()
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -159,11 +160,15 @@ class Ledger:
         return found.st_size, found.st_mtime_ns
 
     def read(self) -> History:
-        try:
-            with self._open(os.O_RDONLY) as file:
-                return self._history(file.read())
-        except FileNotFoundError:
-            return History()
+        """What is there; the file is read again only when it has changed."""
+        if (stamp := self.stamp) != self._stamp:
+            try:
+                with self._open(os.O_RDONLY) as file:
+                    self._read = self._history(file.read())
+            except FileNotFoundError:
+                return History()
+            self._stamp = stamp  # from before: what comes between the two is read the next time
+        return self._read if stamp != (0, 0) else History()
 
     def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
@@ -216,7 +221,7 @@ class LiveChanges:
         self._seen: tuple[int, int] | None = (0, 0)
         self._complained = False
         if self._reached > max(step, self._history.reached):
-            self._seen = None  # it says so at once, or with the first step
+            self._seen = None  # the line is written now, or with the first step
             self._append(self._begun)
 
     def at(self, step: int) -> Mapping[str, Any]:

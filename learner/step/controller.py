@@ -84,7 +84,7 @@ class Controller:
         return {member: found for each in gathered for member, found in _unpacked(each).items()}
 
     def learn_at(self, rate: float) -> None:
-        """See `Backend.learn_at`. The other ranks are told with each step."""
+        """See `Backend.learn_at`. The other ranks get it with each step."""
         self.machine.learn_at(rate)
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:

@@ -1,4 +1,4 @@
-"""Logs that grow too long begin anew while their process goes on writing; little room is told once."""
+"""Logs that grow too long begin anew while their process goes on writing; little room is one event."""
 
 from __future__ import annotations
 

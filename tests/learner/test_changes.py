@@ -176,3 +176,18 @@ def test_a_run_without_changes_has_no_ledger(tmp_path: Path) -> None:
     learner.train()
     assert not list(tmp_path.iterdir()) and Ledger(tmp_path).read() == History()
     assert described(Change(1, {"guard.target": (None, 2)}, 0.0)) == "guard.target null -> 2, waits for the next step"
+
+
+def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, reads = Ledger(tmp_path), list[bytes]()
+    parse = Ledger._history
+    monkeypatch.setattr(Ledger, "_history", lambda self, data: (reads.append(data), parse(self, data))[1])
+    assert ledger.read() == History() and not reads
+    ask(tmp_path, 1.0)
+    reads.clear()
+    assert [change.number for change in ledger.read().changes] == [1] and ledger.read() == ledger.read()
+    assert len(reads) == 1
+    ask(tmp_path, 2.0)
+    assert ledger.read().asked() == {RATE: 2.0}
+    ledger.path.unlink()
+    assert ledger.read() == History()

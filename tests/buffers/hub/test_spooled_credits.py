@@ -1,4 +1,4 @@
-"""A hub whose prompts come while it runs: credits carry their rows, and a learner without prompts, or room, is told so."""
+"""A hub whose prompts come while it runs: credits carry their rows, and a learner without prompts, or room, gets the reason."""
 
 from __future__ import annotations
 
