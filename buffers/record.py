@@ -21,6 +21,7 @@ from async_rlhf.buffers.score import Score as Score
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length"]
 
 SOURCE = "source"
@@ -34,12 +35,12 @@ MAX_LOGPROB = 1e-3
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` consecutive tokens that were sampled by weight set `version`.
+    """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: no model did, an environment gave them.
 
     cache_version: the oldest weights that computed keys and values these tokens attended to; None: `version` did them all.
     """
 
-    version: int
+    version: int | None
     num_tokens: int
     cache_version: int | None = None
 
@@ -50,7 +51,7 @@ class SamplingMask:
 
     A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
     behaviour log-probability compares two different distributions.
-    sizes: int32 [T], how many tokens each completion token was one of. ids: int32 [sum of sizes], one after the other.
+    sizes: int32 [N], how many tokens each sampled token was one of. ids: int32 [sum of sizes], one after the other.
     """
 
     sizes: Int32Array
@@ -61,11 +62,15 @@ class SamplingMask:
 class Rollout:
     """One completion with everything observed while it was made.
 
-    completion_ids: int32 [T], the sampled tokens, the end token included when it was sampled.
-    logprobs: float32 [T], log-probability of each token under the distribution it was really sampled from.
-    spans: versions of the tokens in order; their lengths sum to T.
-    reference: float32 [T], log-probability of each token under the frozen reference, at the same temperature and over the
-        same sampling mask; None where no actor computed it.
+    Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
+    which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
+    losses. Axes: T tokens behind the prompt, N sampled ones.
+
+    completion_ids: int32 [T] as the engine saw them, the end token of a turn included when it was sampled; first and last were sampled.
+    logprobs: float32 [N], log-probability of each sampled token under the distribution it was really sampled from.
+    spans: of the tokens in order; their lengths sum to T.
+    reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
+        the same sampling mask; None where no actor computed it.
     """
 
     completion_ids: Int32Array
@@ -84,29 +89,52 @@ class Rollout:
             raise RecordError(f"completion_ids must be int32 [T] with T > 0, got {ids.dtype} {ids.shape}")
         if int(ids.min()) < 0:
             raise RecordError(f"completion_ids must be at least 0, got {ids.min()}")
-        _check_logprobs("logprobs", self.logprobs, ids)
-        if self.reference is not None:
-            _check_logprobs("reference", self.reference, ids)
         if any(span.num_tokens <= 0 for span in self.spans):
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
             raise RecordError(f"spans must cover all {len(ids)} tokens, got {self.spans}")
+        if self.spans[0].version is None or self.spans[-1].version is None:
+            raise RecordError(f"the first and the last token must be sampled ones, got {self.spans}")
+        _check_logprobs("logprobs", self.logprobs, self.num_tokens)
+        if self.reference is not None:
+            _check_logprobs("reference", self.reference, self.num_tokens)
         if self.sampling_mask is not None:
-            _check_sampling_mask(self.sampling_mask, ids)
+            _check_sampling_mask(self.sampling_mask, self.sampled_ids)
 
     @property
-    def num_tokens(self) -> int:
+    def length(self) -> int:
+        """T."""
         return len(self.completion_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """N: those that bear a loss."""
+        return sum(num_tokens for _, num_tokens in self.sampled_spans())
+
+    def sampled_spans(self) -> Iterator[tuple[int, int]]:
+        """(version, tokens) of what was sampled."""
+        return ((span.version, span.num_tokens) for span in self.spans if span.version is not None)
+
+    @property
+    def sampled(self) -> BoolArray:
+        """bool [T]: which tokens were sampled."""
+        return np.repeat([span.version is not None for span in self.spans], [span.num_tokens for span in self.spans])
+
+    @property
+    def sampled_ids(self) -> Int32Array:
+        """int32 [N]"""
+        return self.completion_ids if self.num_tokens == self.length else self.completion_ids[self.sampled]
+
+    @property
     def versions(self) -> Int32Array:
-        """int32 [T]: the version that sampled each token."""
-        return np.repeat(np.array([span.version for span in self.spans], np.int32), [span.num_tokens for span in self.spans])
+        """int32 [N]: the version that sampled each token."""
+        versions, sizes = zip(*self.sampled_spans(), strict=True)
+        return np.repeat(np.array(versions, np.int32), sizes)
 
 
-def _check_logprobs(name: str, logprobs: Float32Array, ids: Int32Array) -> None:
-    if logprobs.dtype != np.float32 or logprobs.shape != ids.shape:
-        raise RecordError(f"{name} must be float32 {ids.shape}, got {logprobs.dtype} {logprobs.shape}")
+def _check_logprobs(name: str, logprobs: Float32Array, num_tokens: int) -> None:
+    if logprobs.dtype != np.float32 or logprobs.shape != (num_tokens,):
+        raise RecordError(f"{name} must be float32 ({num_tokens},), got {logprobs.dtype} {logprobs.shape}")
     good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
     if not bool(good.all()):
         where = int(np.flatnonzero(~good)[0])
@@ -159,21 +187,22 @@ class Group:
         if any(set(rollout.scores) != names for rollout in self.rollouts):
             raise RecordError(f"all rollouts of group {self.number} must carry the same rewards, first has {sorted(names)}")
 
-    def spans(self) -> Iterator[Span]:
+    def sampled_spans(self) -> Iterator[tuple[int, int]]:
+        """(version, tokens) of what was sampled, of all members."""
         for rollout in self.rollouts:
-            yield from rollout.spans
+            yield from rollout.sampled_spans()
 
     @property
     def oldest_version(self) -> int:
-        return min(span.version for span in self.spans())
+        return min(version for version, _ in self.sampled_spans())
 
     @property
     def newest_version(self) -> int:
-        return max(span.version for span in self.spans())
+        return max(version for version, _ in self.sampled_spans())
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all members (the loss-bearing ones)."""
+        """Sampled tokens of all members (the loss-bearing ones)."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
 

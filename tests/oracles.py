@@ -137,7 +137,11 @@ def loss(
         current = completion_logprobs(
             model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
         )
-        for logp, behaviour in zip(current, rollout.logprobs.tolist(), strict=True):
+        behaviours = iter(rollout.logprobs.tolist())
+        for logp, was_sampled in zip(current, rollout.sampled, strict=True):
+            if not was_sampled:
+                continue  # an environment gave it
+            behaviour = next(behaviours)
             weight = 1.0 if config.is_cap is None else min(ratio(float(logp.detach()), behaviour), config.is_cap)
             losses.append(-weight * advantage * (logp - logp.detach()).exp())
     return torch.stack(losses).mean()

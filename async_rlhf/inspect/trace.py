@@ -95,7 +95,7 @@ def _as_observed(run: RunDir) -> Iterator[TracedRollout]:
             in_journal.add(batch.step + 1)
             for group in batch.groups:
                 for member, rollout in enumerate(group.rollouts):
-                    version = rollout.spans[0].version
+                    version = next(rollout.sampled_spans())[0]
                     timed = unpack(rollout.timings)
                     yield TracedRollout(group.number, member, group.actor, batch.step + 1, timed, version, rollout.num_tokens)
     except JournalError:
@@ -111,7 +111,7 @@ def _as_observed(run: RunDir) -> Iterator[TracedRollout]:
                     sample["step"],
                     stages,
                     record["spans"][0][0],
-                    len(record["tokens"]),
+                    sum(count for version, count in record["spans"] if version is not None),
                 )
 
 

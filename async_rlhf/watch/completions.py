@@ -38,13 +38,16 @@ def shown(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any] | 
         return None
 
 
-def pieces(text: str, tokens: Sequence[int], spans: Sequence[Sequence[int]], decode: Decode | None) -> list[tuple[int, str]]:
-    """(version, text) one after another: what each version sampled. spans: (version, number of its tokens).
+def pieces(
+    text: str, tokens: Sequence[int], spans: Sequence[Sequence[Any]], decode: Decode | None
+) -> list[tuple[int | None, str]]:
+    """(version, text) one after another: what each version sampled, None for what an environment gave. spans: (version, number
+    of its tokens).
 
     The whole text is given to the last version where the parts cannot be told apart.
     """
     if len(spans) > 1 and decode is not None:
-        parts, at, found = decode(tokens), 0, list[tuple[int, str]]()
+        parts, at, found = decode(tokens), 0, list[tuple[int | None, str]]()
         for version, count, *_ in spans:
             found.append((version, "".join(parts[at : at + count])))
             at += count
@@ -79,7 +82,7 @@ def _rollout(rollout: Mapping[str, Any], decode: Decode | None) -> dict[str, Any
     text, spans = str(rollout["text"])[:MAX_CHARACTERS], rollout["spans"]
     return {
         "pieces": pieces(text, rollout["tokens"], spans, decode),
-        "spans": [[int(version), int(count)] for version, count, *_ in spans],
+        "spans": [[None if version is None else int(version), int(count)] for version, count, *_ in spans],
         "tokens": len(rollout["tokens"]),
         "scores": {str(name): score if is_number(score) else None for name, score in rollout["scores"].items()},
         "advantage": rollout.get("advantage") if is_number(rollout.get("advantage")) else None,

@@ -35,7 +35,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         number=group.number,
         attempt=group.attempt,
         num_prompt_tokens=len(group.prompt_ids),
-        num_tokens=[rollout.num_tokens for rollout in rollouts],
+        num_tokens=[rollout.length for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
         num_support=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
@@ -105,32 +105,29 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
         raise _wrong(header, "logprobs", f"logprobs must be finite and at most 0, got {logprobs[at]} at token {at}")
     if int(ids.min()) < 0:
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
-    for num_tokens, spans in zip(header.num_tokens, header.spans, strict=True):
-        lengths = [span[1] for span in spans]
-        if sum(lengths) != num_tokens or min(lengths) < 1:
-            raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
     if header.metrics or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
-    versions = [span[0] for spans in header.spans for span in spans]
-    return Entry(header.attempt, min(versions), max(versions), sum(header.num_tokens), sum(map(len, frames)))
+    versions = [span[0] for spans in header.spans for span in spans if span[0] is not None]
+    return Entry(header.attempt, min(versions), max(versions), sum(_num_sampled(header)), sum(map(len, frames)))
 
 
 def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     """The group; raises WireError when header and arrays do not fit, or the record breaks an invariant."""
     ids, logprobs = _arrays(header, arrays)
     starts = np.cumsum([0, *header.num_tokens])
+    at = np.cumsum([0, *_num_sampled(header)])
     completions = ids[header.num_prompt_tokens :]
     try:
         sampling_masks = _sampling_masks(header, completions[starts[-1] :])
-        references = _references(header, logprobs[starts[-1] :])
+        references = _references(header, logprobs[at[-1] :])
         rollouts = tuple(
             Rollout(
-                completion_ids=completions[start : start + num_tokens],
-                logprobs=logprobs[start : start + num_tokens],
+                completion_ids=completions[starts[member] : starts[member + 1]],
+                logprobs=logprobs[at[member] : at[member + 1]],
                 spans=tuple(Span(*span) for span in header.spans[member]),
                 finish_reason=header.finish_reasons[member],
                 scores={name: _score(header, name, member) for name in header.scores},
@@ -139,7 +136,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 sampling_mask=sampling_masks[member],
                 reference=references[member],
             )
-            for member, (start, num_tokens) in enumerate(zip(starts, header.num_tokens, strict=False))
+            for member in range(len(header.num_tokens))
         )
         return Group(
             number=header.number,
@@ -156,7 +153,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
 
 
 def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array]:
-    """Ids and log-probabilities; raises WireError when lengths disagree."""
+    """Ids and log-probabilities; raises WireError when lengths or spans disagree."""
     size = len(header.num_tokens)
     columns: list[tuple[str, Sequence[Any]]] = [
         ("spans", header.spans),
@@ -173,16 +170,27 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
             raise _wrong(header, "lengths", f"{name!r} has {len(column)} items for {size} members")
     if not header.metrics.keys() <= header.scores.keys():
         raise _wrong(header, "lengths", f"metrics of {sorted(header.metrics)} and scores of {sorted(header.scores)}")
-    num_completion, kept = sum(header.num_tokens), 0
-    judged = sum(num_tokens for num_tokens, has in zip(header.num_tokens, header.has_reference, strict=True) if has)
+    for num_tokens, spans in zip(header.num_tokens, header.spans, strict=True):
+        lengths = [span[1] for span in spans]
+        if sum(lengths) != num_tokens or min(lengths) < 1:
+            raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
+        if spans[0][0] is None or spans[-1][0] is None:
+            raise _wrong(header, "spans", f"the first and the last token must be sampled ones, got {spans[:8]}")
+    num_sampled, kept = _num_sampled(header), 0
+    judged = sum(num_tokens for num_tokens, has in zip(num_sampled, header.has_reference, strict=True) if has)
     if header.num_support.count(None) < size:
-        pairs = zip(header.num_tokens, header.num_support, strict=True)
+        pairs = zip(num_sampled, header.num_support, strict=True)
         kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
-    wanted = [4 * (header.num_prompt_tokens + num_completion + kept), 4 * (num_completion + judged)]
+    wanted = [4 * (header.num_prompt_tokens + sum(header.num_tokens) + kept), 4 * (sum(num_sampled) + judged)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")
     ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
     return ids.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False)
+
+
+def _num_sampled(header: GroupHeader) -> list[int]:
+    """Of each member."""
+    return [sum(num_tokens for version, num_tokens, _ in spans if version is not None) for spans in header.spans]
 
 
 def _score(header: GroupHeader, name: str, member: int) -> Score:
@@ -195,7 +203,7 @@ def _sampling_masks(header: GroupHeader, ids: Int32Array) -> list[SamplingMask |
     """The members' sampling masks out of what follows their completions."""
     sampling_masks: list[SamplingMask | None] = []
     start = 0
-    for num_tokens, num_support in zip(header.num_tokens, header.num_support, strict=True):
+    for num_tokens, num_support in zip(_num_sampled(header), header.num_support, strict=True):
         if num_support is None:
             sampling_masks.append(None)
             continue
@@ -209,7 +217,7 @@ def _references(header: GroupHeader, logprobs: Float32Array) -> list[Float32Arra
     """The members' log-probabilities under the reference out of what follows their own."""
     references: list[Float32Array | None] = []
     start = 0
-    for num_tokens, has_reference in zip(header.num_tokens, header.has_reference, strict=True):
+    for num_tokens, has_reference in zip(_num_sampled(header), header.has_reference, strict=True):
         references.append(logprobs[start : start + num_tokens] if has_reference else None)
         start += num_tokens * has_reference
     return references

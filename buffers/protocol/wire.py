@@ -94,17 +94,17 @@ def _complete(sampling: Any) -> Any:
 class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
-    int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs,
-    then of each member that has them the reference's.
-    spans: (version, tokens, oldest version in the cache or None). scores: a number, the text of a failure, or None where
-    the reward does not apply.
+    int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
+    of sampled tokens, then of each member that has them the reference's.
+    num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
+    scores: a number, the text of a failure, or None where the reward does not apply.
     """
 
     number: Count
     attempt: Count
     num_prompt_tokens: Count = Field(ge=1)
     num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
-    spans: list[list[Annotated[tuple[Version, Count, Version | None], Field(strict=False)]]]
+    spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
     num_support: list[Count | None]
     has_reference: list[bool]
     finish_reasons: list[FinishReason]

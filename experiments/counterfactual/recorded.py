@@ -45,7 +45,7 @@ class Moment:
     @property
     def staleness(self) -> tuple[float, int]:
         """Mean and largest over the tokens, in learner steps."""
-        ages = [(staleness(span.version, self.step), span.num_tokens) for group in self.groups for span in group.spans()]
+        ages = [(staleness(version, self.step), count) for group in self.groups for version, count in group.sampled_spans()]
         return sum(age * count for age, count in ages) / sum(count for _, count in ages), max(age for age, _ in ages)
 
 

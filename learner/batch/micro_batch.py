@@ -4,7 +4,7 @@ Every completion attends to its prompt and to itself, never to its siblings. Eve
 loss-bearing tokens of a micro-batch, so padding never reaches it. A completion is never cut, and where a loss compares siblings
 neither is a group. No gradient, no model here.
 
-Axes: R rows, L positions of a row, N loss-bearing tokens, S completions.
+Axes: R rows, L positions of a row, N loss-bearing tokens (the sampled ones: what an environment gave is read only), S completions.
 """
 
 from __future__ import annotations
@@ -162,12 +162,13 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
         segments[r, :prompt] = 0
         start = prompt
         for m, member in enumerate(row.members, 1):
-            read = member.rollout.num_tokens - 1
+            read = member.rollout.length - 1
             ids[r, start : start + read] = member.rollout.completion_ids[:-1]
             positions[r, start : start + read] = np.arange(prompt, prompt + read)
             segments[r, start : start + read] = m
             # the first token is predicted by the prompt's last position, each other by the token before it
-            sources.append(r * width + np.concatenate([[prompt - 1], np.arange(start, start + read)]))
+            predicting = np.concatenate([[prompt - 1], np.arange(start, start + read)])
+            sources.append(r * width + predicting[member.rollout.sampled])
             members.append(member)
             groups.append(row.group)
             start += read
@@ -181,7 +182,7 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
         positions_RL=torch.from_numpy(positions),
         segments_RL=torch.from_numpy(segments),
         source_N=_joined(sources, np.int64),
-        target_N=_joined([rollout.completion_ids for rollout in rollouts], np.int64),
+        target_N=_joined([rollout.sampled_ids for rollout in rollouts], np.int64),
         temperature_N=torch.from_numpy(np.repeat([group.sampling.temperature for group in groups], lengths).astype(np.float32)),
         sampling_masks=_sampling_masks(rollouts) if packing.sampling_masks else None,
         member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),

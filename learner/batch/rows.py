@@ -27,7 +27,7 @@ class Member:
 
     @property
     def advantages(self) -> Float32Array:
-        """float32 [T]"""
+        """float32 [N], of sampled tokens."""
         if self.targets is not None and self.targets.advantage is not None:
             return self.targets.advantage.astype(np.float32)
         return np.full(self.rollout.num_tokens, self.advantage, np.float32)
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        return len(self.group.prompt_ids) + sum(member.rollout.num_tokens - 1 for member in self.members)
+        return len(self.group.prompt_ids) + sum(member.rollout.length - 1 for member in self.members)
 
 
 def make_rows(
@@ -64,11 +64,11 @@ def make_rows(
         length = len(group.prompt_ids)
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
-                if members and length + rollout.num_tokens - 1 > row_tokens:
+                if members and length + rollout.length - 1 > row_tokens:
                     rows.append(Row(group, tuple(members)))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
-                length += rollout.num_tokens - 1
+                length += rollout.length - 1
             index += 1
         if members:
             rows.append(Row(group, tuple(members)))

@@ -15,9 +15,9 @@ def staleness_histogram(groups: Sequence[Group], step: int) -> dict[int, int]:
     """Tokens by staleness at learner step `step`, ascending."""
     ages: dict[int, int] = {}
     for group in groups:
-        for span in group.spans():
-            age = staleness(span.version, step)
-            ages[age] = ages.get(age, 0) + span.num_tokens
+        for version, num_tokens in group.sampled_spans():
+            age = staleness(version, step)
+            ages[age] = ages.get(age, 0) + num_tokens
     return dict(sorted(ages.items()))
 
 

@@ -118,7 +118,8 @@ class Safeguards:
     def check_mismatch(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
         """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
         mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self.limits.mismatch_limit
-        fresh = [span for group in groups for span in group.spans() if span.version == step]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        fresh = [span for rollout in rollouts for span in rollout.spans if span.version == step]
         comparable = (
             self.limits.comparable
             and sum(span.num_tokens for span in fresh) >= _MIN_TOKENS

@@ -55,6 +55,9 @@ def group(**changed: Any) -> Group:
         ({"spans": (Span(0, 4),)}, "spans must cover all 3 tokens"),
         ({"spans": (Span(0, 3), Span(1, 0))}, "spans must be non-empty"),
         ({"spans": (Span(0, 4), Span(1, -1))}, "spans must be non-empty"),
+        ({"spans": (Span(0, 2), Span(None, 1))}, "the first and the last token must be sampled ones"),
+        ({"spans": (Span(None, 1), Span(0, 2))}, "the first and the last token must be sampled ones"),
+        ({"spans": (Span(0, 1), Span(None, 1), Span(0, 1))}, r"logprobs must be float32 \(2,\), got float32 \(3,\)"),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -94,6 +97,19 @@ def test_a_support_that_does_not_hold_what_was_sampled_is_refused(sizes: list[in
 def test_a_group_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         group(**changed)
+
+
+def test_what_an_environment_gave_has_a_place_and_nothing_else() -> None:
+    made = rollout(
+        completion_ids=np.array([5, 6, 7, 8, 9], np.int32),
+        spans=(Span(3, 1), Span(None, 2), Span(4, 2)),
+        sampling_mask=SamplingMask(np.array([1, 1, 1], np.int32), np.array([5, 8, 9], np.int32)),
+    )
+    assert (made.length, made.num_tokens) == (5, 3)
+    assert made.sampled.tolist() == [True, False, False, True, True] and made.sampled_ids.tolist() == [5, 8, 9]
+    assert made.versions.tolist() == [3, 4, 4]
+    both = group(rollouts=(made, made))
+    assert (both.oldest_version, both.newest_version, both.num_tokens) == (3, 4, 6)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))

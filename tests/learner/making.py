@@ -41,16 +41,18 @@ def make_rollout(
     length: int = 3,
     *,
     seed: int = 0,
-    spans: Sequence[tuple[int, int]] | None = None,
+    spans: Sequence[tuple[int | None, int]] | None = None,
     scores: dict[str, Score] | None = None,
     finish_reason: str = "stop",
     vocabulary: int = VOCABULARY,
 ) -> Rollout:
     random = np.random.default_rng(seed)
+    spans = spans or [(0, length)]
+    num_sampled = sum(count for version, count in spans if version is not None)
     return Rollout(
         completion_ids=random.integers(0, vocabulary, length).astype(np.int32),
-        logprobs=random.uniform(-4.0, -0.1, length).astype(np.float32),
-        spans=tuple(Span(version, count) for version, count in spans or [(0, length)]),
+        logprobs=random.uniform(-4.0, -0.1, num_sampled).astype(np.float32),
+        spans=tuple(Span(version, count) for version, count in spans),
         finish_reason="length" if finish_reason == "length" else "stop",
         scores=scores if scores is not None else {"judge": Score(float(random.integers(0, 2)))},
     )
@@ -67,9 +69,10 @@ def make_group(
     truncated: Sequence[int] = (),
     source: str | None = None,
     vocabulary: int = VOCABULARY,
+    observed: Sequence[tuple[int, int]] = (),
 ) -> Group:
     """A group of completions of these lengths, all of one version; a reward of None is a failed score, and `truncated` members
-    were cut."""
+    were cut. observed: (from, to) of tokens that an environment gave, in every member that is longer."""
     random = np.random.default_rng(1000 + number)
     prompt = random.integers(0, vocabulary, prompt_length).astype(np.int32)
     rollouts = []
@@ -78,9 +81,19 @@ def make_group(
         score = Score(value) if value is not None else Score(failure="the judge fell asleep")
         seed = 7919 * number + member
         finish = "length" if member in truncated else "stop"
-        spans, scores = [(version, length)], {"judge": score}
+        spans, scores = _spans(version, length, observed), {"judge": score}
         rollouts.append(
             make_rollout(length, seed=seed, spans=spans, scores=scores, finish_reason=finish, vocabulary=vocabulary)
         )
     columns = {} if source is None else {"source": source}
     return Group(number, 0, prompt, tuple(rollouts), Sampling(temperature=temperature), columns=columns)
+
+
+def _spans(version: int, length: int, observed: Sequence[tuple[int, int]]) -> list[tuple[int | None, int]]:
+    spans: list[tuple[int | None, int]] = []
+    at = 0
+    for start, end in observed:
+        if end < length:
+            spans += [(version, start - at), (None, end - start)]
+            at = end
+    return [*spans, (version, length - at)]

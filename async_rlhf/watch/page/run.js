@@ -262,12 +262,18 @@ function rollout({ pieces, spans, scores, advantage, ended, tokens }) {
   const text = el(
     "div",
     { class: "text" },
-    ...pieces.map(([version, part]) => el("span", { class: `v${version % 6}`, title: `version ${version}` }, part)),
+    ...pieces.map(([version, part]) =>
+      version === null
+        ? el("span", { class: "observed", title: "given by the environment" }, part)
+        : el("span", { class: `v${version % 6}`, title: `version ${version}` }, part),
+    ),
   );
   const numbers = Object.entries(scores).map(([name, score]) => `${name} ${score === null ? "failed" : short(score)}`);
   if (advantage !== null) numbers.push(`advantage ${short(advantage)}`);
   const versions =
-    spans.length > 1 ? spans.map(([version, count]) => `v${version}: ${count}`).join(", ") : `v${spans[0]?.[0] ?? "?"}`;
+    spans.length > 1
+      ? spans.map(([version, count]) => `${version === null ? "read" : `v${version}`}: ${count}`).join(", ")
+      : `v${spans[0]?.[0] ?? "?"}`;
   return el(
     "div",
     { class: "rollout" },

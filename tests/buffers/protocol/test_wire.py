@@ -44,6 +44,7 @@ SCORES = st.builds(Score, LIMITED) | st.builds(Score) | st.builds(Score, st.none
 
 
 SPANS = st.builds(Span, st.integers(-5, (1 << 31) - 1), st.integers(1, 4), st.none() | st.integers(-5, (1 << 31) - 1))
+OBSERVATIONS = st.builds(Span, st.none(), st.integers(1, 3))
 
 
 @st.composite
@@ -62,9 +63,12 @@ def LOGPROBS(length: int) -> st.SearchStrategy[list[float]]:
 @st.composite
 def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     spans = draw(st.lists(SPANS, min_size=1, max_size=3))
+    spans[1:1] = draw(st.lists(OBSERVATIONS, max_size=2)) if len(spans) > 1 else []
     length = sum(span.num_tokens for span in spans)
     ids = draw(st.lists(st.integers(0, (1 << 31) - 1), min_size=length, max_size=length))
-    logprobs, reference = draw(st.lists(LOGPROBS(length), min_size=2, max_size=2))
+    chosen = [span.version is not None for span in spans for _ in range(span.num_tokens)]
+    sampled = [token for token, was in zip(ids, chosen, strict=True) if was]
+    logprobs, reference = draw(st.lists(LOGPROBS(len(sampled)), min_size=2, max_size=2))
     return Rollout(
         completion_ids=np.array(ids, np.int32),
         logprobs=np.array(logprobs, np.float32),
@@ -73,7 +77,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         scores={name: draw(SCORES) for name in names},
         text=draw(TEXT),
         timings=draw(st.dictionaries(TEXT, LIMITED, max_size=2)),
-        sampling_mask=draw(st.none() | sampling_masks(ids)),
+        sampling_mask=draw(st.none() | sampling_masks(sampled)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
     )
 
