@@ -66,7 +66,8 @@ class Rollout:
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
     losses. Axes: T tokens behind the prompt, N sampled ones.
 
-    completion_ids: int32 [T] as the engine saw them, the end token of a turn included when it was sampled; first and last were sampled.
+    completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was
+        sampled; the first and the last token were sampled.
     logprobs: float32 [N], log-probability of each sampled token under the distribution it was really sampled from.
     spans: of the tokens in order; their lengths sum to T.
     reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over

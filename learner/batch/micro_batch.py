@@ -4,7 +4,8 @@ Every completion attends to its prompt and to itself, never to its siblings. Eve
 loss-bearing tokens of a micro-batch, so padding never reaches it. A completion is never cut, and where a loss compares siblings
 neither is a group. No gradient, no model here.
 
-Axes: R rows, L positions of a row, N loss-bearing tokens (the sampled ones: what an environment gave is read only), S completions.
+Axes: R rows, L positions of a row, N loss-bearing tokens (those that were sampled; what an environment gave is only read), S
+completions.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ GROUPS = [
     make_group(1, [12], prompt_length=9, temperature=0.7),
     make_group(2, [5, 1, 2, 9, 6], prompt_length=1),
     make_group(3, [1], prompt_length=3, temperature=1.3),
-    make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]),  # episodes of two and of three turns
+    make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]),  # episodes
 ]
 ADVANTAGES: Advantages = [[1.0, -0.5, None, 0.25], [2.0], [-1.0, 0.5, 1.5, None, -0.75], [0.5], [-1.5, 0.75, 1.25]]
 
