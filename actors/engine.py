@@ -52,6 +52,8 @@ class Request:
     seed: int
     stop: tuple[str, ...] = ()
     partial_every: int = 0
+    context: tuple[int, ...] = ()
+    hold: bool = False
 
 
 def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:

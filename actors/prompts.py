@@ -80,7 +80,21 @@ def rollout_seed(seed: int, group: int, member: int) -> int:
 
     The attempt does not enter: a group that is generated again after a crash is the same group.
     """
-    packed = struct.pack("<3Q", seed & _U64, group, member)
+    return _hashed(seed & _U64, group, member)
+
+
+def environment_seed(seed: int, group: int) -> int:
+    """63 bits for the environments of a group's members: the same for all, for they are compared."""
+    return _hashed(seed & _U64, group, _U64)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Of a completion's first turn (0) its own seed, of each later one another."""
+    return _hashed(seed, turn) if turn else seed
+
+
+def _hashed(*numbers: int) -> int:
+    packed = struct.pack(f"<{len(numbers)}Q", *numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

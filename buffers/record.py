@@ -22,7 +22,8 @@ from async_rlhf.buffers.score import Score as Score
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "context", "max_turns"]
+"""Its end was sampled or its environment ended it; its last turn, the whole row, or its number of turns reached the limit."""
 
 SOURCE = "source"
 """The column that names which of several mixed tasks a row is of."""
@@ -101,6 +102,11 @@ class Rollout:
             _check_logprobs("reference", self.reference, self.num_tokens)
         if self.sampling_mask is not None:
             _check_sampling_mask(self.sampling_mask, self.sampled_ids)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason != "stop"
 
     @property
     def length(self) -> int:

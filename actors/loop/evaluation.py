@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.prompts import Row, rollout_seed
+from async_rlhf.actors.loop.episodes import Episodes, Play
+from async_rlhf.actors.prompts import Row, environment_seed, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
@@ -39,18 +40,17 @@ class Judging:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
 
-    def requests(self, prompts: Sequence[tuple[int, ...]]) -> list[Request]:
-        """Of each prompt its greedy completion (member 0), and the sampled ones."""
+    def requests(self, number: int, prompt_ids: tuple[int, ...]) -> list[Request]:
+        """Of a prompt its greedy completion (member 0), and the sampled ones."""
         return [
             Request(
-                RolloutKey(i, 0, member),
-                ids,
+                RolloutKey(number, 0, member),
+                prompt_ids,
                 self.max_completion_length,
                 self.sampling if member else GREEDY,
-                rollout_seed(self.seed, i, member) if member else 0,
+                rollout_seed(self.seed, number, member) if member else 0,
                 self.stop,
             )
-            for i, ids in enumerate(prompts)
             for member in range(1 + self.num_sampled)
         ]
 
@@ -89,33 +89,41 @@ def evaluate(
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
     patience_s: float = 120.0,
+    play: Play | None = None,
 ) -> EvaluationResult:
-    """Generate and score. progress: called when completions have been scored: how many, and of how many.
+    """Generate and score. progress: called when completions have been scored: how many, and of how many. play: the environment,
+    where episodes have one.
 
-    Raises DeadlineError when no score arrives for `patience_s` after generation has ended.
+    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
     """
     asked = [encode(row) for row in rows]
-    prompts = [tuple(ids) for _, ids in asked]
-    engine.submit(requests := judging.requests(prompts))
+    requests = [judging.requests(number, tuple(ids)) for number, (_, ids) in enumerate(asked)]
+    num_requests = sum(map(len, requests))
+    episodes = Episodes(engine, decode, play)
+    seeds = (environment_seed(judging.seed, number) for number in range(len(rows)))
+    episodes.begin(zip(rows, seeds, requests, strict=True))
     lengths: dict[RolloutKey, int] = {}
     answers: dict[int, str] = {}
     scores: dict[RolloutKey, Mapping[str, Score]] = {}
     heard = time.monotonic()
-    while len(scores) < len(requests):
-        for completion in engine.step():
-            key, text = completion.key, decode(completion.token_ids.tolist())
-            lengths[key] = len(completion.token_ids)
+    given: dict[RolloutKey, dict[str, Score]] = {}  # by environments
+    while len(scores) < num_requests:
+        ended = episodes.step()
+        for played in ended:
+            completion, key = played.completion, played.completion.key
+            lengths[key] = len(completion.logprobs)
             if key.member == 0:
-                answers[key.group] = text
-            row = rows[key.group]
-            scoring.submit(key, fields_of(row, prompts[key.group], completion, text), judging.place(key))
+                answers[key.group] = played.text
+            given[key] = {} if play is None else {play.name: played.score or Score()}
+            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.last_turn)
+            scoring.submit(key, fields, judging.place(key))
         if scored := scoring.poll():
-            scores.update({result.key: result.scores for result in scored})
-            progress(len(scores), len(requests))
-        if scored or engine.num_unfinished:
+            scores.update({result.key: {**result.scores, **given.pop(result.key)} for result in scored})
+            progress(len(scores), num_requests)
+        if scored or ended or engine.num_unfinished:
             heard = time.monotonic()
         elif time.monotonic() - heard > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {len(requests) - len(scores)} held-out completions")
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - len(scores)} held-out completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     totals = {key: judging.composition.of(rows[key.group].columns).reward(scores[key]) for key in scores}

@@ -1,34 +1,35 @@
-"""The actor's loop, on one screen: credit, prompt, generate, score, put; and adopt weights between two decode steps.
+"""The actor's loop, on one screen: credit, prompt, play, score, put; and adopt weights between two decode steps.
 
-    owns        an engine, a scoring pool, the groups it has begun; no state to restore
-    waits for   nothing while a sequence is being decoded; else for a credit, a score or new weights
-    woken by    the hub's messages, and the scoring pool's threads
+    owns        an engine, its episodes, a scoring pool, the groups it has begun; no state to restore
+    waits for   nothing while a sequence is being decoded; else for a credit, an environment, a score or new weights
+    woken by    the hub's messages, and the threads of environments and scores
     on close    unfinished groups are dropped: the hub credits them again, to any actor
 
-Generation never stops for scoring (each completion is scored while its siblings decode, incrementally where a reward can), for
-the queue (puts are not awaited) or for weights (they are adopted whole, at a token border; `generation.on_update` decides what
-becomes of what runs).
+Generation never stops for environments (others decode while one works), for scoring (each completion is scored while its
+siblings decode, incrementally where a reward can), for the queue (puts are not awaited) or for weights (they are adopted whole,
+at a token border; `generation.on_update` decides what becomes of what runs).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
+from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
-from async_rlhf.actors.prompts import Row, from_json, prompt_number, rollout_seed
+from async_rlhf.actors.prompts import Row, environment_seed, from_json, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -56,6 +57,9 @@ class Work:
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
+
+    play: Play | None = None
+    """The environment, where episodes have one."""
 
     def requests(self, number: int, attempt: int, row: Row | None = None) -> tuple[Row, str, list[Request]]:
         """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing.
@@ -87,16 +91,15 @@ class _Open:
     attempt: int
     row: Row
     prompt: str
-    prompt_ids: tuple[int, ...]
     began: float
-    completions: dict[int, tuple[Completion, str, StageTime]] = field(default_factory=dict)
+    played: dict[int, tuple[Played, StageTime]] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     sampled: int = 0
     """The engine's progress when it last had something of this group."""
 
     @property
     def progress(self) -> int:
-        return self.sampled + len(self.completions) + len(self.rollouts)
+        return self.sampled + len(self.played) + len(self.rollouts)
 
 
 class Worker:
@@ -114,6 +117,7 @@ class Worker:
         record: RecordSpan = record_nothing,
     ) -> None:
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
+        self._episodes = Episodes(engine, work.decode, work.play)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._canary_drift = 0.0
         self._mark, self._decoding = record, Decoding(record)
@@ -143,8 +147,8 @@ class Worker:
         if credits := self._client.credits():
             self._begin(credits)
             self._client.works_on(self._state())
-        for completion in self._step():
-            self._score(completion)
+        for played in self._step():
+            self._score(played)
         self._serve()
         if self._work.partial_every:
             self._show()
@@ -153,13 +157,13 @@ class Worker:
         self._tell()
         self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
 
-    def _step(self) -> list[Completion]:
+    def _step(self) -> list[Played]:
         busy, began = self._engine.num_unfinished > 0, time.time()
-        ended = self._engine.step()
+        ended = self._episodes.step()
         if busy:
             self._decoding.stepped(began)
             for group in self._open.values():
-                if len(group.completions) < self._work.group_size:  # what waits for a slot waits for what has one
+                if len(group.played) < self._work.group_size:  # what waits for a slot waits for what has one
                     group.sampled = self._engine.progress
         return ended
 
@@ -207,65 +211,55 @@ class Worker:
         self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
         for credit in credits:
             self._length_bias.begin(credit.number, time.monotonic())
-        requests: list[Request] = []
+        begun = []
         for credit in credits:
             given = from_json(credit.row) if credit.row else None
-            row, prompt, group = self._work.requests(credit.number, credit.attempt, given)
-            self._open[credit.number] = _Open(credit.attempt, row, prompt, group[0].prompt_ids, time.time())
-            requests += group
-        if requests:
-            self._engine.submit(requests)
+            row, prompt, requests = self._work.requests(credit.number, credit.attempt, given)
+            self._open[credit.number] = _Open(credit.attempt, row, prompt, time.time())
+            begun.append((row, environment_seed(self._work.seed, credit.number), requests))
+        self._episodes.begin(begun)
 
     def _drop(self, numbers: Sequence[int], *, again: bool) -> None:
         """Forget these groups, or begin them again: what runs of them stops, what is being scored is not waited for."""
         for number in numbers:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
-            thrown_away = [self._engine.abort([key]) for key in keys]
+            thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
             for key in keys:
                 self._shown.pop(key, None)
-            ended = {member: len(completion.token_ids) for member, (completion, *_) in group.completions.items()}
+            ended = {member: len(played.completion.logprobs) for member, (played, *_) in group.played.items()}
             lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
             self._length_bias.dropped(number, filter(None, lengths), again=again)
 
     def _show(self) -> None:
         """Offers grown completions to incremental scoring; nothing waits for it."""
-        for partial in self._engine.partials(self._shown):
+        for partial, prompt_ids in self._episodes.partials(self._shown):
             self._shown[partial.key] = len(partial.token_ids)
             group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
-            self._scoring.show(partial.key, fields_of(group.row, group.prompt_ids, partial, text))
+            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text))
 
-    def _score(self, completion: Completion) -> None:
-        """The completion ended: its judges start now."""
-        self._shown.pop(completion.key, None)
-        group = self._open[completion.key.group]
-        text = self._work.decode(completion.token_ids.tolist())
-        generated = StageTime(group.began, time.time())
-        group.completions[completion.key.member] = (completion, text, generated)
-        self._count["tokens_total"] += len(completion.token_ids)
+    def _score(self, played: Played) -> None:
+        """The rollout ended: its judges start now."""
+        key, completion = played.completion.key, played.completion
+        self._shown.pop(key, None)
+        group = self._open[key.group]
+        group.played[key.member] = played, StageTime(group.began, time.time())
+        self._count["tokens_total"] += len(completion.logprobs)
         self._count["completions_total"] += 1
-        place = Place(completion.key[:2], completion.key.member, self._work.group_size)
-        self._scoring.submit(completion.key, fields_of(group.row, group.prompt_ids, completion, text), place)
+        place = Place(key[:2], key.member, self._work.group_size)
+        self._scoring.submit(key, fields_of(group.row, played.prompt_ids, completion, played.last_turn), place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; the last one of its group sends the group off."""
         number = scored.key.group
         group = self._open[number]
-        completion, text, generated = group.completions[scored.key.member]
+        played, generated = group.played[scored.key.member]
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
-        group.rollouts[scored.key.member] = Rollout(
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            scores=scored.scores,
-            text=text,
-            timings=pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s),
-            sampling_mask=completion.sampling_mask,
-            reference=scored.reference,
-        )
+        stages |= self._environment_stage(played)
+        timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
+        group.rollouts[scored.key.member] = rollout_of(played, scored, self._work.play, timings)
         if len(group.rollouts) == self._work.group_size:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
@@ -276,7 +270,7 @@ class Worker:
                 Group(
                     number=number,
                     attempt=group.attempt,
-                    prompt_ids=np.array(group.prompt_ids, np.int32),
+                    prompt_ids=np.array(played.prompt_ids, np.int32),
                     rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
                     sampling=self._work.sampling,
                     actor=self._name,
@@ -285,6 +279,15 @@ class Worker:
                 ),
                 constant=refill is not None and refill.of(group.row.columns).is_constant(scores),
             )
+
+    def _environment_stage(self, played: Played) -> dict[str, StageTime]:
+        """The steps of the environment as one stage: what they took, and what of it was hidden behind decoding."""
+        if self._work.play is None or not played.steps:
+            return {}
+        steps = [self._decoding.overlap(*step) for step in played.steps]
+        ended = steps[-1].ended
+        seconds, hidden = (sum(getattr(step, name) for step in steps) for name in ("seconds", "hidden_s"))
+        return {self._work.play.name: StageTime(ended - seconds, ended, hidden)}
 
     def _account(self, number: int, lengths: Sequence[int]) -> None:
         """The group goes off; now and then, what became of the others."""
@@ -295,11 +298,13 @@ class Worker:
                 _log.warning("long completions are dropped more often than short ones: %s", self._bias)
 
     def _state(self) -> ActorState:
-        """Groups that only wait for scores take no room in the engine, so they make room for others."""
-        being_scored = sum(len(group.completions) == self._work.group_size for group in self._open.values())
+        """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others."""
+        outside = sum(len(group.played) == self._work.group_size for group in self._open.values())
+        if self._work.play is not None:  # what the environment has takes no room either
+            outside = max(0, len(self._open) - -(-self._engine.num_unfinished // self._work.group_size))
         waiting = len(self._client.unacknowledged)
         return ActorState(
-            capacity=self._capacity + being_scored + waiting,
+            capacity=self._capacity + outside + waiting,
             fence=self._fence,
             version=self._engine.version,
             holding=tuple((number, group.attempt) for number, group in self._open.items()),
@@ -331,3 +336,22 @@ class Worker:
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
         )
+
+
+def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, timings: Mapping[str, float]) -> Rollout:
+    """What goes into the record of a rollout that has been judged."""
+    completion, reference = played.completion, scored.reference
+    if reference is not None and len(reference) > len(completion.logprobs):
+        lengths = [span.num_tokens for span in completion.spans]
+        reference = reference[np.repeat([span.version is not None for span in completion.spans], lengths)]
+    return Rollout(
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        scores=scored.scores if play is None else {**scored.scores, play.name: played.score or Score()},
+        text=played.text,
+        timings=timings,
+        sampling_mask=completion.sampling_mask,
+        reference=reference,
+    )

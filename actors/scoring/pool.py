@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Completion, Partial
 from async_rlhf.actors.prompts import Row
@@ -122,8 +124,6 @@ class ScoringPool(Generic[Key]):
     ) -> None:
         """scorer: address of the scoring server of this machine; without one every stage runs here. by_source: as
         `RewardsConfig.by_source`."""
-        if not specs:
-            raise RewardError("a scoring pool needs a reward, got none; name one in rewards.functions")
         self._specs = tuple(specs)
         self._wake, self._by_source = wake, by_source or {}
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
@@ -191,6 +191,8 @@ class ScoringPool(Generic[Key]):
         is_whole = len(group) == place.size
         if is_whole:
             del self._groups[place.group]
+        if not applicable:  # an environment has judged it
+            self._answers.put(lambda: self._done(pending))
         for spec in applicable:
             if spec.scope == "completion":
                 self._submit(spec, [pending])
@@ -284,13 +286,18 @@ class ScoringPool(Generic[Key]):
             if answer.logprobs is not None:
                 pending.reference = answer.logprobs
             pending.num_unanswered -= 1
-            if not pending.num_unanswered and self._pending.get(pending.key) is pending:
-                del self._pending[pending.key]
-                seconds = time.monotonic() - pending.submitted_s
-                scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
-                ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
-                done.append(Scored(pending.key, scores, seconds, pending.stages, ahead_s, pending.reference))
+            if not pending.num_unanswered:
+                done += self._done(pending)
         return done
+
+    def _done(self, pending: _Pending[Key]) -> list[Scored[Key]]:
+        if self._pending.get(pending.key) is not pending:
+            return []  # It was discarded.
+        del self._pending[pending.key]
+        seconds = time.monotonic() - pending.submitted_s
+        scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
+        ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
+        return [Scored(pending.key, scores, seconds, pending.stages, ahead_s, pending.reference)]
 
     def _awaited(self, members: list[_Pending[Key]]) -> bool:
         return any(self._pending.get(pending.key) is pending for pending in members)
@@ -310,7 +317,7 @@ def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Part
     }
     if isinstance(completion, Partial):
         return known
-    return {**known, "finish_reason": completion.finish_reason, "sampling_mask": _plain(completion.sampling_mask)}
+    return {**known, "finish_reason": completion.finish_reason, "sampling_mask": _plain(completion)}
 
 
 def usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,8 +332,22 @@ def num_tokens(fields: Mapping[str, Any]) -> int:
     return len(fields.get("prompt_ids", ())) + len(fields.get("completion_ids", ()))
 
 
-def _plain(sampling_mask: SamplingMask | None) -> tuple[bytes, bytes] | None:
-    """Sizes and ids, little-endian int32."""
-    if sampling_mask is None:
+def _plain(completion: Completion) -> tuple[bytes, bytes] | None:
+    """Sizes and ids of the sampling mask, little-endian int32; of what was not sampled the token itself is the mask."""
+    mask = completion.sampling_mask
+    if mask is None:
         return None
-    return sampling_mask.sizes.astype("<i4").tobytes(), sampling_mask.ids.astype("<i4").tobytes()
+    if len(mask.sizes) < len(completion.token_ids):
+        mask = _of_all(mask, completion)
+    return mask.sizes.astype("<i4").tobytes(), mask.ids.astype("<i4").tobytes()
+
+
+def _of_all(mask: SamplingMask, completion: Completion) -> SamplingMask:
+    """With a mask of one token for each that an environment gave, so that every token has one."""
+    lengths = [span.num_tokens for span in completion.spans]
+    sampled = np.repeat([span.version is not None for span in completion.spans], lengths)
+    sizes = np.ones(len(sampled), np.int32)
+    sizes[sampled] = mask.sizes
+    ids = np.repeat(completion.token_ids, sizes)
+    ids[np.repeat(sampled, sizes)] = mask.ids
+    return SamplingMask(sizes, ids)

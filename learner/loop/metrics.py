@@ -43,7 +43,7 @@ def data_metrics(
         "rewards/failed_ratio": sum(score.failure is not None for score in scores) / max(1, len(scores)),
         "completions/mean_length": _mean(lengths),
         "completions/max_length": max(lengths, default=0),
-        "completions/clipped_ratio": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
+        "completions/clipped_ratio": _mean([float(rollout.is_truncated) for rollout in rollouts]),
         "num_tokens": num_tokens,
         "staleness/mean": sum(age * count for age, count in ages.items()) / max(1, num_tokens),
         "staleness/max": max(ages, default=0),

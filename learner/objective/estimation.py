@@ -42,7 +42,7 @@ def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[fl
     Leaving these out is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
     return [
-        [None if rollout.finish_reason == "length" else reward for rollout, reward in zip(group.rollouts, own, strict=True)]
+        [None if rollout.is_truncated else reward for rollout, reward in zip(group.rollouts, own, strict=True)]
         for group, own in zip(groups, rewards, strict=True)
     ]
 

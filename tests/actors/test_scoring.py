@@ -309,6 +309,10 @@ def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
     assert workers() == []
 
 
-def test_a_pool_needs_a_reward() -> None:
-    with pytest.raises(RewardError, match="needs a reward, got none"):
-        ScoringPool((), ScoringConfig())
+def test_without_rewards_a_completion_is_back_at_once() -> None:
+    pool = ScoringPool[int]((), ScoringConfig())
+    pool.submit(0, {"completion": "judged by its environment"})
+    pool.submit(1, {"completion": "forgotten"})
+    pool.discard([1])
+    assert [(scored.key, scored.scores) for scored in pool.poll()] == [(0, {})] and pool.num_pending == 0
+    pool.close()

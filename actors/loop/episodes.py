@@ -1,0 +1,264 @@
+"""Rollouts as they are played: the model writes a turn, the environment answers, the model goes on, until there is an end.
+
+    owns        the transcripts of unfinished rollouts; it alone talks to the engine and to the environment about them
+    waits for   nothing: `step` decodes one token of what runs, and hears what the environment has answered by then
+    on close    nothing; engine and environment belong to the caller
+
+Without an environment the prompt is the row's own and a rollout is one turn. With one, what it says first is the prompt: the
+members of a group begin together when all are heard, and what they say must be equal, for a baseline compares them. An episode
+is ended by its environment, or by a limit: its row is full (`context`), it has had its turns (`max_turns`); it then has the
+score that the environment's settings name for that. An environment that fails before it has said anything leaves a member
+without a prompt: the member is sampled for one token, behind the row's own prompt where no other has one, and its score is a
+failed one. So a group is always whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
+from async_rlhf.actors.environments.pool import Content, Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.loop.transcript import Transcript
+from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.buffers.record import FinishReason, Score
+
+
+class Rendering(Protocol):
+    """How texts and messages become tokens; `actors/environments/rendering.py`."""
+
+    def prompt(self, content: Content) -> list[int]: ...
+
+    def observation(self, content: Content, turn: Sequence[int]) -> list[int]:
+        """turn: the tokens of the turn that it answers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Play:
+    """An environment and what it needs. name: of its score. max_length: of a rollout, in tokens behind the prompt. at_limit:
+    the score of an episode that a limit ends; one without a value leaves it out of the batch."""
+
+    name: str
+    pool: EpisodePool[RolloutKey]
+    rendering: Rendering
+    max_prompt_length: int
+    max_length: int
+    at_limit: Score
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout that has ended. completion: all of it, observations included. text: of all of it; last_turn: of that alone.
+    score: the environment's; scores: of each turn. steps: when the environment worked on it, (began, ended) in seconds since
+    the epoch."""
+
+    completion: Completion
+    prompt_ids: tuple[int, ...]
+    text: str
+    last_turn: str
+    score: Score | None = None
+    scores: tuple[float | None, ...] = ()
+    steps: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(eq=False)
+class _Group:
+    """prompt: what the environment said first; None until all members are heard."""
+
+    row: Row
+    seed: int
+    requests: Mapping[RolloutKey, Request]
+    said: dict[RolloutKey, Content | Score] = field(default_factory=dict)
+    prompt: Content | None = None
+
+
+@dataclass(eq=False)
+class _Episode:
+    request: Request
+    group: _Group
+    transcript: Transcript = field(default_factory=Transcript)
+    failed: Score | None = None
+    """Why there is no environment any more."""
+    scores: list[float | None] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Episodes:
+    """See the module docstring. Raises what engine and environment raise."""
+
+    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], play: Play | None = None) -> None:
+        """decode: token ids to what the environment is given as the model's turn."""
+        self._engine, self._decode, self._play = engine, decode, play
+        self._episodes: dict[RolloutKey, _Episode] = {}
+
+    def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
+        """Begin the members of groups: of each its row, its environments' seed, and requests with the prompt of the row."""
+        begun = [_Group(row, seed, {request.key: request for request in requests}) for row, seed, requests in groups]
+        for group in begun:
+            self._episodes |= {key: _Episode(request, group) for key, request in group.requests.items()}
+        if self._play is None:
+            self._submit([episode.request for group in begun for episode in self._members(group)])
+            return
+        for group in begun:
+            for key in group.requests:
+                self._play.pool.begin(key, _fields(group))
+
+    def step(self) -> list[Played]:
+        """Decode a token of what runs; what has ended by then, and what the environment has ended."""
+        played = [each for completion in self._engine.step() if (each := self._took(completion)) is not None]
+        return played + self.hear()
+
+    def hear(self) -> list[Played]:
+        """What the environment has answered; nothing without one."""
+        if self._play is None:
+            return []
+        played: list[Played | None] = []
+        for event in self._play.pool.poll():
+            if (episode := self._episodes.get(event.key)) is None:
+                continue  # it was discarded
+            if isinstance(event, Lost):
+                self._again(event.key, episode)
+            elif isinstance(event, Observation):
+                episode.steps.append((event.began, event.ended))
+                played.append(self._observed(event, episode))
+            else:
+                episode.steps.append((event.began, event.ended))
+                played.append(self._ended(event, episode))
+        return [each for each in played if each is not None]
+
+    def discard(self, keys: Sequence[RolloutKey]) -> list[int]:
+        """Forget these; of each the tokens thrown away."""
+        if self._play is not None:
+            self._play.pool.discard(keys)
+        known = [self._episodes.pop(key, None) for key in keys]
+        before = [0 if episode is None else episode.transcript.num_sampled for episode in known]
+        return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
+
+    def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
+        """As `Engine.partials`, of all there is behind the prompt, and the prompt."""
+        of_turn = {key: max(0, count - self._episodes[key].transcript.length) for key, count in known.items()}
+        found = []
+        for shown in self._engine.partials(of_turn):
+            episode = self._episodes[shown.key]
+            if episode.transcript.length:
+                shown = replace(shown, token_ids=np.concatenate([episode.transcript.ids, shown.token_ids]))
+            found.append((shown, episode.request.prompt_ids))
+        return found
+
+    # -- turns -----------------------------------------------------------------------------------------------------------
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self._engine.submit(requests)
+
+    def _took(self, turn: Completion) -> Played | None:
+        """The model's turn ended."""
+        episode = self._episodes[turn.key]
+        episode.transcript.add_turn(turn)
+        if self._play is None or episode.failed is not None:
+            return self._end(turn.key, episode, turn.finish_reason, episode.failed)
+        self._play.pool.reply(turn.key, self._decode(turn.token_ids.tolist()))
+        return None
+
+    def _observed(self, event: Observation[RolloutKey], episode: _Episode) -> Played | None:
+        assert self._play is not None
+        if not episode.transcript.turns:
+            self._opened(event.key, episode, event.content)
+            return None
+        episode.scores.append(event.score)
+        ids = self._play.rendering.observation(event.content, episode.transcript.turns[-1].token_ids.tolist())
+        if not ids:
+            self._play.pool.discard([event.key])
+            return self._end(
+                event.key, episode, "stop", Score(failure="its observation is empty: the model has nothing to read")
+            )
+        room = self._play.max_length - episode.transcript.length - len(ids)
+        if room < 1:
+            self._play.pool.discard([event.key])
+            return self._end(event.key, episode, "context", self._play.at_limit)
+        episode.transcript.add_observation(ids)
+        first = episode.request
+        following = replace(
+            first,
+            context=tuple(episode.transcript.ids.tolist()),
+            max_new_tokens=min(first.max_new_tokens, room),
+            seed=turn_seed(first.seed, len(episode.transcript.turns)),
+            hold=True,
+        )
+        self._submit([following])
+        return None
+
+    def _ended(self, event: Ended[RolloutKey], episode: _Episode) -> Played | None:
+        assert self._play is not None
+        if not episode.transcript.turns:
+            self._opened(event.key, episode, event.score or Score(failure="it ended before the model wrote anything"))
+            return None
+        if event.reason == "max_turns":
+            return self._end(event.key, episode, "max_turns", self._play.at_limit)
+        return self._end(event.key, episode, episode.transcript.turns[-1].finish_reason, event.score)
+
+    def _again(self, key: RolloutKey, episode: _Episode) -> None:
+        """Its process ended, and the environment with it: the same from the beginning."""
+        assert self._play is not None
+        self._engine.abort([key])
+        episode.transcript, episode.scores, episode.steps = Transcript(), [], []
+        self._play.pool.begin(key, _fields(episode.group))
+
+    def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
+        del self._episodes[key]
+        if self._play is not None:
+            self._engine.abort([key])  # what it holds for a turn that will not come
+        turns, completion = episode.transcript.turns, episode.transcript.completion(key, reason)
+        text = last = self._decode(completion.token_ids.tolist())
+        if len(turns) > 1:
+            last = self._decode(turns[-1].token_ids.tolist())
+        scores = (*episode.scores, None if score is None else score.value)
+        return Played(completion, episode.request.prompt_ids, text, last, score, scores, tuple(episode.steps))
+
+    # -- the prompt ------------------------------------------------------------------------------------------------------
+
+    def _members(self, group: _Group) -> list[_Episode]:
+        return [self._episodes[key] for key in group.requests]
+
+    def _opened(self, key: RolloutKey, episode: _Episode, said: Content | Score) -> None:
+        """A member is heard for the first time; the last of its group lets all of them begin."""
+        group = episode.group
+        group.said[key] = said
+        if group.prompt is not None:  # it was begun again, the others are on their way
+            self._begin_turns(group, [key])
+        elif len(group.said) == len(group.requests):
+            self._begin_turns(group, list(group.requests))
+
+    def _begin_turns(self, group: _Group, keys: Sequence[RolloutKey]) -> None:
+        assert self._play is not None
+        if group.prompt is None:
+            contents = [said for key in group.requests if not isinstance(said := group.said[key], Score)]
+            group.prompt = contents[0] if contents else ""
+        ids = tuple(self._play.rendering.prompt(group.prompt)) if group.prompt else ()
+        limit = self._play.max_prompt_length
+        requests = []
+        for key in keys:
+            episode, said = self._episodes[key], group.said[key]
+            if isinstance(said, Score):
+                episode.failed = said
+            elif said != group.prompt:
+                episode.failed = Score(failure="its first observation differs from that of its group: let the row decide it")
+            elif not 0 < len(ids) <= limit:
+                episode.failed = Score(failure=f"its first observation has {len(ids)} tokens, 1 to {limit} are possible")
+            first = episode.request
+            episode.request = replace(first, prompt_ids=ids if 0 < len(ids) <= limit else first.prompt_ids)
+            if episode.failed is not None:
+                self._play.pool.discard([key])
+                requests.append(replace(episode.request, max_new_tokens=1))
+            else:
+                requests.append(replace(episode.request, hold=True))
+        self._submit(requests)
+
+
+def _fields(group: _Group) -> dict[str, Any]:
+    """What an environment gets, the same for all members of a group."""
+    return {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed}

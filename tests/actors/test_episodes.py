@@ -1,0 +1,294 @@
+"""Episodes as the actor's loop plays them: a scripted engine and environment, whatever the order of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.environments.pool import Content, Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.buffers.record import Score, Span
+from async_rlhf.buffers.sampling import Sampling
+
+ROW = Row("row", {"answer": "4"})
+PROMPT = (7, 8)
+"""Of the row; what an environment says is encoded as its characters."""
+RIGHT = Score(1.0)
+Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
+
+
+class ScriptedEngine:
+    """Ends the request that `end` names; its tokens are the turn's number."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RolloutKey, Request] = {}
+        self.submitted: list[Request] = []
+        self.held: set[RolloutKey] = set()
+        self._ended: list[Completion] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.key not in self.requests, "it is still being sampled"
+            self.requests[request.key] = request
+            self.submitted.append(request)
+            self.held.discard(request.key)
+
+    def end(self, key: RolloutKey, ids: Sequence[int], version: int = 0, reason: Any = "stop") -> None:
+        request = self.requests.pop(key)
+        assert len(ids) <= request.max_new_tokens
+        if request.hold:
+            self.held.add(key)
+        logprobs = np.full(len(ids), -1.0, np.float32)
+        self._ended.append(Completion(key, np.array(ids, np.int32), logprobs, (Span(version, len(ids)),), reason))
+
+    def step(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self, keys: Sequence[RolloutKey]) -> int:
+        self.held -= set(keys)
+        return sum(3 for key in keys if self.requests.pop(key, None) is not None)
+
+
+class ScriptedPool:
+    def __init__(self) -> None:
+        self.begun: list[tuple[RolloutKey, Mapping[str, Any]]] = []
+        self.live: set[RolloutKey] = set()
+        self.replies: list[tuple[RolloutKey, str]] = []
+        self.events: list[Event] = []
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        assert key not in self.live
+        self.begun.append((key, fields))
+        self.live.add(key)
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        assert key in self.live
+        self.replies.append((key, text))
+
+    def poll(self) -> list[Event]:
+        events, self.events = self.events, []
+        for event in events:
+            if not isinstance(event, Observation):
+                self.live.discard(event.key)
+        return events
+
+    def discard(self, keys: Sequence[RolloutKey]) -> None:
+        self.live -= set(keys)
+
+    def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
+        self.events.append(Observation(key, content, score, 1.0, 2.0))
+
+    def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
+        self.events.append(Ended(key, score, reason, 2.0, 3.0))
+
+
+class Characters:
+    """A token is the code of a character."""
+
+    def prompt(self, content: Content) -> list[int]:
+        return [ord(letter) for letter in str(content)]
+
+    def observation(self, content: Content, turn: Sequence[int]) -> list[int]:
+        return [ord(letter) for letter in str(content)]
+
+
+class Scene:
+    def __init__(self, group_size: int = 2, max_length: int = 20) -> None:
+        self.engine, self.pool = ScriptedEngine(), ScriptedPool()
+        play = Play("game", cast(EpisodePool[RolloutKey], self.pool), Characters(), 6, max_length, Score(0.0))
+        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), lambda ids: "".join(map(chr, ids)), play)
+        self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
+        requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
+        self.episodes.begin([(ROW, 42, requests)])
+
+    def hear(self) -> list[Played]:
+        return self.episodes.step()
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_members_begin_together_with_what_their_environment_says_first(scene: Scene) -> None:
+    one, other = scene.keys
+    assert scene.pool.begun == [(key, {"answer": "4", "prompt": "row", "seed": 42}) for key in scene.keys]
+    scene.pool.says(other, "go")
+    assert scene.hear() == [] and scene.engine.submitted == []
+    scene.pool.says(one, "go")
+    scene.hear()
+    assert [request.key for request in scene.engine.submitted] == [one, other]
+    assert all(r.prompt_ids == (ord("g"), ord("o")) and r.hold and not r.context for r in scene.engine.submitted)
+
+
+def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_version(scene: Scene) -> None:
+    one, other = scene.keys
+    for key in scene.keys:
+        scene.pool.says(key, "go")
+    scene.hear()
+    scene.engine.end(one, [1, 2], version=4)
+    assert scene.hear() == [] and scene.pool.replies == [(one, "\x01\x02")]
+    scene.pool.says(one, "xyz", score=0.5)
+    scene.hear()
+    again = scene.engine.submitted[-1]
+    assert (again.key, again.prompt_ids, again.context) == (one, (103, 111), (1, 2, 120, 121, 122))
+    assert again.seed == turn_seed(100, 1) != 100 and again.max_new_tokens == 5 and again.hold
+    scene.engine.end(one, [9], version=5, reason="length")
+    scene.hear()
+    scene.pool.ends(one)
+    (played,) = scene.hear()
+    completion = played.completion
+    assert completion.token_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(completion.logprobs) == 3
+    assert completion.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
+    assert (completion.finish_reason, played.score, played.scores) == ("length", RIGHT, (0.5, 1.0))
+    assert (played.text, played.last_turn) == ("\x01\x02xyz\t", "\t")
+    assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
+    assert scene.engine.held == set() and other in scene.engine.requests
+
+
+def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
+    scene = Scene(max_length=6)
+    one, other = scene.keys
+    for key in scene.keys:
+        scene.pool.says(key, "go")
+    scene.hear()
+    for key in scene.keys:
+        scene.engine.end(key, [1, 2])
+    scene.hear()
+    scene.pool.says(one, "four")  # leaves no room for a token
+    scene.pool.says(other, "abc")
+    (full,) = scene.hear()
+    assert (full.completion.finish_reason, full.score, full.completion.token_ids.tolist()) == ("context", Score(0.0), [1, 2])
+    assert one not in scene.pool.live and scene.engine.held == set()
+    assert scene.engine.submitted[-1].max_new_tokens == 1
+    scene.engine.end(other, [5], reason="length")
+    scene.hear()
+    scene.pool.ends(other, None, "max_turns")
+    (late,) = scene.hear()
+    assert (late.completion.finish_reason, late.score) == ("max_turns", Score(0.0))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failure"),
+    [
+        (lambda pool, key: pool.ends(key, Score(failure="raised"), "failed"), "raised"),
+        (lambda pool, key: pool.ends(key, None, "returned"), "before the model wrote"),
+        (lambda pool, key: pool.says(key, "no"), "differs from that of its group"),
+    ],
+)
+def test_a_member_without_a_prompt_is_sampled_for_one_token_and_failed(
+    scene: Scene, spoil: Callable[[ScriptedPool, RolloutKey], None], failure: str
+) -> None:
+    one, other = scene.keys
+    scene.pool.says(one, "go")
+    spoil(scene.pool, other)
+    scene.hear()
+    first, second = scene.engine.submitted
+    assert (first.prompt_ids, first.max_new_tokens) == (second.prompt_ids, 5) and second.max_new_tokens == 1
+    scene.engine.end(other, [1], reason="length")
+    (played,) = scene.hear()
+    assert played.score is not None and played.score.failure is not None and failure in played.score.failure
+    assert scene.pool.live == {one}
+
+
+@pytest.mark.parametrize("said", ["much too long", ""])
+def test_where_no_member_has_a_usable_prompt_they_have_that_of_the_row(scene: Scene, said: str) -> None:
+    for key in scene.keys:
+        scene.pool.says(key, said)
+    scene.hear()
+    assert [(r.prompt_ids, r.max_new_tokens) for r in scene.engine.submitted] == [(PROMPT, 1)] * 2
+    for key in scene.keys:
+        scene.engine.end(key, [1], reason="length")
+    failures = [played.score.failure for played in scene.hear() if played.score is not None]
+    assert len(failures) == 2 and all("tokens, 1 to 6 are possible" in str(failure) for failure in failures)
+
+
+def test_an_empty_observation_fails(scene: Scene) -> None:
+    for key in scene.keys:
+        scene.pool.says(key, "go")
+    scene.hear()
+    scene.engine.end(scene.keys[0], [1])
+    scene.hear()
+    scene.pool.says(scene.keys[0], "")
+    (played,) = scene.hear()
+    assert played.score is not None and "empty" in str(played.score.failure) and scene.keys[0] not in scene.pool.live
+
+
+def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> None:
+    one, other = scene.keys
+    for key in scene.keys:
+        scene.pool.says(key, "go")
+    scene.hear()
+    scene.engine.end(one, [1, 2])
+    scene.hear()
+    scene.pool.events.append(Lost(one))
+    scene.hear()
+    assert scene.pool.begun[-1] == scene.pool.begun[0]
+    scene.pool.says(one, "go")
+    scene.hear()
+    assert scene.engine.submitted[-1] == scene.engine.submitted[0], "the same seeds, the same prompt"
+    scene.engine.end(one, [1])
+    scene.hear()
+    scene.pool.ends(one)
+    assert [played.completion.token_ids.tolist() for played in scene.hear()] == [[1]] and other in scene.engine.requests
+
+
+def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
+    one, _ = scene.keys
+    for key in scene.keys:
+        scene.pool.says(key, "go")
+    scene.hear()
+    scene.engine.end(one, [1, 2])
+    scene.hear()
+    scene.pool.says(one, "late")
+    assert scene.episodes.discard(scene.keys) == [2, 3], "tokens of turns that had ended, and of one that was being sampled"
+    assert scene.hear() == [] and scene.pool.live == set() and scene.engine.held == set() and not scene.engine.requests
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.DataObject) -> None:
+    """Members whose environments talk, end, fail and lose their process in any order."""
+    scene = Scene(group_size=data.draw(st.integers(1, 4)), max_length=12)
+    ended: dict[RolloutKey, Played] = {}
+    answered = dict.fromkeys(scene.keys, -1)  # the turns that the environment has heard of
+    for _ in range(200):
+        for played in scene.hear():
+            assert played.completion.key not in ended
+            ended[played.completion.key] = played
+        if len(ended) == len(scene.keys):
+            break
+        turns = {key: sum(which == key for which, _ in scene.pool.replies) for key in scene.keys}
+        waiting = [key for key in sorted(scene.pool.live) if answered[key] < turns[key]]
+        key = data.draw(st.sampled_from(sorted(waiting + list(scene.engine.requests))))
+        if key in scene.engine.requests:
+            most = min(3, scene.engine.requests[key].max_new_tokens)
+            scene.engine.end(key, [key.member + 1] * data.draw(st.integers(1, most)), version=len(scene.engine.submitted))
+            continue
+        answered[key] = turns[key]
+        what = data.draw(st.sampled_from(["says", "says", "ends", "fails", "lost"]))
+        if what == "says" or (what == "lost" and len(scene.pool.begun) > 12):
+            scene.pool.says(key, "go" if answered[key] == 0 else "a" * data.draw(st.integers(1, 3)))
+        elif what == "lost":
+            answered[key] = -1
+            scene.pool.replies = [reply for reply in scene.pool.replies if reply[0] != key]
+            scene.pool.events.append(Lost(key))
+        else:
+            scene.pool.ends(key, RIGHT if what == "ends" else Score(failure="raised"), "scored" if what == "ends" else "failed")
+    assert ended.keys() == set(scene.keys)
+    assert not scene.pool.live and not scene.engine.requests and not scene.engine.held
+    for key, played in ended.items():
+        tokens, at = played.completion.token_ids.tolist(), 0
+        assert len(tokens) <= 12 and played.completion.spans[-1].version is not None
+        for span in played.completion.spans:
+            given, at = tokens[at : at + span.num_tokens], at + span.num_tokens
+            assert all((token == key.member + 1) == (span.version is not None) for token in given)
+        assert at == len(tokens)
