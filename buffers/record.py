@@ -8,6 +8,7 @@ exists is well formed. Made by actors, carried by the wire, read by the learner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -73,6 +74,7 @@ class Rollout:
     spans: of the tokens in order; their lengths sum to T.
     reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
         the same sampling mask; None where no actor computed it.
+    turn_scores: what the environment said of each turn but the last, None where it said nothing; empty where it never does.
     """
 
     completion_ids: Int32Array
@@ -84,6 +86,7 @@ class Rollout:
     timings: Mapping[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask | None = None
     reference: Float32Array | None = None
+    turn_scores: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         ids = self.completion_ids
@@ -102,6 +105,10 @@ class Rollout:
             _check_logprobs("reference", self.reference, self.num_tokens)
         if self.sampling_mask is not None:
             _check_sampling_mask(self.sampling_mask, self.sampled_ids)
+        if self.turn_scores and len(self.turn_scores) != len(self.turn_lengths) - 1:
+            raise RecordError(f"turn_scores must be of {len(self.turn_lengths) - 1} turns, got {self.turn_scores}")
+        if any(score is not None and not math.isfinite(score) for score in self.turn_scores):
+            raise RecordError(f"turn_scores must be finite, got {self.turn_scores}")
 
     @property
     def is_truncated(self) -> bool:
@@ -121,6 +128,17 @@ class Rollout:
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
         """(version, tokens) of what was sampled."""
         return ((span.version, span.num_tokens) for span in self.spans if span.version is not None)
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Sampled tokens of each turn; observations stand between turns."""
+        lengths = [0]
+        for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
+            if span.version is not None:
+                lengths[-1] += span.num_tokens
+            elif following is not None and following.version is not None:
+                lengths.append(0)
+        return lengths
 
     @property
     def sampled(self) -> BoolArray:

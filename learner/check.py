@@ -77,6 +77,8 @@ def _check_critic(learner: LearnerConfig, advantage: AdvantageConfig) -> None:
 
 def _check_token_advantages(advantage: AdvantageConfig, loss: LossConfig) -> None:
     kind = loss_spec(loss.kind)
+    if advantage.level == "turn":
+        _check_turns(advantage, loss)
     of_tokens = advantage.needs_critic or advantage_spec(advantage.kind).level == "token_rewards"
     # REINFORCE++ without discount and divergence has one return for all tokens of a completion
     even = advantage.kind in advantages() and not advantage.needs_critic and advantage.gamma == 1 and not loss.kl_in_reward
@@ -84,6 +86,24 @@ def _check_token_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Non
         raise ConfigError(
             f"loss.kind = {loss.kind!r} has one advantage for a completion, advantage.kind = {advantage.kind!r} one for each "
             "token. Set loss.kind = 'decoupled_ppo', or advantage.kind = 'leave_one_out'."
+        )
+
+
+def _check_turns(advantage: AdvantageConfig, loss: LossConfig) -> None:
+    if advantage_spec(advantage.kind).level != "group":
+        raise ConfigError(
+            f"advantage.level = 'turn' with advantage.kind = {advantage.kind!r}: turns are compared within a group. "
+            "Set advantage.kind = 'leave_one_out', or advantage.level = 'completion'."
+        )
+    if advantage.constant_groups != "keep":
+        raise ConfigError(
+            f"advantage.level = 'turn' with advantage.constant_groups = {advantage.constant_groups!r}: turns can differ where "
+            "rewards are equal. Set advantage.constant_groups = 'keep'."
+        )
+    if loss_spec(loss.kind).level != "token" or loss_spec(loss.kind).learns_from != "all":
+        raise ConfigError(
+            f"advantage.level = 'turn' with loss.kind = {loss.kind!r}, which has one advantage for a completion. "
+            "Set loss.kind = 'decoupled_ppo', or advantage.level = 'completion'."
         )
 
 

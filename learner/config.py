@@ -21,6 +21,9 @@ class AdvantageConfig(Section):
     """From rewards alone: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a
     critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights. One of your own:
     `file.py:name` or `package.module:name`."""
+    level: Literal["completion", "turn"] = "completion"
+    """`turn`: each turn of an episode has an advantage of its own (`group_relative`, `leave_one_out`). Its return, which is the
+    reward and what the environment gave for this turn and those after it, is compared with that of its siblings' same turn."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
     std: Literal["sample", "population"] = "sample"

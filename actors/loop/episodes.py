@@ -52,16 +52,18 @@ class Play:
 
 @dataclass(frozen=True)
 class Played:
-    """A rollout that has ended. completion: all of it, observations included. text: of all of it; last_turn: of that alone.
-    score: the environment's; scores: of each turn. steps: when the environment worked on it, (began, ended) in seconds since
-    the epoch."""
+    """A rollout that has ended.
+
+    completion: all of it, observations included. text: of all of it; last_turn: of that alone. score: the environment's;
+    turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
+    """
 
     completion: Completion
     prompt_ids: tuple[int, ...]
     text: str
     last_turn: str
     score: Score | None = None
-    scores: tuple[float | None, ...] = ()
+    turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
 
 
@@ -216,8 +218,8 @@ class Episodes:
         text = last = self._decode(completion.token_ids.tolist())
         if len(turns) > 1:
             last = self._decode(turns[-1].token_ids.tolist())
-        scores = (*episode.scores, None if score is None else score.value)
-        return Played(completion, episode.request.prompt_ids, text, last, score, scores, tuple(episode.steps))
+        turn_scores = tuple(episode.scores[: len(turns) - 1])
+        return Played(completion, episode.request.prompt_ids, text, last, score, turn_scores, tuple(episode.steps))
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 

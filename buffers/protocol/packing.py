@@ -39,6 +39,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
         num_support=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
+        turn_scores=[list(rollout.turn_scores) for rollout in rollouts] if any(r.turn_scores for r in rollouts) else [],
         finish_reasons=[rollout.finish_reason for rollout in rollouts],
         scores={
             text: [score.value if score.failure is None else _text(score.failure) for score in column]
@@ -107,7 +108,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
-    if header.metrics or header.num_support.count(None) < len(header.num_support):
+    if header.metrics or header.turn_scores or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
@@ -135,6 +136,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 timings=header.timings[member],
                 sampling_mask=sampling_masks[member],
                 reference=references[member],
+                turn_scores=tuple(header.turn_scores[member]) if header.turn_scores else (),
             )
             for member in range(len(header.num_tokens))
         )
@@ -159,6 +161,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         ("spans", header.spans),
         ("num_support", header.num_support),
         ("has_reference", header.has_reference),
+        *([("turn_scores", header.turn_scores)] if header.turn_scores else []),
         ("finish_reasons", header.finish_reasons),
         ("texts", header.texts),
         ("timings", header.timings),

@@ -97,7 +97,8 @@ class GroupHeader(MessageBase):
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
     of sampled tokens, then of each member that has them the reference's.
     num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
-    scores: a number, the text of a failure, or None where the reward does not apply.
+    turn_scores: empty where no member has any. scores: a number, the text of a failure, or None where the reward does not
+    apply.
     """
 
     number: Count
@@ -107,6 +108,7 @@ class GroupHeader(MessageBase):
     spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
     num_support: list[Count | None]
     has_reference: list[bool]
+    turn_scores: list[list[Amount | None]] = Field(default_factory=list)
     finish_reasons: list[FinishReason]
     scores: dict[str, list[Amount | str | None]]
     metrics: dict[str, list[dict[str, Amount]]]

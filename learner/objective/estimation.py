@@ -87,7 +87,9 @@ def estimate_advantages(
 ) -> AdvantageEstimates:
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
     the estimator gives every token an advantage of its own."""
-    if advantage.needs_critic:
+    if advantage.level == "turn":
+        estimates = _from_turns(groups, _penalised(rewards, evaluated, loss), chosen, evaluated, advantage)
+    elif advantage.needs_critic:
         estimates = _from_critic(groups, chosen, evaluated, advantage, loss)
     elif advantage_spec(advantage.kind).level == "token_rewards":
         estimates = _from_token_rewards(groups, rewards, chosen, evaluated, advantage, loss)
@@ -134,6 +136,36 @@ def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
     """The function with its settings."""
     given = {name: getattr(config, name) for name in advantage_settings(config.kind)}
     return partial(load_advantage(config.kind), **given)
+
+
+def turn_returns(rollout: Rollout, reward: float) -> list[float]:
+    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones."""
+    returns = [reward]
+    for score in reversed(rollout.turn_scores or (None,) * (len(rollout.turn_lengths) - 1)):
+        returns.append(returns[-1] + (score or 0.0))
+    return returns[::-1]
+
+
+def _from_turns(
+    groups: Sequence[Group],
+    rewards: Rewards,
+    chosen: Rewards,
+    evaluated: Mapping[int, PolicyEvaluation],
+    config: AdvantageConfig,
+) -> AdvantageEstimates:
+    """Turn t of a completion is compared with turn t of those of its group that count and have one."""
+    function, targets, index = _estimator(config), dict[int, TokenTargets](), 0
+    for group, own, kept in zip(groups, rewards, chosen, strict=True):
+        returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, own, strict=True)]
+        turns = range(max(map(len, returns)))
+        advantages = [function([of_one[t] if t < len(of_one) else None for of_one in returns]) for t in turns]
+        for member, (rollout, keeps) in enumerate(zip(group.rollouts, kept, strict=True)):
+            if keeps is not None:
+                lengths = rollout.turn_lengths
+                of_tokens = np.repeat([advantages[t][member] for t in range(len(lengths))], lengths).astype(np.float32)
+                targets[index] = TokenTargets(evaluated.get(index), advantage=of_tokens)
+            index += 1
+    return _of_tokens(chosen, targets)
 
 
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:

@@ -148,7 +148,7 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     completion = played.completion
     assert completion.token_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(completion.logprobs) == 3
     assert completion.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
-    assert (completion.finish_reason, played.score, played.scores) == ("length", RIGHT, (0.5, 1.0))
+    assert (completion.finish_reason, played.score, played.turn_scores) == ("length", RIGHT, (0.5,))
     assert (played.text, played.last_turn) == ("\x01\x02xyz\t", "\t")
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests

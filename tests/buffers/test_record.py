@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,11 @@ def test_what_an_environment_gave_has_a_place_and_nothing_else() -> None:
     assert made.versions.tolist() == [3, 4, 4]
     both = group(rollouts=(made, made))
     assert (both.oldest_version, both.newest_version, both.num_tokens) == (3, 4, 6)
+    assert made.turn_lengths == [1, 2] and rollout().turn_lengths == [3]
+    assert replace(made, turn_scores=(0.5,)).turn_scores == (0.5,)
+    for scores, message in (((0.5, 1.0), "must be of 1 turns"), ((math.inf,), "must be finite")):
+        with pytest.raises(RecordError, match=message):
+            replace(made, turn_scores=scores)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))

@@ -51,6 +51,21 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "'reinforce_pp' one for each token.*loss.kind = 'decoupled_ppo'",
         {"loss.kind": "decoupled_ppo"},
     ),
+    "turns without a group": (
+        {"advantage.level": "turn", "advantage.kind": "reinforce_pp"},
+        "compared within a group.*advantage.kind = 'leave_one_out'",
+        {"advantage.kind": "leave_one_out"},
+    ),
+    "turns in a loss of completions": (
+        {"advantage.level": "turn", "loss.kind": "gspo"},
+        "one advantage for a completion.*loss.kind = 'decoupled_ppo'",
+        {"loss.kind": "decoupled_ppo"},
+    ),
+    "turns where groups are dropped by their rewards": (
+        {"advantage.level": "turn", "advantage.constant_groups": "drop"},
+        "turns can differ.*'keep'",
+        {"advantage.constant_groups": "keep"},
+    ),
     "cut completions out of a baseline that is a critic": (
         {"advantage.kind": "v_trace", "learner.critic": {"kind": "head"}, "loss.mask_truncated": "loss and baseline"},
         "with advantage.kind = 'v_trace' no baseline is made from rewards.*'loss'",

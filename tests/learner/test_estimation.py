@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from making import make_group
+from making import make_group, make_rollout
 
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
@@ -20,6 +21,7 @@ from async_rlhf.learner.objective.estimation import (
     estimate_advantages,
     num_masked,
     select_members,
+    turn_returns,
 )
 from async_rlhf.learner.objective.kl import kl_penalty
 
@@ -185,3 +187,30 @@ def test_a_divergence_in_the_reward_costs_a_token_what_is_still_to_come_in_reinf
         np.testing.assert_allclose(found.targets[i].advantage, (own - every.mean()) / every.std(), rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="log-probabilities under the reference"):
         estimates_of(AdvantageConfig(kind="reinforce_pp"), loss, {0: observed[0]})
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_its_siblings() -> None:
+    """Three members of three, two and two turns, the last of which does not count."""
+    long = replace(make_rollout(9, spans=[(0, 2), (None, 1), (0, 1), (None, 2), (0, 3)]), turn_scores=(0.25, None))
+    short = replace(make_rollout(5, spans=[(0, 1), (None, 2), (0, 2)]), turn_scores=(1.0,))
+    group = replace(make_group(0, [1, 1, 1]), rollouts=(long, short, short))
+    rewards: list[list[float | None]] = [[0.5, 1.0, None]]
+    assert turn_returns(long, 0.5) == [0.75, 0.5, 0.5] and turn_returns(short, 1.0) == [2.0, 1.0]
+    advantage = AdvantageConfig(kind="leave_one_out", level="turn")
+    found = estimate_advantages([group], rewards, rewards, {}, advantage, LossConfig())
+    of_tokens = [found.targets[index].advantage for index in (0, 1)]
+    assert [each.tolist() for each in of_tokens if each is not None] == [
+        [0.75 - 2.0] * 2 + [0.5 - 1.0] + [0.0] * 3,  # no sibling has a third turn
+        [2.0 - 0.75] + [1.0 - 0.5] * 2,
+    ]
+    assert found.advantages[0][2] is None and 2 not in found.targets
+
+
+def test_without_scores_of_turns_a_completion_of_one_turn_has_the_advantage_of_a_completion() -> None:
+    by_turn = estimate_advantages(GROUPS, REWARDS, REWARDS, {}, AdvantageConfig(level="turn"), LossConfig())
+    whole = estimates_of(PLAIN, LossConfig())
+    flat = [advantage for group in whole.advantages for advantage in group]
+    for index, target in by_turn.targets.items():
+        assert target.advantage is not None
+        assert target.advantage.tolist() == pytest.approx([flat[index]] * len(target.advantage))
+    assert by_turn.targets.keys() == {index for index, advantage in enumerate(flat) if advantage is not None}
