@@ -115,7 +115,10 @@ class GenerationConfig(Sampling):
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; what becomes of a longer one is for `data.on_overlong` to say."""
     max_completion_length: int = Field(default=256, ge=1)
-    """Longest completion in tokens, the end token included."""
+    """Longest completion in tokens, the end token included; with an environment the longest turn."""
+    max_episode_length: int | None = Field(default=None, ge=1)
+    """With an environment: longest episode in tokens, all turns and what is read between them; an episode whose next turn finds no
+    room there ends. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy."""
     stop: tuple[str, ...] = ()
@@ -130,6 +133,11 @@ class GenerationConfig(Sampling):
         if not all(stop):
             raise ValueError("a stop string is empty: it would end every completion at its first token")
         return stop
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens that may stand behind a prompt."""
+        return self.max_episode_length or self.max_completion_length
 
     @property
     def sampling(self) -> Sampling:

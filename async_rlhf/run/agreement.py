@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.scoring import stage_specs
+from async_rlhf.run.scoring import environment_names, stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -31,7 +31,8 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 def shared(config: Config, data: RunData) -> dict[str, str]:
     """Digests by name. data: the rows of the run. Raises ConfigError when a file cannot be read."""
     model = Path(config.model)
-    rewards = [file for spec in config.rewards.functions if (file := reward_file(spec)) is not None]
+    rewards = [file for spec in config.rewards.functions if (file := own_file(spec)) is not None]
+    environments = [file for file in [own_file(config.environment.function)] if file is not None]
     try:
         described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
         return {
@@ -42,6 +43,7 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
                 data.digest, config.data.template, config.data.chat, [source.weight for source in config.data.sources]
             ),
             "rewards": _digest(portable(config.rewards.model_dump()), *map(content_digest, rewards)),
+            "environment": _digest(portable(config.environment.model_dump()), *map(content_digest, environments)),
             "generation": _digest(config.seed, config.generation.model_dump()),
         }
     except OSError as error:
@@ -55,8 +57,9 @@ def schema(config: Config) -> GroupSchema:
         group_size=generation.group_size,
         vocabulary=_vocabulary(config),
         max_prompt_length=generation.max_prompt_length,
-        max_completion_length=generation.max_completion_length,
-        rewards=frozenset(spec.name for spec in stage_specs(config)),
+        max_completion_length=generation.longest_completion,
+        rewards=frozenset(spec.name for spec in stage_specs(config)).union(environment_names(config)),
+        environment=bool(config.environment.function),
         sampling=generation.sampling,
     )
 
@@ -78,8 +81,8 @@ def _model(config: Config) -> dict[str, Any]:
     return found
 
 
-def reward_file(target: str) -> Path | None:
-    """The file of a reward `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
+def own_file(target: str) -> Path | None:
+    """The file of a reward or environment `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
     file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
     return file if file.suffix == ".py" and file.is_file() else None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from async_rlhf.actors.config import (
     ActorsConfig,
@@ -23,6 +23,7 @@ from async_rlhf.actors.config import (
     ScoringConfig,
     anchor_source,
 )  # fmt: skip
+from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
@@ -82,6 +83,7 @@ class Config(Section):
     data: DataConfig
     generation: GenerationConfig = GenerationConfig()
     engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rewards: RewardsConfig = RewardsConfig()
     scoring: ScoringConfig = ScoringConfig()
     actors: ActorsConfig = ActorsConfig()
@@ -98,6 +100,16 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     hooks: HooksConfig = HooksConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _judged_by_its_environment(cls, values: Any) -> Any:
+        """With an environment there are no rewards but those that are named."""
+        if isinstance(values, dict) and isinstance(values.get("environment"), dict) and values["environment"].get("function"):
+            rewards = values.get("rewards", {})
+            if isinstance(rewards, dict) and "functions" not in rewards:
+                return {**values, "rewards": {**rewards, "functions": []}}
+        return values
 
     @property
     def run_dir(self) -> Path:
@@ -293,6 +305,8 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def _prepare(values: dict[str, Any], base: Path) -> None:
     """Call settings by their own names, and make paths absolute, seen from `base`. Raises ConfigError."""
+    if isinstance(function := values.get("environment"), str):
+        values["environment"] = {"function": function}
     _name_fields(values)
     _anchor(values, base)
 
@@ -325,6 +339,9 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
         own = values.get(section)
         if isinstance(own, dict) and isinstance(kind := own.get("kind"), str):
             own["kind"] = absolute(kind, base)
+    environment = values.get("environment")
+    if isinstance(environment, dict) and isinstance(function := environment.get("function"), str) and function:
+        environment["function"] = absolute(function, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
         functions = [functions] if isinstance(functions, str) else functions

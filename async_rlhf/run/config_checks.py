@@ -105,7 +105,7 @@ def _check_model(config: Config) -> None:
     check_division(config.learner, text.get)
     if config.engine.kind == "torch" and attention(text) is None:
         raise ConfigError(unknown(str(text.get("model_type"))))
-    longest = config.generation.max_prompt_length + config.generation.max_completion_length
+    longest = config.generation.max_prompt_length + config.generation.longest_completion
     if (limit := angle_limit(text)) is not None and longest > limit:
         raise ConfigError(
             f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "

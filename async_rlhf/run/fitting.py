@@ -194,7 +194,7 @@ def _check_host(host: Host, held: Sequence[Load]) -> None:
 def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
     """The first change, from small to large, after which the learner fits."""
     own, generation = config.learner, config.generation
-    longest = generation.max_prompt_length + generation.max_completion_length
+    longest = generation.max_prompt_length + generation.longest_completion
     shorter = {"gradient_checkpointing": True, "micro_batch_tokens": min(own.micro_batch_tokens, longest)}
     tried: list[dict[str, Any]] = [{"gradient_checkpointing": True}, shorter]
     tried += [

@@ -105,8 +105,8 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
 
 def _tokens(config: LearnerConfig, generation: GenerationConfig) -> int:
     """Of the largest micro-batch: a row is never cut."""
-    longest = generation.max_prompt_length + generation.max_completion_length
-    group = generation.max_prompt_length + generation.group_size * generation.max_completion_length
+    longest = generation.max_prompt_length + generation.longest_completion
+    group = generation.max_prompt_length + generation.group_size * generation.longest_completion
     return max(config.micro_batch_tokens, longest, min(config.row_tokens, group))
 
 
@@ -154,7 +154,7 @@ def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, mos
         spread = config.vllm.tensor_parallel_size
     weights = size * shape.parameters // spread
     token = 2 * shape.layers * shape.key_heads * size // spread
-    longest = -(-(generation.max_prompt_length + generation.max_completion_length) // 16) * 16
+    longest = -(-(generation.max_prompt_length + generation.longest_completion) // 16) * 16
     if config.kind == "vllm" and config.kv_bytes is None:
         room = 1 << 30 if config.device == "cpu" else (most or 0) - weights - CONTEXT
         return {"weights": weights, "keys and values": max(token * longest, room)}

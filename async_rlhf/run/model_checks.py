@@ -78,21 +78,25 @@ def longest_prompt(config: Config) -> tuple[int, str]:
     described = _json(Path(config.model) / "config.json")
     text = described.get("text_config")
     holds = max_length(text if isinstance(text, dict) else described)
-    allowed, completion = config.generation.max_prompt_length, config.generation.max_completion_length
+    allowed, completion = config.generation.max_prompt_length, config.generation.longest_completion
     if holds is None or allowed + completion <= holds:
         return allowed, f"generation.max_prompt_length = {allowed}"
     return holds - completion, (
-        f"{holds - completion}: the model holds {holds} tokens, of which generation.max_completion_length = {completion}"
+        f"{holds - completion}: the model holds {holds} tokens, of which generation.{_longest(config)} = {completion}"
     )
+
+
+def _longest(config: Config) -> str:
+    return "max_completion_length" if config.generation.max_episode_length is None else "max_episode_length"
 
 
 def no_room(config: Config, left: int, longest: int) -> ConfigError:
     """What to say where the longest completion fills the model. left: tokens beside it, 0 or fewer; longest: of all prompts."""
-    completion = config.generation.max_completion_length
+    completion = config.generation.longest_completion
     holds = completion + left
     way = f"highest: {holds - longest}" if holds > longest else "use shorter prompts and a lower value"
     return ConfigError(
-        f"generation.max_completion_length = {completion} leaves no room for a prompt: the model holds {holds} tokens "
+        f"generation.{_longest(config)} = {completion} leaves no room for a prompt: the model holds {holds} tokens "
         f"together, the longest prompt has {longest}; {way}"
     )
 

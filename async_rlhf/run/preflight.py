@@ -21,7 +21,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import reward_specs, stage_specs, stop_strings
+from async_rlhf.run.scoring import environment_spec, score_names, stage_specs, stop_strings
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -79,10 +79,11 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
     if spool is not None:
         stage_specs(config)  # what they want of a row is looked at when it comes
+        environment_spec(config)
     else:
         _check_rewards(config, [*rows[0], *rows[1]])
         config.rewards.check_sources(row.columns for row in rows[0])
-    config.rewards.composition.check(spec.name for spec in reward_specs(config))
+    config.rewards.composition.check(score_names(config))
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
     num_prompts = len(epoch_of(config.data, rows[0]))
@@ -176,6 +177,7 @@ def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
     common = common_columns(rows)
     try:
         stage_specs(config, common)
+        environment_spec(config, common)
     except ConfigError as error:
         lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
         if not lacking:

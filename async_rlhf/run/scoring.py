@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
+from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.actors.scoring.model_stages import check_incremental
@@ -15,8 +16,32 @@ from async_rlhf.run.config import Config
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
-    """The rewards, as `RewardsConfig.specs` proves them."""
+    """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone."""
+    if config.environment.function and not config.rewards.functions:
+        return ()
     return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
+
+
+def environment_spec(config: Config, columns: AbstractSet[str] | None = None) -> EnvironmentSpec | None:
+    """The environment, as `EnvironmentConfig.spec` proves it; None where completions have one turn. Raises ConfigError."""
+    spec = config.environment.spec(Path.cwd(), columns)
+    if spec is not None and spec.name in (names := [each.name for each in reward_specs(config)] + [REFERENCE]):
+        raise ConfigError(
+            f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
+            f'{spec.name!r}; rename one (environment.function = "other_name=...")'
+        )
+    return spec
+
+
+def environment_names(config: Config) -> tuple[str, ...]:
+    """The name of the environment's score, where there is an environment."""
+    spec = environment_spec(config)
+    return () if spec is None else (spec.name,)
+
+
+def score_names(config: Config) -> tuple[str, ...]:
+    """Of all that make the reward."""
+    return (*(spec.name for spec in reward_specs(config)), *environment_names(config))
 
 
 def stop_strings(config: Config) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.config import Config
 from async_rlhf.run.model_checks import longest_prompt
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import stage_specs
+from async_rlhf.run.scoring import environment_spec, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -103,6 +103,7 @@ class RowCheck:
         """What rewards want of a row with these columns and do not get."""
         try:
             stage_specs(self._config, columns)
+            environment_spec(self._config, columns)
         except ConfigError as error:
             return str(error)
         return ""

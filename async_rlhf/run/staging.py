@@ -24,7 +24,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.connection import Parcel, Place
 from async_rlhf.launch.orders import HUB_CACHE
 from async_rlhf.launch.program import Node
-from async_rlhf.run.agreement import reward_file
+from async_rlhf.run.agreement import own_file
 from async_rlhf.run.config import Config, dump
 from async_rlhf.run.run_dir import RunDir
 
@@ -91,7 +91,7 @@ class _Contents:
 
     def code(self, target: str, name: str) -> str:
         """`path.py:function`, with the neighbours that it imports; a target that names no file stays as it is."""
-        if (file := reward_file(target)) is None:
+        if (file := own_file(target)) is None:
             return target
         folder = self._folders.setdefault(file.parent, f"{name}/{len(self._folders)}")
         self.files |= {f"{folder}/{each.name}": each for each in with_neighbours(file)}

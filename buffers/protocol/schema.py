@@ -17,7 +17,8 @@ from async_rlhf.buffers.sampling import Sampling
 
 @dataclass(frozen=True)
 class GroupSchema:
-    """vocabulary: rows of the model's embedding; token ids are below."""
+    """vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all that stands behind a prompt.
+    environment: whether there is one, whose observations may stand between turns."""
 
     group_size: int
     vocabulary: int
@@ -25,6 +26,7 @@ class GroupSchema:
     max_completion_length: int
     rewards: frozenset[str]
     sampling: Sampling
+    environment: bool = False
 
     def check(self, header: GroupHeader, ids: Int32Array) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
@@ -42,6 +44,9 @@ class GroupSchema:
         ):
             if value > most:
                 raise _wrong(header.number, f"{name}: {value}; at most {most}")
+
+        if not self.environment and any(version is None for spans in header.spans for version, *_ in spans):
+            raise _wrong(header.number, "tokens that were not sampled; this run has no environment")
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""

@@ -38,7 +38,7 @@ from async_rlhf.buffers.files import content_digest
 from async_rlhf.experiments.staleness.sweep import Here, Job, Outcome
 from async_rlhf.launch.ray import first_line, join
 from async_rlhf.run import shipped
-from async_rlhf.run.agreement import reward_file
+from async_rlhf.run.agreement import own_file
 from async_rlhf.run.config import Config
 from async_rlhf.run.placing import on_cuda
 from async_rlhf.run.preflight import preflight
@@ -322,7 +322,7 @@ def _files(config: Config) -> Iterator[Path]:
     for place in places(config):
         yield from (place.here / name for name in place.names)
     for target in (*config.rewards.functions, config.loss.kind, config.advantage.kind):
-        if (file := reward_file(target)) is not None:
+        if (file := own_file(target)) is not None:
             yield from with_neighbours(file)
 
 
