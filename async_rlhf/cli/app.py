@@ -30,6 +30,10 @@ keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys f
 app.add_typer(keys_app, name="keys")
 rewards_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rewards before a run depends on them.")
 app.add_typer(rewards_app, name="rewards")
+environments_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Play an environment before a run depends on it."
+)
+app.add_typer(environments_app, name="environments")
 app.add_typer(loss_app := typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at a loss."), name="loss")
 
 spool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prompts that come while a run goes on.")

@@ -1,14 +1,27 @@
-"""Commands that look at runs or try their parts: status, watch, plot, report, trace, rollouts, rewards, loss."""
+"""Commands that look at runs or try their parts: status, watch, plot, report, trace, rollouts, rewards, environments, loss."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, Overrides, RunPath, app, errors, experiment, loss_app, rewards_app, rollouts_app, say
+from async_rlhf.cli.app import (
+    AsJson,
+    Overrides,
+    RunPath,
+    app,
+    environments_app,
+    errors,
+    experiment,
+    loss_app,
+    rewards_app,
+    rollouts_app,
+    say,
+)
 
 
 @app.command()
@@ -195,6 +208,44 @@ def rewards_try(
         trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
         typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
         if trial.num_failed or not trial.has_scores:
+            raise typer.Exit(REWARDS_FAILED)
+
+
+@environments_app.command("try")
+def environments_try(
+    environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
+    data: Annotated[str, typer.Option(help="Prompts, as in data.source.")],
+    model: Annotated[str | None, typer.Option(help="The model that plays; without one, lines of standard input do.")] = None,
+    overrides: Overrides = None,
+    limit: Annotated[int, typer.Option(min=1, help="Episodes to play, one a prompt.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Play episodes: transcripts, scores, failures, times. A turn is a line that you type (or that a file gives), or a model's.
+
+    Exit code 6 when any episode failed.
+    """
+    with errors():
+        from async_rlhf.inspect import episodes
+        from async_rlhf.launch.exit_codes import REWARDS_FAILED
+        from async_rlhf.run.config import parse_override
+
+        settings = dict(parse_override(text) for text in overrides or [])
+        config = episodes.configuration(environment, data, model, settings)
+        shows = sys.stdin.isatty() and not as_json
+
+        def write(content: object) -> str | None:
+            if shows:
+                typer.echo(f"reads   {content!r}\nwrites  ", nl=False)
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
+
+        played = []
+        for trial in episodes.play_by_model(config, limit) if model else episodes.play(config, limit, write):
+            played.append(trial)
+            typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(episodes.lines(trial)))
+        if not as_json:
+            typer.echo("\n".join(["", *episodes.summary(played)]))
+        if any(trial.score is not None and trial.score.failure is not None for trial in played):
             raise typer.Exit(REWARDS_FAILED)
 
 

@@ -62,6 +62,7 @@ def train(
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     from_step: int | None = None,
@@ -74,14 +75,14 @@ def train(
     data: rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
     directory, so that every process and a resumed run, which needs them no more, reads the same.
     rewards: functions, or one, instead of those the file names; what no other process can import (a lambda, a closure, a
-    bound method) is served by threads of this process (`caller_rewards`). loss, advantage: functions of your own, declared with
-    `@loss` and `@advantage`, which must be importable. overrides: nested or dotted, laid upon the configuration key by key
-    (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of `from_step` steps; where
-    nothing is left to train on, nothing is started. overwrite: remove the run directory that is there. on_step: called with
-    the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before any process starts,
-    and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
+    bound method) is served by threads of this process (`caller_rewards`). loss, advantage, environment: functions of your own,
+    declared with `@loss`, `@advantage`, `@environment`, which must be importable. overrides: nested or dotted, laid upon the
+    configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
+    `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
+    on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
+    any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
-    with _resolved(config, data, rewards, loss, advantage, overrides, resume) as (resolved, rows):
+    with _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows):
         return run(
             resolved,
             rows=rows,
@@ -100,6 +101,7 @@ def start(
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     from_step: int | None = None,
@@ -108,7 +110,7 @@ def start(
 ) -> Run:
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     with ExitStack() as stack:
-        resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, overrides, resume))
+        resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, environment, overrides, resume))
         records: SimpleQueue[Record | None] = SimpleQueue()
         supervisor, directory = prepare(
             resolved,
@@ -234,6 +236,7 @@ def _resolved(
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
     advantage: Callable[..., Any] | None,
+    environment: Callable[..., Any] | None,
     overrides: Mapping[str, Any] | None,
     resume: bool,
 ) -> Iterator[tuple[Config, Rows]]:
@@ -242,9 +245,13 @@ def _resolved(
     changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:
         changed["rewards.functions"], own_rewards = split(rewards)
-    for section, own in (("loss", loss), ("advantage", advantage)):
+    for section, key, own in (
+        ("loss", "loss.kind", loss),
+        ("advantage", "advantage.kind", advantage),
+        ("environment", "environment.function", environment),
+    ):
         if own is not None:
-            changed[f"{section}.kind"] = _importable(section, own)
+            changed[key] = _importable(section, key, own)
     if data is not None:
         changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
     loaded = load(config, changed)
@@ -254,12 +261,12 @@ def _resolved(
         yield resolved, rows
 
 
-def _importable(section: str, function: Callable[..., Any]) -> str:
-    """The name by which the learner's process imports it. Raises ConfigError."""
+def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
+    """The name by which another process imports it. Raises ConfigError."""
     try:
         return spec_of(function)
     except RewardError as error:
         raise ConfigError(
             f"{section}: {error}. In a notebook, begin its cell with '%%writefile my_{section}.py' and give "
-            f"overrides={{'{section}.kind': 'my_{section}.py:{getattr(function, '__name__', 'name')}'}}"
+            f"overrides={{'{key}': 'my_{section}.py:{getattr(function, '__name__', 'name')}'}}"
         ) from error

@@ -51,6 +51,7 @@ def run_evaluation(
     from async_rlhf.actors.engines import load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
     from async_rlhf.actors.scoring.pool import ScoringPool
+    from async_rlhf.run.playing import environment_of
 
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
@@ -67,15 +68,17 @@ def run_evaluation(
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, config.served_engine, version=int(step))
     try:
-        result = evaluate(
-            engine,
-            scoring,
-            rows,
-            partial(encode, tokenizer=tokenizer, template=template, max_length=config.generation.max_prompt_length),
-            partial(tokenizer.decode, skip_special_tokens=True),
-            judging,
-            progress,
-        )
+        with environment_of(config, tokenizer) as play:
+            result = evaluate(
+                engine,
+                scoring,
+                rows,
+                partial(encode, tokenizer=tokenizer, template=template, max_length=config.generation.max_prompt_length),
+                partial(tokenizer.decode, skip_special_tokens=True),
+                judging,
+                progress,
+                play=play,
+            )
     finally:
         scoring.close()
         engine.close()

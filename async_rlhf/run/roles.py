@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -119,6 +120,7 @@ def run_actor(
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
+    from async_rlhf.run.playing import environment_of
 
     data = RunData(run.path, config.data)
     rows = data.epoch()
@@ -143,16 +145,17 @@ def run_actor(
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
     spans = SpanFile(run.spans(name), config.max_log_bytes)
     try:
-        reason = Worker(
-            name,
-            client,
-            engine,
-            scoring,
-            make_work(config, rows, tokenizer, scoring.stream_tokens),
-            config.actor_capacity,
-            config.engine.canary_tolerance,
-            spans.write,
-        ).run()
+        with environment_of(config, tokenizer, client.wake) as play:
+            reason = Worker(
+                name,
+                client,
+                engine,
+                scoring,
+                replace(make_work(config, rows, tokenizer, scoring.stream_tokens), play=play),
+                config.actor_capacity,
+                config.engine.canary_tolerance,
+                spans.write,
+            ).run()
         _log.info("ended: %s", reason)
     finally:
         spans.close()

@@ -61,6 +61,8 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
     if node.role in ("actor", "scorer"):
         changed["rewards"] = contents.rewards()
     if node.role == "actor":
+        function = contents.code(config.environment.function, "environment")
+        changed["environment"] = config.environment.model_copy(update={"function": function})
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"], clock = run.spans(node.name), run.clock(node.name)
         changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew

@@ -17,7 +17,7 @@ from async_rlhf.buffers.sampling import Sampling
 
 @dataclass(frozen=True)
 class GroupSchema:
-    """vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all that stands behind a prompt.
+    """vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
     environment: whether there is one, whose observations may stand between turns."""
 
     group_size: int

@@ -318,10 +318,10 @@ def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, st
 
 
 def _files(config: Config) -> Iterator[Path]:
-    """The model, what rewards read, and the code of rewards, loss and advantage that is in files of one's own."""
+    """The model, what rewards read, and the code of rewards, environment, loss and advantage that is in files of one's own."""
     for place in places(config):
         yield from (place.here / name for name in place.names)
-    for target in (*config.rewards.functions, config.loss.kind, config.advantage.kind):
+    for target in (*config.rewards.functions, config.environment.function, config.loss.kind, config.advantage.kind):
         if (file := own_file(target)) is not None:
             yield from with_neighbours(file)
 

@@ -1,0 +1,219 @@
+"""An environment tried before a run depends on it: episodes played in the terminal, by lines that are typed or by a model.
+
+They run exactly as in a run: same processes, same time-outs, same limits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.environments import Content, EnvironmentSpec
+from async_rlhf.actors.environments.pool import EpisodePool, Lost, Observation
+from async_rlhf.actors.prompts import Row, environment_seed
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.score import Score
+from async_rlhf.run.config import Config, load
+from async_rlhf.run.preflight import common_columns
+from async_rlhf.run.scoring import environment_spec
+
+# Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
+_PATIENCE_S = 600.0
+Write = Callable[[Content], str | None]
+"""The next turn, after what was read; None: no further one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the environment said or the model wrote. score: what the environment gave for the turn before it."""
+
+    who: Literal["environment", "model"]
+    content: Content
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of the environment."""
+
+    row: int
+    parts: Sequence[Part]
+    end: str
+    score: Score | None
+    seconds: Sequence[float] = field(default_factory=list)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(part.who == "model" for part in self.parts)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def configuration(function: str, source: str, model: str | None, settings: Mapping[str, Any]) -> Config:
+    """What the trial of an environment needs of a run's configuration. Raises ConfigError."""
+    given = {"environment.function": function, "data.source": source, "data.held_out": 0, "rewards.functions": []}
+    return load({"model": model or "tiny-speller"}, {**given, **settings})
+
+
+def rows_of(config: Config, limit: int) -> tuple[list[Row], EnvironmentSpec]:
+    """The first rows of the data, and the environment, which can take them. Raises ConfigError."""
+    rows = load_rows(config.data)[0][:limit]
+    spec = environment_spec(config, common_columns(rows))
+    if spec is None:
+        raise ConfigError("no environment is named; give FILE:NAME")
+    return rows, spec
+
+
+def play(config: Config, limit: int, write: Write) -> Iterator[Trial]:
+    """One episode after the other, whose turns `write` gives. Raises ConfigError, EpisodeError, DeadlineError."""
+    rows, spec = rows_of(config, limit)
+    bell = threading.Event()
+    pool = EpisodePool[int](spec, config.environment, bell.set)
+    try:
+        for number, row in enumerate(rows):
+            fields = {**row.columns, "prompt": row.prompt, "seed": environment_seed(config.seed, number)}
+            pool.begin(number, fields)
+            yield _played(pool, number, write, bell)
+    finally:
+        pool.close()
+
+
+def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.Event) -> Trial:
+    parts: list[Part] = []
+    seconds: list[float] = []
+    while True:
+        event = _next(pool, bell)
+        if isinstance(event, Lost):
+            return Trial(number, parts, "its process ended", None, seconds)
+        seconds.append(event.ended - event.began)
+        if not isinstance(event, Observation):
+            return Trial(number, parts, event.reason, event.score, seconds)
+        parts.append(Part("environment", event.content, event.score))
+        if (text := write(event.content)) is None:
+            pool.discard([number])
+            return Trial(number, parts, "left", None, seconds)
+        parts.append(Part("model", text))
+        pool.reply(number, text)
+
+
+def _next(pool: EpisodePool[int], bell: threading.Event) -> Any:
+    until = time.monotonic() + _PATIENCE_S
+    while not (events := pool.poll()):
+        if time.monotonic() > until:
+            raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for the environment")
+        bell.wait(0.2)
+        bell.clear()
+    return events[0]
+
+
+def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
+    """Episodes of a model, sampled as in training, many at once. Raises ConfigError, EpisodeError, DeadlineError."""
+    from transformers import AutoTokenizer
+
+    from async_rlhf.actors.engine import Request, RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.loop.episodes import Episodes
+    from async_rlhf.actors.prompts import encode, rollout_seed
+    from async_rlhf.buffers.model_directory import from_pretrained
+    from async_rlhf.run.playing import environment_of
+
+    rows, _ = rows_of(config, limit)
+    tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
+    engine, generation = load_engine(config.model, config.served_engine, version=0), config.generation
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def request(number: int, row: Row) -> Request:
+        _, ids = encode(row, tokenizer, config.data.row_template)
+        return Request(
+            RolloutKey(number, 0, 0),
+            tuple(ids),
+            generation.max_completion_length,
+            generation.sampling,
+            rollout_seed(config.seed, number, 0),
+            generation.stop,
+        )
+
+    bell = threading.Event()
+    try:
+        with environment_of(config, tokenizer, bell.set) as play:
+            episodes = Episodes(engine, decode, play)
+            episodes.begin((row, environment_seed(config.seed, n), [request(n, row)]) for n, row in enumerate(rows))
+            num_left, heard = len(rows), time.monotonic()
+            while num_left:
+                for played in episodes.step():
+                    num_left -= 1
+                    parts = [
+                        Part("model" if is_turn else "environment", decode(ids))
+                        for is_turn, ids in [(False, played.prompt_ids), *_pieces(played.completion)]
+                    ]
+                    seconds = [ended - began for began, ended in played.steps]
+                    yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
+                    heard = time.monotonic()
+                if not engine.num_unfinished:
+                    if time.monotonic() - heard > _PATIENCE_S:
+                        raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for the environment")
+                    bell.wait(0.05)
+                    bell.clear()
+    finally:
+        engine.close()
+
+
+def _pieces(completion: Any) -> Iterator[tuple[bool, list[int]]]:
+    """(whether the model wrote it, tokens) one after the other."""
+    at, pieces = 0, list[tuple[bool, list[int]]]()
+    for span in completion.spans:
+        ids = completion.token_ids[at : at + span.num_tokens].tolist()
+        at += span.num_tokens
+        is_turn = span.version is not None
+        if pieces and pieces[-1][0] == is_turn:
+            pieces[-1][1].extend(ids)
+        else:
+            pieces.append((is_turn, ids))
+    return iter(pieces)
+
+
+def lines(trial: Trial) -> list[str]:
+    """An episode as a person reads it."""
+    found = [f"episode {trial.row}"]
+    for part in trial.parts:
+        scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
+        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {part.content!r}{scored}")
+    return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
+
+
+def _outcome(trial: Trial) -> str:
+    if trial.score is None:
+        return f"ended ({trial.end}) without a score"
+    failure = trial.score.failure
+    return f"failed: {failure}" if failure is not None else f"score {trial.score.value} ({trial.end})"
+
+
+def summary(trials: Sequence[Trial]) -> list[str]:
+    """Of all of them."""
+    if not trials:
+        return ["no episode was played"]
+    values = [trial.score.value for trial in trials if trial.score is not None and trial.score.value is not None]
+    steps = sorted(second for trial in trials for second in trial.seconds)
+    found = [
+        f"{len(trials)} episodes: "
+        + ", ".join(f"{count} {end}" for end, count in Counter(trial.end for trial in trials).most_common()),
+        f"turns: mean {statistics.fmean(trial.num_turns for trial in trials):.1f}, most {max(t.num_turns for t in trials)}",
+    ]
+    if values:
+        found.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
+    if steps:
+        p95 = steps[min(len(steps) - 1, int(0.95 * len(steps)))]
+        found.append(f"seconds a step: median {statistics.median(steps):.4f}, p95 {p95:.4f}, longest {steps[-1]:.4f}")
+    failures = Counter(t.score.failure for t in trials if t.score is not None and t.score.failure is not None)
+    return found + [f"failed {count} times: {reason}" for reason, count in failures.most_common()]
