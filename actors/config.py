@@ -117,7 +117,7 @@ class GenerationConfig(Sampling):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
-    """With an environment: longest episode in tokens, all turns and what is read between them; it ends where the next turn finds
+    """With an environment: longest episode in tokens, all turns and what is read between them; it ends where the next finds
     no room. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy."""
