@@ -146,7 +146,7 @@ class Dispatcher:
 
     def _patience_s(self, looked: float) -> float | None:
         now = time.monotonic()
-        due = min(waiting.next_due(now) for waiting in self._queues.values())
+        due = min((waiting.next_due(now) for waiting in self._queues.values()), default=float("inf"))
         if self._running or self._prefetching:
             due = min(due, looked + _LOOK_S)
         return None if due == float("inf") else max(0.0, due - now)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rlhf.buffers.record import Group, source_of, staleness
+from async_rlhf.buffers.record import Group, Rollout, source_of, staleness
 from async_rlhf.buffers.stages import stage_metrics
 
 
@@ -50,6 +50,7 @@ def data_metrics(
         "staleness/histogram": {str(age): count for age, count in ages.items()},
         "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
     }
+    metrics |= _episode_metrics(rollouts)
     metrics |= stage_metrics(rollout.timings for rollout in rollouts)
     for name in rollouts[0].scores if rollouts else ():
         values = [rollout.scores[name].value for rollout in rollouts]
@@ -61,6 +62,18 @@ def data_metrics(
             found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
             metrics[f"rewards/{name}/{metric}"] = _mean(found)
     return metrics
+
+
+def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Of runs with an environment: turns, tokens that were read between them, and which limits ended episodes."""
+    if all(rollout.num_tokens == rollout.length for rollout in rollouts):
+        return {}
+    return {
+        "episodes/mean_turns": _mean([len(rollout.turn_lengths) for rollout in rollouts]),
+        "episodes/mean_observed_tokens": _mean([rollout.length - rollout.num_tokens for rollout in rollouts]),
+        "episodes/max_turns_ratio": _mean([float(rollout.finish_reason == "max_turns") for rollout in rollouts]),
+        "episodes/context_ratio": _mean([float(rollout.finish_reason == "context") for rollout in rollouts]),
+    }
 
 
 class SourceMetrics:
