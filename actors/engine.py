@@ -11,6 +11,10 @@ engine's `on_update`:
                 is that of its own version over its whole prefix
     finish      they end first, with the weights they began with; meanwhile nothing is admitted
 
+A row of several turns is a chain of requests with one key, each of which continues the one before: its `context` are the
+tokens behind the prompt that are there already, exactly as the engine saw them. A turn that ends with `hold` may be continued
+without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none.
+
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `actors/engines.py` picks it.
 """
 
@@ -40,9 +44,14 @@ class RolloutKey(NamedTuple):
 class Request:
     """One completion to generate.
 
+    max_new_tokens: of this turn alone.
     seed: alone decides the completion's random numbers, whatever else is in the batch.
     stop: the completion ends with the token after which its text contains one of these.
     partial_every: `Engine.partials` returns it each time so many tokens have come; 0: never.
+    context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
+        continues `prefix_ids`, and holds the new turn only.
+    hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
+        continues it (whose context begins with this one's context and tokens). That request lets go of them, as `abort` does.
     """
 
     key: RolloutKey
@@ -54,6 +63,22 @@ class Request:
     partial_every: int = 0
     context: tuple[int, ...] = ()
     hold: bool = False
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What the completion continues: the prompt, and the context behind it."""
+        return (*self.prompt_ids, *self.context) if self.context else self.prompt_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its row, at the end of a completion that is as long as it may be."""
+        return len(self.prompt_ids) + len(self.context) + self.max_new_tokens
+
+    @property
+    def parts(self) -> str:
+        """What `most_tokens` consist of, for messages."""
+        context = f" + {len(self.context)} context" if self.context else ""
+        return f"{len(self.prompt_ids)} prompt{context} + {self.max_new_tokens} new tokens"
 
 
 def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
@@ -113,7 +138,7 @@ class Engine(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not yet returned or aborted, waiting ones included."""
+        """Requests submitted and not yet returned or aborted, waiting ones included, held ones not."""
         ...
 
     @property
@@ -124,12 +149,13 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, in order. Those submitted together with equal prompts share one prompt computation.
 
-        Raises EngineError for an empty prompt or one that cannot fit with its completion.
+        Raises EngineError for an empty prompt or one that cannot fit with its context and completion.
         """
         ...
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
-        """Forget these requests, running or waiting; unknown keys are ignored. Returns the tokens thrown away."""
+        """Forget these requests, running, waiting or held; unknown keys are ignored. Returns the tokens thrown away, of
+        which a held one has none."""
         ...
 
     def step(self) -> list[Completion]:

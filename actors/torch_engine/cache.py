@@ -54,6 +54,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         """Whether so many rows of up to `length` tokens stay within `max_places`."""
         return self._max_places is None or num_rows * self._columns_for(length) <= self._max_places
 
+    @property
+    def num_places(self) -> int:
+        """Tokens there is room for, or may be."""
+        return self._num_rows * self._num_columns if self._max_places is None else self._max_places
+
     def columns_within(self, length: int) -> int:
         """`length`, or the most there may be."""
         return min(length, self._max_length) if self._max_length else length
@@ -129,6 +134,15 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for buffer in (*self.keys, *self.values):
             buffer[target, :, :length] = buffer[source, :, :length]
+
+    def keep_row(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Its first `length` columns, copied out: keys of all layers, then values, [H, length, D] each."""
+        return tuple(buffer[row, :, :length].clone() for buffer in (*self.keys, *self.values))
+
+    def put_row(self, row: int, kept: tuple[torch.Tensor, ...]) -> None:
+        """`row` begins with what `keep_row` copied out of another."""
+        for buffer, part in zip((*self.keys, *self.values), kept, strict=True):
+            buffer[row, :, : part.shape[1]] = part
 
     def reserve(self, length: int, num_rows: int = 0) -> None:
         """Make sure every buffer has at least `length` columns and `num_rows` rows, keeping what they hold."""

@@ -7,6 +7,7 @@ by the actor's worker and by evaluation.
     submit -> waiting line -> row -> [ forward -> sample -> note ] per token -> Completion -> row is refilled
                   ^            |          ^ load_weights between two steps: keep | interrupt | finish
                   +-- sent back, to make room or interrupted; goes on where it was
+                  +-- held, when a turn ends; goes on where it was when it is continued
 
 Axes: `N` running rows, `V` vocabulary.
 """
@@ -111,22 +112,22 @@ class TorchEngine:
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
-        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        if self._max_length is not None and num_prompt + num_new > self._max_length:
+        if self._max_length is not None and request.most_tokens > self._max_length:
             raise EngineError(
-                f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, the model holds {self._max_length}; "
+                f"{request.key} needs {request.parts}, the model holds {self._max_length}; "
                 "shorten the prompt or lower max_completion_length"
             )
-        if not self._cache.fits(1, num_prompt + num_new):
+        if not self._cache.fits(1, request.most_tokens):
             raise EngineError(
-                f"{request.key} needs room for {num_prompt} prompt + {num_new} new tokens, engine.kv_bytes has less for a "
+                f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a "
                 "single sequence; raise it, or lower max_completion_length"
             )
         if request.stop and (self._stopping.decode is None or not all(request.stop)):
             raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
+        least, most = min(request.prefix_ids), max(request.prefix_ids)
+        if not 0 <= least <= most < self._vocabulary:
             raise EngineError(
-                f"{request.key} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}, the model knows "
+                f"{request.key} has token ids {least} to {most}, the model knows "
                 f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
             )
 
@@ -154,6 +155,9 @@ class TorchEngine:
             self._suspend(self._scheduler.rows_by_age())
         else:
             self._rows.close_spans(self._scheduler.num_rows, self._version)
+        if self._on_update != "keep" or version < self._version:
+            # Going back, "the oldest weights" would not tell what is mixed in a held cache.
+            self._scheduler.release_caches()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()
         self._version, self._coming = version, None
@@ -233,7 +237,7 @@ class TorchEngine:
             self._rows.move(plan.moves)
         if plan.admitted:
             for admission in plan.admitted:
-                self._rows.admit(admission.row, admission.request, self._version, admission.progress)
+                self._rows.admit(admission.row, admission.request, admission.version, admission.progress)
             rows = [admission.row for admission in plan.admitted]
             self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
             num_rows = self._scheduler.num_rows
@@ -244,6 +248,8 @@ class TorchEngine:
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
+        for restored in plan.restored:
+            self._cache.put_row(restored.row, restored.cache)
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""
@@ -256,7 +262,7 @@ class TorchEngine:
             self._rows.record_support(index, part)
 
     def _end(self, tokens: np.ndarray, ready: np.ndarray) -> list[Completion]:
-        """Free the rows that ended with the token just recorded."""
+        """Free the rows that ended with the token just recorded; hold what may be continued."""
         stopped = self._stopping.stopped(self._rows, tokens, ready, lambda row: self._scheduler.request(row).stop)
         full = self._rows.counts[ready] == self._rows.limits[ready]
         ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
@@ -264,6 +270,10 @@ class TorchEngine:
             self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length")
             for row, stops in ended
         ]
+        for (row, _), completion in zip(ended, completions, strict=True):
+            if self._scheduler.request(row).hold:
+                cache = self._cache.keep_row(row, int(self._rows.positions[row]))
+                self._scheduler.hold(row, completion.token_ids.tolist(), cache, room=self._cache.num_places)
         self._scheduler.finish(row for row, _ in ended)
         return completions
 

@@ -51,7 +51,7 @@ class Rows:
         self._sampling_masks: list[list[Int32Array]] = [[]] * slots
 
     def admit(self, row: int, request: Request, version: int, progress: Progress | None = None) -> None:
-        """Begin a request, or go on with one; its prefix is computed by `version`.
+        """Begin a request, or go on with one; the oldest weights that computed its prefix are `version`.
 
         Its random numbers are one Philox stream, drawn up front from its seed alone.
         """
@@ -59,7 +59,7 @@ class Rows:
         if limit > self._tokens.shape[1]:
             self._grow(limit)
         count = 0 if progress is None else len(progress.token_ids)
-        self.positions[row] = len(request.prompt_ids) + count - 1
+        self.positions[row] = len(request.prefix_ids) + count - 1
         self.counts[row], self.limits[row] = count, limit
         self.greedy[row] = request.sampling.temperature == 0
         self.truncated[row] = bool(request.sampling.truncation)

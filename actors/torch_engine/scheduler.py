@@ -6,8 +6,10 @@ the last rows move down into the holes. Requests enter in the order they were su
 room, or because new weights interrupt it) keeps its tokens and its place in that order.
 
 A row whose prefix is not computed yet is *filling*: each plan names which chunks of which prefixes come next, at most
-`prefill_tokens` at a time. Prompts submitted together are computed once, for all rows that want them. No framework, no
-clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing random histories.
+`prefill_tokens` at a time. Prompts submitted together are computed once, for all rows that want them. A request that
+continues a held one (`held.py`) has its place in line, and gets its keys and values back where they are still there.
+No framework, no clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing
+random histories.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.torch_engine.held import Hold, Holds
 from async_rlhf.buffers.record import Float32Array, Int32Array, Span
 
 
@@ -24,7 +28,7 @@ from async_rlhf.buffers.record import Float32Array, Int32Array, Span
 class Chunk:
     """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before).
 
-    sampled: from the end of a prompt on, in a row that was sent back; else all of them are a prompt's.
+    sampled: from the end of a prompt on, in a row that was sent back or has a context; else all of them are a prompt's.
     """
 
     ids: tuple[int, ...]
@@ -43,25 +47,39 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Restored:
+    """What was held of a row is put into `row`: `cache`, the first `num_tokens` positions."""
+
+    row: int
+    cache: tuple[Any, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Admission:
-    """A request enters `row`, for the first time or with what it had sampled before it was sent back."""
+    """A request enters `row`, for the first time or with what it had sampled before it was sent back.
+
+    version: the oldest weights that its prefix is, or was, computed with.
+    """
 
     row: int
     request: Request
+    version: int
     progress: Progress | None = None
 
     @property
     def last_token(self) -> int:
-        return self.request.prompt_ids[-1] if self.progress is None else int(self.progress.token_ids[-1])
+        return self.request.prefix_ids[-1] if self.progress is None else int(self.progress.token_ids[-1])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do before the next token, in this order: moves, copies, admissions, chunks.
+    """What to do before the next token, in this order: moves, admissions, copies and what is restored, chunks.
 
     moves: (source, target) rows of running sequences; no target is a source.
     copies: what a running sibling has already computed.
     admitted: in order of submission.
+    restored: what admitted rows get back.
     filling: rows whose prefix is still incomplete after the chunks; what is sampled there means nothing.
     """
 
@@ -70,6 +88,7 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     filling: tuple[int, ...] = ()
+    restored: tuple[Restored, ...] = ()
 
 
 _NOTHING = Plan()
@@ -82,6 +101,8 @@ class _Entry:
     """Requests submitted together carry the same number: only they share a prompt."""
     number: int
     """Place in the order of submission."""
+    hold: Hold | None = None
+    """What it continues, until it is admitted."""
     progress: Progress | None = None
     row: int = -1
     version: int = -1
@@ -90,8 +111,8 @@ class _Entry:
     @property
     def ids(self) -> tuple[int, ...]:
         """Everything known on admission; all but the last must be computed before the next token can be sampled."""
-        prompt = self.request.prompt_ids
-        return prompt if self.progress is None else (*prompt, *self.progress.token_ids.tolist())
+        prefix = self.request.prefix_ids
+        return prefix if self.progress is None else (*prefix, *self.progress.token_ids.tolist())
 
 
 @dataclass(eq=False)
@@ -120,6 +141,7 @@ class Scheduler:
         self._waiting: deque[_Entry] = deque()
         self._rows: list[_Entry | None] = []
         self._fills: list[_Fill] = []
+        self._holds = Holds()
         self._submissions = self._submitted = 0
 
     @property
@@ -155,16 +177,32 @@ class Scheduler:
         return [row for _, row in sorted(running)]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Put requests at the end of the waiting line, in order."""
+        """Put requests at the end of the waiting line, in order; what continues a held one, where that one stood."""
         for request in requests:
-            self._waiting.append(_Entry(request, self._submissions, self._submitted))
+            hold = self._holds.continued_by(request)
+            submission, number = (self._submissions, self._submitted) if hold is None else (hold.submission, hold.number)
+            self._waiting.append(_Entry(request, submission, number, hold))
             self._submitted += 1
         self._submissions += 1
+        self._sort()
 
     def finish(self, rows: Iterable[int]) -> None:
         """These rows ended; they are holes until the next plan."""
         for row in rows:
             self._free(self._entry(row))
+
+    def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int) -> None:
+        """This row ended with these tokens, and may be continued; free it afterwards.
+
+        cache: its keys and values, of all tokens but the last. room: the most tokens whose keys and values are held.
+        """
+        entry = self._entry(row)
+        ids = (*entry.request.prefix_ids, *token_ids)
+        self._holds.add(entry.request, Hold(ids, entry.submission, entry.number, entry.version, cache), room)
+
+    def release_caches(self) -> None:
+        """What is held is computed again when it is continued."""
+        self._holds.release_caches()
 
     def suspend(self, progress: Iterable[tuple[int, Progress]]) -> None:
         """Send the requests of these rows back to their place in the waiting line, with what they have sampled so far."""
@@ -173,13 +211,14 @@ class Scheduler:
             self._free(entry)
             entry.progress = sampled if len(sampled.token_ids) else None
             self._waiting.append(entry)
-        self._waiting = deque(sorted(self._waiting, key=lambda entry: entry.number))
+        self._sort()
 
     def abort(self, keys: Collection[RolloutKey]) -> tuple[list[int], int]:
-        """Forget these requests; unknown keys are ignored.
+        """Forget these requests, held ones too; unknown keys are ignored.
 
         Returns the rows of those that were running, now holes, and the tokens of those that had been sent back.
         """
+        self._holds.forget(keys)
         gone = [entry for entry in self._waiting if entry.request.key in keys]
         self._waiting = deque(entry for entry in self._waiting if entry.request.key not in keys)
         rows = [row for row, entry in enumerate(self._rows) if entry is not None and entry.request.key in keys]
@@ -201,28 +240,38 @@ class Scheduler:
         """
         holes = [row for row, entry in enumerate(self._rows) if entry is None]
         num_running = len(self._rows) - len(holes)
-        num_admitted = self._num_admissible(num_running, longest, fits, only_begun)
-        if not holes and not num_admitted and not self._fills:
+        entering = self._take_admissible(num_running, longest, fits, only_begun)
+        if not holes and not entering and not self._fills:
             return _NOTHING
-        num_rows = num_running + num_admitted
-        moves = self._close_holes(holes, num_rows)
-        copies, admitted = self._admit([row for row in range(num_rows) if self._rows[row] is None], version)
+        moves = self._close_holes(holes, num_running + len(entering))
+        copies, restored, admitted = self._admit(entering, version)
         chunks = self._next_chunks() if self._fills else ()
         filling = tuple(sorted(entry.row for fill in self._fills for entry in fill.members))
-        return Plan(moves, copies, admitted, chunks, filling)
+        return Plan(moves, copies, admitted, chunks, filling, restored)
 
-    def _num_admissible(self, num_rows: int, longest: int, fits: Callable[[int, int], bool] | None, only_begun: bool) -> int:
-        """How many from the front of the waiting line can enter now."""
-        if fits is None and not only_begun:
-            return min(len(self._waiting), self._slots - num_rows)
-        count = 0
-        for entry in self._waiting:
-            longest = max(longest, len(entry.ids))
-            room = num_rows + count < self._slots and (fits is None or fits(num_rows + count + 1, longest))
-            if not room or (only_begun and entry.progress is None):
-                break
-            count += 1
-        return count
+    def _take_admissible(
+        self, num_rows: int, longest: int, fits: Callable[[int, int], bool] | None, only_begun: bool
+    ) -> list[_Entry]:
+        """Those that can enter now, out of the waiting line: from its front, or of those that had begun from theirs."""
+        entering: list[_Entry] = []
+        passed: list[_Entry] = []
+        while self._waiting and num_rows + len(entering) < self._slots:
+            entry = self._waiting[0]
+            # What had begun may stand behind a continuation, and the weights that this one is for wait until it has ended.
+            if only_begun and entry.progress is None:
+                passed.append(self._waiting.popleft())
+                continue
+            if fits is not None:
+                longest = max(longest, len(entry.ids))
+                if not fits(num_rows + len(entering) + 1, longest):
+                    break
+            entering.append(self._waiting.popleft())
+        self._waiting.extendleft(reversed(passed))
+        return entering
+
+    def _sort(self) -> None:
+        """Put the waiting line into the order of submission."""
+        self._waiting = deque(sorted(self._waiting, key=lambda entry: entry.number))
 
     def _close_holes(self, holes: list[int], num_rows: int) -> tuple[tuple[int, int], ...]:
         """Move running rows at or above `num_rows` into holes below it, and set the table to that length."""
@@ -235,10 +284,13 @@ class Scheduler:
         self._rows.extend([None] * (num_rows - len(self._rows)))
         return moves
 
-    def _admit(self, free: list[int], version: int) -> tuple[tuple[Copy, ...], tuple[Admission, ...]]:
-        """Fill the free rows from the waiting line; a prompt already computed by these weights is not computed again."""
-        if not free:
-            return (), ()
+    def _admit(
+        self, entering: Sequence[_Entry], version: int
+    ) -> tuple[tuple[Copy, ...], tuple[Restored, ...], tuple[Admission, ...]]:
+        """Fill the free rows; what is held, or a prompt already computed by these weights, is not computed again."""
+        if not entering:
+            return (), (), ()
+        free = [row for row, entry in enumerate(self._rows) if entry is None]
         filling = {id(entry) for fill in self._fills for entry in fill.members}
         ready = {
             _prompt(entry): entry
@@ -246,13 +298,18 @@ class Scheduler:
             if entry is not None and entry.version == version and id(entry) not in filling
         }
         shared = {_prompt(fill.members[0]): fill for fill in self._fills if _is_of_prompt(fill, version)}
-        copies, admitted = [], []
-        for row in free:
-            entry = self._waiting.popleft()
-            self._rows[row], entry.row, entry.version = entry, row, version
-            admitted.append(Admission(row, entry.request, entry.progress))
+        copies, restored, admitted = [], [], []
+        for row, entry in zip(free, entering, strict=True):
+            cached = entry.hold if entry.hold is not None and entry.hold.cache else None
+            entry.hold = None
+            self._holds.forget([entry.request.key])
+            self._rows[row], entry.row, entry.version = entry, row, version if cached is None else cached.version
+            admitted.append(Admission(row, entry.request, entry.version, entry.progress))
             prompt = _prompt(entry)
-            if prompt in ready:
+            if cached is not None:
+                restored.append(Restored(row, cached.cache, cached.num_cached))
+                self._fills += self._rest(entry, cached.num_cached)
+            elif prompt in ready:
                 num_tokens = len(entry.request.prompt_ids) - 1
                 copies.append(Copy(ready[prompt].row, row, num_tokens))
                 self._fills += self._rest(entry, num_tokens)
@@ -264,7 +321,7 @@ class Scheduler:
             else:
                 shared[prompt] = _Fill(entry.request.prompt_ids, [entry])
                 self._fills.append(shared[prompt])
-        return tuple(copies), tuple(admitted)
+        return tuple(copies), tuple(restored), tuple(admitted)
 
     def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; what it knows beyond is its own."""

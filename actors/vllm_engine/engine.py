@@ -4,6 +4,9 @@
     step   <- completions  <-        |
     load_weights -> an index of sealed memory -> pause (keep) -> workers map it -> resume
 
+A continuation is a request whose prompt is the whole prefix: what vLLM's own prefix cache still has of it, computed by the
+same weights, is not computed again, so `Request.hold` asks for nothing here.
+
 `step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
 spin while vLLM decodes.
 """
@@ -80,15 +83,15 @@ class VLLMEngine:
         self._unfinished = known
 
     def _check(self, request: Request) -> None:
-        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        if num_prompt + num_new > self._max_length:
+        if request.most_tokens > self._max_length:
             raise EngineError(
-                f"{request.key} needs {num_prompt} prompt + {num_new} new tokens, vLLM holds {self._max_length}; "
+                f"{request.key} needs {request.parts}, vLLM holds {self._max_length}; "
                 "shorten the prompt, lower max_completion_length or raise engine.kv_bytes"
             )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
+        least, most = min(request.prefix_ids), max(request.prefix_ids)
+        if not 0 <= least <= most < self._vocabulary:
             raise EngineError(
-                f"{request.key} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}, the model knows "
+                f"{request.key} has token ids {least} to {most}, the model knows "
                 f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
             )
         if 0 < request.sampling.temperature < _LEAST_TEMPERATURE:

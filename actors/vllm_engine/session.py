@@ -203,7 +203,7 @@ class Session:
         """Run one request to its end; returns its tokens when it was aborted, else 0."""
         try:
             arguments = sampling_arguments(request, self._stop_ids, self.has)
-            final = await self._final(request.prompt_ids, arguments, name, request.key)
+            final = await self._final(request.prefix_ids, arguments, name, request.key)
             output = final.outputs[0]
             if output.finish_reason == "abort":
                 return len(output.token_ids)

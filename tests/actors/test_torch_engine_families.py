@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.scoring.prefix_cache import CachedPrefix, extend
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.model_check import check_engine
@@ -24,11 +28,18 @@ def one_thread() -> None:
 
 
 def requests() -> list[Request]:
-    """Two siblings, and prompts shorter and longer than a window; some greedy."""
+    """Two siblings, and prompts shorter and longer than a window; some greedy, some held when they end."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 64, n).tolist()) for n in (13, 3, 21)]
     return [
-        Request(RolloutKey(group, 0, member), prompts[group], num_new, Sampling(temperature=temperature), seed=group)
+        Request(
+            RolloutKey(group, 0, member),
+            prompts[group],
+            num_new,
+            Sampling(temperature=temperature),
+            seed=group,
+            hold=(group, member) != (0, 1),
+        )
         for group, member, num_new, temperature in ((0, 0, 20, 1.0), (0, 1, 6, 1.0), (1, 0, 24, 1.0), (2, 0, 11, 0.0))
     ]
 
@@ -38,18 +49,28 @@ def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str) -> None:
     model = families.model(kind)
     # Fewer slots than requests, and prompts that are computed in several pieces beside running rows.
     engine = TorchEngine(model, slots=3, stop_ids=set(), max_length=64, prefill_tokens=10)
-    engine.submit(asked := requests())
-    ended = {}
-    while engine.num_unfinished:
-        ended |= {completion.key: completion for completion in engine.step()}
+    asked = requests()
+    for observation in ((3, 4, 5, 6, 7), ()):  # a turn, and one that continues it behind an observation
+        engine.submit(asked)
+        ended = {}
+        while engine.num_unfinished:
+            ended |= {completion.key: completion for completion in engine.step()}
+        assert_plain(model, asked, ended)
+        asked = [
+            replace(request, context=(*ended[request.key].token_ids.tolist(), *observation), max_new_tokens=6)
+            for request in asked
+        ]
+
+
+def assert_plain(model: PreTrainedModel, asked: Sequence[Request], ended: Mapping[RolloutKey, Completion]) -> None:
     for request in asked:
         completion = ended[request.key]
-        plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
+        plain = families.plain_logprobs(model, list(request.prefix_ids), completion.token_ids.tolist()).detach()
         np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=2e-5)
         if request.sampling.temperature == 0:
-            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+            ids = torch.tensor([[*request.prefix_ids, *completion.token_ids.tolist()]])
             with torch.inference_mode():
-                likeliest = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
+                likeliest = model(input_ids=ids, use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1].argmax(-1)
             assert likeliest.tolist() == completion.token_ids.tolist()
 
 

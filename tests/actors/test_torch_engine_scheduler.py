@@ -1,6 +1,8 @@
-"""Laws of the scheduler, over random histories of submissions, ends, aborts, and rows sent back."""
+"""Laws of the scheduler, over random histories of submissions, turns that go on, ends, aborts, and rows sent back."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -29,7 +31,7 @@ class Table:
 
     def known(self, row: int) -> list[int]:
         request = self.rows[row]
-        return [*request.prompt_ids, *self.sampled[request.key.group]]
+        return [*request.prefix_ids, *self.sampled[request.key.group]]
 
     def progress(self, row: int) -> Progress:
         ids = np.array(self.sampled[self.rows[row].key.group], np.int32)
@@ -48,12 +50,18 @@ class Table:
             before = [] if admission.progress is None else admission.progress.token_ids.tolist()
             assert self.sampled.setdefault(admission.request.key.group, []) == before, "what was sampled is still there"
             self.rows[row], self.cached[row] = admission.request, []
+        assert not {copy.target for copy in plan.copies} & {restored.row for restored in plan.restored}
+        for restored in plan.restored:
+            assert restored.row in admitted and len(restored.cache) == restored.num_tokens
+            self.cached[restored.row] = list(restored.cache)
         for copy in plan.copies:
             assert len(self.cached[copy.source]) >= copy.num_tokens
             self.cached[copy.target] = self.cached[copy.source][: copy.num_tokens]
         for chunk in plan.chunks:
             for row in chunk.rows:
                 assert len(self.cached[row]) == chunk.start, "a chunk goes on where the row ends"
+                num_prompt = len(self.rows[row].prompt_ids) - 1
+                assert chunk.start >= num_prompt if chunk.sampled else chunk.start + len(chunk.ids) <= num_prompt
                 self.cached[row] += chunk.ids
         assert sorted(self.rows) == list(range(len(self.rows))), "running rows are a prefix"
         assert len(self.rows) <= self.slots
@@ -68,55 +76,113 @@ class Table:
             self.sampled[self.rows[row].key.group].append(row + 10)
 
 
+class History:
+    """Drawn requests, turns and aborts, as their submitter sees them; all by number of the request."""
+
+    def __init__(self, data: st.DataObject, slots: int, prefill_tokens: int) -> None:
+        self.draw, self.slots, self.prefill_tokens = data.draw, slots, prefill_tokens
+        self.scheduler, self.table = Scheduler(slots, prefill_tokens), Table(slots)
+        self.requests: list[Request] = []
+        self.unfinished: set[int] = set()
+        self.held: dict[int, list[int]] = {}
+        self.begun: set[int] = set()
+        self.place: dict[int, int] = {}
+        self.num_places = 0
+
+    def submit(self) -> None:
+        """New requests, and turns that continue what is held, was held, or should have been."""
+        prompts = self.draw(st.lists(st.integers(0, 2), max_size=4))
+        new = [replace(make_request(len(self.requests) + n, prompt), hold=True) for n, prompt in enumerate(prompts)]
+        self.requests += new
+        over = sorted(set(range(len(self.requests) - len(new))) - self.unfinished)
+        chosen = self.draw(st.sets(st.sampled_from(over), max_size=3)) if over else set()
+        submitted = [*new, *(self.next_turn(number) for number in sorted(chosen))]
+        for request in submitted:
+            number = request.key.group
+            ids = self.held.pop(number, None)
+            if ids is None or list(request.prefix_ids[: len(ids)]) != ids:
+                self.place[number] = self.num_places
+            self.num_places += 1
+            self.table.sampled.pop(number, None)
+            self.begun.discard(number)
+        self.scheduler.submit(submitted)
+        self.unfinished |= {request.key.group for request in submitted}
+
+    def next_turn(self, number: int) -> Request:
+        before = self.requests[number]
+        context = (*before.context, *self.table.sampled.get(number, []), *self.draw(st.sampled_from(((), (7,), (7, 8, 9)))))
+        if self.draw(st.integers(0, 4)) == 0:
+            context = context[1:]
+        self.requests[number] = replace(before, context=context, hold=self.draw(st.booleans()))
+        return self.requests[number]
+
+    def advance(self) -> list[int]:
+        """One plan, and a token in each row that is ready; returns these."""
+        plan = self.scheduler.plan(version=self.draw(st.integers(0, 1)))
+        self.table.apply(plan)
+        assert sum(len(chunk.ids) for chunk in plan.chunks) <= self.prefill_tokens
+        first = [each.request.key.group for each in plan.admitted if each.progress is None]
+        assert not self.begun & set(first) and len(set(first)) == len(first), "a turn begins once"
+        self.begun.update(first)
+        waiting = self.unfinished - self.running()
+        entered = [each.request.key.group for each in plan.admitted]
+        assert not waiting or all(self.place[number] < min(self.place[each] for each in waiting) for number in entered)
+        assert self.scheduler.num_unfinished == len(self.unfinished)
+        assert self.scheduler.num_rows == min(self.slots, len(self.unfinished)), "no slot is idle while a request waits"
+        self.table.decode(plan.filling)
+        return [row for row in sorted(self.table.rows) if row not in plan.filling]
+
+    def running(self) -> set[int]:
+        return {request.key.group for request in self.table.rows.values()}
+
+    def end(self, rows: list[int]) -> None:
+        assert all(self.scheduler.request(row) is self.table.rows[row] for row in rows)
+        for row in rows:
+            if self.table.rows[row].hold:
+                number = self.table.rows[row].key.group
+                cache = tuple(self.table.cached[row])
+                self.scheduler.hold(row, self.table.sampled[number], cache, room=self.draw(st.sampled_from((0, 12, 1000))))
+                self.held[number] = self.table.known(row)
+        self.scheduler.finish(rows)
+        self.unfinished -= {self.table.rows.pop(row).key.group for row in rows}
+
+    def send_back(self) -> None:
+        rows = sorted(self.draw(st.sets(st.sampled_from(sorted(self.table.rows)), max_size=2))) if self.table.rows else []
+        self.scheduler.suspend([(row, self.table.progress(row)) for row in rows])
+        numbers = [self.table.rows.pop(row).key.group for row in rows]
+        self.begun -= {number for number in numbers if not self.table.sampled[number]}  # they begin once more
+
+    def abort(self) -> None:
+        aborted = self.draw(st.sets(st.integers(0, len(self.requests) + 1), max_size=2))
+        rows, num_tokens = self.scheduler.abort({RolloutKey(number, 0, 0) for number in aborted})
+        running = {self.table.rows.pop(row).key.group for row in rows}
+        assert running <= aborted
+        waiting = (aborted & self.unfinished) - running
+        assert num_tokens == sum(len(self.table.sampled.get(number, [])) for number in waiting), "a held one has none"
+        self.unfinished -= aborted
+        for number in aborted:
+            self.held.pop(number, None)
+
+
 @given(data=st.data(), slots=st.integers(1, 5), prefill_tokens=st.sampled_from((1, 2, 5, 1000)))
-def test_whatever_happens_every_request_is_returned_once_and_what_it_sampled_is_kept(
+def test_whatever_happens_every_turn_is_returned_once_and_what_it_sampled_is_kept(
     data: st.DataObject, slots: int, prefill_tokens: int
 ) -> None:
-    scheduler, table = Scheduler(slots, prefill_tokens), Table(slots)
-    submitted = 0
-    gone: list[int] = []
-    admitted: list[int] = []
-
-    def advance() -> list[int]:
-        plan = scheduler.plan(version=data.draw(st.integers(0, 1)))
-        table.apply(plan)
-        assert sum(len(chunk.ids) for chunk in plan.chunks) <= prefill_tokens
-        admitted.extend(each.request.key.group for each in plan.admitted if each.progress is None)
-        assert scheduler.num_rows == len(table.rows)
-        assert scheduler.num_unfinished == submitted - len(gone)
-        assert scheduler.num_rows == min(slots, scheduler.num_unfinished), "no slot is idle while a request waits"
-        table.decode(plan.filling)
-        return [row for row in sorted(table.rows) if row not in plan.filling]
-
-    def end(rows: list[int]) -> None:
-        assert all(scheduler.request(row) is table.rows[row] for row in rows)
-        scheduler.finish(rows)
-        gone.extend(table.rows.pop(row).key.group for row in rows)
-
+    history = History(data, slots, prefill_tokens)
     for _ in range(data.draw(st.integers(1, 10))):
-        prompts = data.draw(st.lists(st.integers(0, 2), max_size=4))
-        scheduler.submit([make_request(submitted + index, prompt) for index, prompt in enumerate(prompts)])
-        submitted += len(prompts)
-        ready = advance()
-        end(sorted(data.draw(st.sets(st.sampled_from(ready)))) if ready else [])
-        back = sorted(data.draw(st.sets(st.sampled_from(sorted(table.rows)), max_size=2))) if table.rows else []
-        scheduler.suspend([(row, table.progress(row)) for row in back])
-        begun = [number for number in (table.rows.pop(row).key.group for row in back) if not table.sampled[number]]
-        admitted = [number for number in admitted if number not in begun]  # they begin once more
-        aborted = data.draw(st.sets(st.integers(0, submitted + 1), max_size=2))
-        alive = {key.group for key in scheduler.unfinished_keys()}
-        rows, num_tokens = scheduler.abort({RolloutKey(number, 0, 0) for number in aborted})
-        running = {table.rows.pop(row).key.group for row in rows}
-        assert running <= aborted
-        waiting = (aborted & alive) - running
-        assert num_tokens == sum(len(table.sampled.get(number, [])) for number in waiting)
-        gone.extend(aborted & alive)
-    for _ in range(submitted * 50):
-        if not scheduler.num_unfinished:
+        history.submit()
+        ready = history.advance()
+        history.end(sorted(data.draw(st.sets(st.sampled_from(ready)))) if ready else [])
+        history.send_back()
+        history.abort()
+        if data.draw(st.integers(0, 3)) == 0:
+            history.scheduler.release_caches()
+    for _ in range(len(history.requests) * 50):
+        if not history.unfinished:
             break
-        end(advance()[:1])
-    assert sorted(gone) == list(range(submitted)), "every request leaves exactly once"
-    assert len(set(admitted)) == len(admitted)
+        history.end(history.advance()[:1])
+    assert not history.unfinished and history.scheduler.num_unfinished == 0
+    assert history.scheduler.unfinished_keys() == set()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4))

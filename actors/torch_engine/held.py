@@ -1,0 +1,76 @@
+"""What is left of a turn that may be continued: its tokens, its place in line, its keys and values while there is room.
+
+A row that ends with `Request.hold` leaves a `Hold` behind. The request that continues it goes on where it was: at its place in
+line, and from its keys and values, which were copied out of the row when the turn ended and are copied into another row when
+the continuation is admitted. They are bounded in tokens; the oldest are let go of first, and what is let go of is computed
+again, with the same result. No tensor here: what is copied is opaque, and goes with the last reference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.actors.engine import Request, RolloutKey
+
+
+@dataclass(eq=False)
+class Hold:
+    """ids: all tokens of the row, int [T]; submission, number: as in the scheduler's line.
+
+    version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
+    first that a continuation computes), empty once they were let go of.
+    """
+
+    ids: tuple[int, ...]
+    submission: int
+    number: int
+    version: int
+    cache: tuple[Any, ...]
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are there."""
+        return len(self.ids) - 1 if self.cache else 0
+
+
+class Holds:
+    """Owns the holds by key, in the order in which their turns ended. Waits for nothing; nothing to close."""
+
+    def __init__(self) -> None:
+        self._held: dict[RolloutKey, tuple[Request, Hold]] = {}
+
+    def add(self, request: Request, hold: Hold, room: int) -> None:
+        """Hold the end of this request; of the caches, the newest stay that have at most `room` tokens together."""
+        self._held[request.key] = request, hold
+        excess = sum(hold.num_cached for _, hold in self._held.values()) - room
+        for _, each in self._held.values():
+            if excess <= 0:
+                break
+            excess -= each.num_cached
+            each.cache = ()
+
+    def continued_by(self, request: Request) -> Hold | None:
+        """What this request continues; it stays held until it is forgotten.
+
+        Where its prompt and context do not begin with what is held, that is forgotten.
+        """
+        before, hold = self._held.get(request.key, (request, None))
+        if hold is None:
+            return None
+        # The prompt counts too: where it ends decides how the tokens around it are computed.
+        if request.prompt_ids == before.prompt_ids and request.prefix_ids[: len(hold.ids)] == hold.ids:
+            return hold
+        self.forget([request.key])
+        return None
+
+    def forget(self, keys: Iterable[RolloutKey]) -> None:
+        """Nothing is held of these any more; unknown ones are ignored."""
+        for key in keys:
+            self._held.pop(key, None)
+
+    def release_caches(self) -> None:
+        """Keep tokens and places in line only."""
+        for _, hold in self._held.values():
+            hold.cache = ()
