@@ -69,7 +69,7 @@ class Observed(MessageBase):
 
 
 class EpisodeEnded(MessageBase):
-    """scored: there is a score, whose state is given by value and failure."""
+    """scored: there is a score, whose state is given by value and failure. retire: as of EpisodeClosed."""
 
     type: Literal["ended"] = "ended"
     id: Count
@@ -82,6 +82,7 @@ class EpisodeEnded(MessageBase):
     traceback: str
     began: float
     ended: float
+    retire: bool = False
 
 
 class EpisodeClosed(MessageBase):

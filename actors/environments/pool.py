@@ -1,8 +1,8 @@
 """The pool of episodes: what the actor's loop asks of environments.
 
 The loop must never block: `begin`, `reply`, `discard` and `poll` return at once, and `wake` is called from another thread when
-a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended` or
-`Lost`; a `Lost` may also come while the model writes.
+a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended`
+or `Lost`; a `Lost` may also come while the model writes.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class _Worker:
         while not episode.is_closed:
             came, began = await self._step(episode, sent, turn)
             if isinstance(came, End):
-                self._send(_ended(id, came, began, time.time()))
+                self._send(_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
                 break
             self._send(Observed(id=id, content=came.content, score=came.score, began=began, ended=time.time()))
             sent = await episode.replies.get()
@@ -221,7 +221,7 @@ class _Worker:
         return result
 
 
-def _ended(id: int, end: End, began: float, ended: float) -> EpisodeEnded:
+def _ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
     score = end.score
     return EpisodeEnded(
         id=id,
@@ -234,6 +234,7 @@ def _ended(id: int, end: End, began: float, ended: float) -> EpisodeEnded:
         traceback=_plain(end.traceback),
         began=began,
         ended=ended,
+        retire=retire,
     )
 
 

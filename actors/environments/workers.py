@@ -91,7 +91,9 @@ class EpisodeWorkers:
             raise EpisodeError(self._broken or "the thread of episodes has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
-        """Raises DeadlineError if something is left after `deadline_s`."""
+        """Raises DeadlineError if something is left after `deadline_s`. A second call does nothing."""
+        if self._closing_by is not None:
+            return
         self._closing_by = time.monotonic() + deadline_s / 2
         self._waker.ring()
         self._thread.join(deadline_s)
@@ -217,8 +219,8 @@ class EpisodeWorkers:
             self._book.closed(message.id)
             if message.failure:
                 self._heard(message.id, message)
-            if message.retire:
-                self._retire(worker)
+        if isinstance(message, EpisodeEnded | EpisodeClosed) and message.retire:
+            self._retire(worker)
 
     def _retire(self, worker: int) -> None:
         if worker in self._retired:
