@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from async_rlhf.actors.environments import Feedback, environment
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
     from async_rlhf.inspect.trials import Trial, try_rewards
     from async_rlhf.learner.registry import advantage, loss
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config",
+    "Feedback",
     "Run",
     "Score",
     "Stream",
@@ -29,6 +31,7 @@ __all__ = [
     "Trial",
     "__version__",
     "advantage",
+    "environment",
     "loss",
     "reward",
     "start",
@@ -38,6 +41,7 @@ __all__ = [
 
 
 _HOMES = {
+    **dict.fromkeys(("Feedback", "environment"), "async_rlhf.actors.environments"),
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
     **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.run.api"),
     "Config": "async_rlhf.run.config",

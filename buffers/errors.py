@@ -14,6 +14,7 @@
     │   └── DamagedError     … because a file is not as it was written; starting again ends the same way
     ├── EngineError          a request an engine cannot serve
     ├── RewardError          a reward function that cannot be loaded, or fails too often
+    ├── EpisodeError         an environment that cannot be loaded, or whose processes do not come up
     ├── NonFiniteError       a loss or gradient that is not a number
     ├── DivergedError        a policy beyond the limits that are set for it
     └── MismatchError        engine and learner disagree about the same tokens and weights
@@ -90,6 +91,10 @@ class EngineError(AsyncRLHFError, ValueError):
 
 class RewardError(AsyncRLHFError):
     """A reward function that cannot be loaded, or fails too often."""
+
+
+class EpisodeError(AsyncRLHFError):
+    """An environment that cannot be loaded, or whose processes do not come up."""
 
 
 class NonFiniteError(AsyncRLHFError):

@@ -1,19 +1,41 @@
-"""Stub."""
+"""The pool of episodes: what the actor's loop asks of environments.
+
+The loop must never block: `begin`, `reply`, `discard` and `poll` return at once, and `wake` is called from another thread when
+a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended`
+or `Lost`; a `Lost` may also come while the model writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+import itertools
+import logging
+import queue
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from async_rlhf.buffers.record import Score
+from async_rlhf.actors.environments.config import EnvironmentConfig
+from async_rlhf.actors.environments.loading import EnvironmentSpec
+from async_rlhf.actors.environments.messages import EpisodeClosed, EpisodeEnded, Observed
+from async_rlhf.actors.environments.settings import Content
+from async_rlhf.actors.environments.workers import EpisodeWorkers
+from async_rlhf.actors.environments.yields import Reason
+from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.score import Score
 
-Key = TypeVar("Key")
-Content = str | list[dict[str, Any]]
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Observation(Generic[Key]):
+    """What the model is to read next; the first one is the prompt.
+
+    score: of the turn before it, None for none. began, ended: of the environment's step, in seconds since the epoch.
+    """
+
     key: Key
     content: Content
     score: float | None
@@ -23,20 +45,145 @@ class Observation(Generic[Key]):
 
 @dataclass(frozen=True)
 class Ended(Generic[Key]):
+    """The end of an episode, by its environment's choice (`scored`, `returned`), after the last turn that it may have
+    (`max_turns`), or `failed`.
+
+    score: that of the episode and of its last turn; its state is failed where the reason is. None: rewards judge it alone.
+    At `max_turns` it is what Feedback gave for the last turn.
+    """
+
     key: Key
     score: Score | None
-    reason: Literal["scored", "returned", "failed", "max_turns"]
+    reason: Reason
     began: float
     ended: float
 
 
 @dataclass(frozen=True)
 class Lost(Generic[Key]):
+    """Its process ended for another episode's reason or one that is not known: the caller begins it again."""
+
     key: Key
 
 
-class EpisodePool(Protocol[Key]):
-    def begin(self, key: Key, fields: Mapping[str, Any]) -> None: ...
-    def reply(self, key: Key, text: str) -> None: ...
-    def poll(self) -> list[Observation[Key] | Ended[Key] | Lost[Key]]: ...
-    def discard(self, keys: Sequence[Key]) -> None: ...
+Event = Observation[Key] | Ended[Key] | Lost[Key]
+
+
+@dataclass
+class EpisodeCounters:
+    """episodes: ended ones, by reason. failed: by kind (`yields.Kind`). turns: of the model, answered or not.
+
+    seconds: in steps of the environment, summed over concurrent ones. cleanups_failed: generators whose `finally` raised, hung
+    or yielded.
+    """
+
+    episodes: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    turns: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+    cleanups_failed: int = 0
+
+
+@dataclass
+class _Pending(Generic[Key]):
+    key: Key
+    writes: bool = False
+
+
+class EpisodePool(Generic[Key]):
+    """Runs the episodes of one environment; its methods are called from one thread."""
+
+    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
+        self._ids = itertools.count()
+        self._id_of: dict[Key, int] = {}
+        self._pending: dict[int, _Pending[Key]] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, Observed | EpisodeEnded | EpisodeClosed | None]] = queue.SimpleQueue()
+        self.counters = EpisodeCounters()
+        self._workers = EpisodeWorkers(spec, config, self._heard)
+
+    @property
+    def num_pending(self) -> int:
+        """Episodes that were begun and have neither ended nor been lost or discarded."""
+        return len(self._pending)
+
+    def begin(self, key: Key, fields: Mapping[str, Any]) -> None:
+        """Begin an episode, or begin a lost one again.
+
+        fields: the columns of its row, `prompt`, and `seed` (int, the same for all members of a group); plain data.
+        Raises EpisodeError for a key whose episode runs already.
+        """
+        if key in self._id_of:
+            raise EpisodeError(f"the episode {key} runs already; poll its end or discard it first")
+        id = self._id_of[key] = next(self._ids)
+        self._pending[id] = _Pending(key)
+        self._workers.begin(id, key, fields)
+
+    def reply(self, key: Key, text: str) -> None:
+        """What the model wrote in its turn. Raises EpisodeError where it is not the model's turn."""
+        id = self._id_of.get(key, -1)
+        if id not in self._pending or not self._pending[id].writes:
+            raise EpisodeError(f"the episode {key} waits for no reply; each Observation has one")
+        self._pending[id].writes = False
+        self.counters.turns += 1
+        self._workers.reply(id, text)
+
+    def poll(self) -> list[Event[Key]]:
+        """What has come since the last poll. Never waits. Raises EpisodeError when no process can run the environment."""
+        self._workers.check()
+        events: list[Event[Key]] = []
+        # Only what is there now: environments that answer faster than this loop must not block the actor.
+        for _ in range(self._inbox.qsize()):
+            id, message = self._inbox.get_nowait()
+            if isinstance(message, EpisodeClosed):
+                self._count_cleanup(message)
+            elif id in self._pending:  # Else it was discarded.
+                events.append(self._event(id, message))
+        return events
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Close these episodes; unknown keys are ignored. Their generators are closed as soon as their steps end."""
+        keys = tuple(keys)
+        ids = tuple(id for key in keys if (id := self._id_of.pop(key, None)) is not None)
+        for id in ids:
+            del self._pending[id]
+        self._workers.discard(ids, keys)
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
+        self._workers.close(deadline_s)
+
+    def _heard(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
+        """Called from the thread of the processes."""
+        self._inbox.put((id, message))
+        self._wake()
+
+    def _event(self, id: int, message: Observed | EpisodeEnded | None) -> Event[Key]:
+        pending = self._pending[id]
+        if message is not None:
+            self.counters.seconds += message.ended - message.began
+        if isinstance(message, Observed):
+            pending.writes = True
+            return Observation(pending.key, message.content, message.score, message.began, message.ended)
+        del self._pending[id]
+        del self._id_of[pending.key]
+        if message is None:
+            self.counters.lost += 1
+            return Lost(pending.key)
+        self._count(message)
+        score = Score(message.value, message.failure, message.metrics) if message.scored else None
+        return Ended(pending.key, score, message.reason, message.began, message.ended)
+
+    def _count(self, ended: EpisodeEnded) -> None:
+        """The log gets the first failure with its traceback."""
+        self.counters.episodes[ended.reason] += 1
+        if ended.reason == "failed":
+            if not self.counters.failed:
+                logger.warning("an episode failed, later failures are only counted: %s\n%s", ended.failure, ended.traceback)
+            self.counters.failed[ended.kind] += 1
+
+    def _count_cleanup(self, closed: EpisodeClosed) -> None:
+        if not self.counters.cleanups_failed:
+            logger.warning("the cleanup of an episode failed, later failures are only counted: %s", closed.failure)
+        self.counters.cleanups_failed += 1

@@ -7,21 +7,20 @@ process starts, so a misspelt one costs seconds, not an hour.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
+from async_rlhf.actors.rewards.importing import attribute, found_in
 from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
-from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file, is_guarded
+from async_rlhf.buffers.user_files import PRIVATE, is_guarded
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
@@ -237,7 +236,7 @@ def spec_of(function: Callable[..., Any]) -> str:
                 "if __name__ == '__main__':"
             )
         return f"{Path(file).resolve()}:{name}"
-    if module is None or _attribute(module, name) is not function:
+    if module is None or attribute(module, name) is not function:
         raise RewardError(f"{function.__module__}:{name} is not the function that was given: {_FIX}")
     return f"{function.__module__}:{name}"
 
@@ -256,45 +255,8 @@ def _function(target: str) -> RewardFunction:
             f"reward {target!r} is no built-in: {did_you_mean(target, BUILTINS)}; "
             f"name your own as 'package.module:name' or 'path.py:name'"
         )
-    module = _file_module(Path(place)) if place.endswith(".py") else _module(place, target)
-    found = _attribute(module, name)
-    if found is None:
-        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        hint = did_you_mean(name, public) if public else "it defines no function"
-        raise RewardError(f"reward {target!r}: no {name!r} at the top level of {place}; {hint}")
+    found = found_in(place, name, "reward", target)
     try:
         return adapted(found, scheme)
     except RewardError as error:
         raise RewardError(f"reward {target!r} {error}") from error
-
-
-def _attribute(module: ModuleType, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _module(name: str, target: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise RewardError(f"reward {target!r}: importing {name} failed: {error}; install what it needs") from error
-        raise RewardError(
-            f"reward {target!r}: there is no module {error.name!r} on Python's path; "
-            f"name its file instead ('path/{name.rpartition('.')[2]}.py:{target.rpartition(':')[2]}') or install it"
-        ) from error
-    except (Exception, SystemExit) as error:  # the module is the user's own code and may raise anything
-        raise RewardError(f"reward {target!r}: importing {name} raised {type(error).__name__}: {error}") from error
-
-
-def _file_module(path: Path) -> ModuleType:
-    try:
-        return import_file(path)
-    except MissingFileError as error:
-        raise RewardError(f"reward file {error}") from error
-    except UnfinishedImportError as error:
-        raise RewardError(f"{error} for its rewards; put what starts the run under: if __name__ == '__main__':") from error
-    except (Exception, SystemExit) as error:  # the file is the user's own code and may raise anything
-        raise RewardError(f"importing reward file {path} raised {type(error).__name__}: {error}") from error

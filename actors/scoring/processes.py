@@ -161,9 +161,9 @@ def _follow_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def ended(exit_code: int | None, memory_mb: int | None) -> str:
-    """Why a call failed whose worker process has ended."""
-    limit = "" if memory_mb is None else f"limit {memory_mb} MB (scoring.worker_memory_mb)"
+def ended(exit_code: int | None, memory_mb: int | None, setting: str = "scoring.worker_memory_mb") -> str:
+    """Why a call failed whose worker process has ended. setting: where its limit is set."""
+    limit = "" if memory_mb is None else f"limit {memory_mb} MB ({setting})"
     if exit_code == OUT_OF_MEMORY:
         return f"out of memory: {limit or 'the system gave no more'}"
     # Libraries in C abort where Python raises MemoryError.

@@ -1,0 +1,60 @@
+"""The dials of environments. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from async_rlhf.actors.environments.loading import EnvironmentSpec, resolve
+from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
+
+
+class EnvironmentConfig(Section):
+    """What answers the model between its turns. A text alone stands for `function`."""
+
+    function: str = ""
+    """An import path (`package.module:name`) or a file (`path.py:name`); `own_name=...` before either. Empty: completions have
+    one turn."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Values for those of its parameters that are no columns."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of the model in an episode. `"none"`: as `@environment` says."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds one step of the environment may take. `"none"`: as `@environment` says."""
+    episode_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds a whole episode may take, the model's time included. `"none"`: as `@environment` says."""
+    workers: int = Field(default=1, ge=1)
+    """Processes of each actor that run episodes."""
+    max_concurrency: int = Field(default=64, ge=1)
+    """Steps at once in each of them; of a plain `def`, its threads. The others wait."""
+    max_observation_bytes: int = Field(default=1 << 20, ge=1)
+    """Longest text, or chat messages as JSON, that one yield may give the model; beyond it the episode is failed."""
+    worker_memory_mb: int | None = Field(default=4096, ge=256)
+    """Most memory of each process, and of each program it starts, in MB. `"none"`: no limit. Linux."""
+    render: Literal["conversation", "by_message"] = "conversation"
+    """How an observation becomes tokens where the model has a chat template: what the template adds to the `conversation` so
+    far, or each message rendered `by_message` on its own (for templates that rewrite what was said before)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorthand(cls, values: Any) -> Any:
+        return {"function": values} if isinstance(values, str) else values
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those settings that override `@environment(...)`."""
+        chosen = {name: getattr(self, name) for name in ("max_turns", "timeout_s", "episode_timeout_s")}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def spec(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> EnvironmentSpec | None:
+        """The environment, proven to be loadable (`resolve`); None without one. Raises ConfigError for one that is not."""
+        if not self.function:
+            return None
+        try:
+            return resolve(self.function, base_dir, columns, self.options, self.given)
+        except EpisodeError as error:  # before the start an environment that cannot be loaded is a wrong setting
+            raise ConfigError(f"environment.function: {error}") from error

@@ -1,0 +1,117 @@
+"""A generator that is driven one step at a time, synchronous or asynchronous, in the process that runs it.
+
+A step returns what it came to and never raises for what the user's code does. An asynchronous step runs on the event loop and
+is cancelled when it must end; a synchronous one runs in a thread, which ends only with its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return
+from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog, Watched
+
+Reader = Callable[[Any], Read | End]
+"""Reads a yielded value."""
+
+
+class Steps(Protocol):
+    """stoppable: a step that is cancelled ends."""
+
+    stoppable: bool
+
+    def step(self, sent: str | None, turn: int, reads: Reader) -> asyncio.Future[Read | End]:
+        """Give the generator what the model wrote, None at first; the result is what it yielded. turn: the model's so far."""
+        ...
+
+    def close(self) -> asyncio.Future[str]:
+        """Run the generator's cleanup; the result is what that raised, "" for nothing."""
+        ...
+
+
+class AsyncSteps:
+    """Of an asynchronous generator. The watchdog knows whose step the loop runs."""
+
+    stoppable = True
+
+    def __init__(self, generator: AsyncGenerator[Any, Any], watchdog: LoopWatchdog, id: int) -> None:
+        self._generator, self._watchdog, self._id = generator, watchdog, id
+
+    def step(self, sent: str | None, turn: int, reads: Reader) -> asyncio.Future[Read | End]:
+        return asyncio.ensure_future(self._step(sent, turn, reads))
+
+    def close(self) -> asyncio.Future[str]:
+        return asyncio.ensure_future(self._close())
+
+    async def _step(self, sent: str | None, turn: int, reads: Reader) -> Read | End:
+        try:
+            return reads(await self._watched(_asend(self._generator, sent)))
+        except StopAsyncIteration:
+            return read_return(turn)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return fails("raised", "CancelledError: something cancelled what the environment waits for")
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+            return _raised(error)
+
+    async def _close(self) -> str:
+        try:
+            await self._watched(_aclose(self._generator))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
+            return raised(error).failure
+        return ""
+
+    async def _watched(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await Watched(coroutine, self._watchdog, self._id)
+
+
+class ThreadSteps:
+    """Of a synchronous generator; each step in whichever thread is free."""
+
+    stoppable = False
+
+    def __init__(self, generator: Generator[Any, Any, Any], threads: Executor) -> None:
+        self._generator, self._threads = generator, threads
+
+    def step(self, sent: str | None, turn: int, reads: Reader) -> asyncio.Future[Read | End]:
+        run = functools.partial(_step, self._generator, sent, turn, reads)
+        return asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def close(self) -> asyncio.Future[str]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, _close, self._generator)
+
+
+def _step(generator: Generator[Any, Any, Any], sent: str | None, turn: int, reads: Reader) -> Read | End:
+    try:
+        return reads(generator.send(sent))
+    except StopIteration:
+        return read_return(turn)
+    except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+        return _raised(error)
+
+
+def _close(generator: Generator[Any, Any, Any]) -> str:
+    try:
+        generator.close()
+    except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
+        return raised(error).failure
+    return ""
+
+
+async def _asend(generator: AsyncGenerator[Any, Any], sent: str | None) -> Any:
+    return await generator.asend(sent)
+
+
+async def _aclose(generator: AsyncGenerator[Any, Any]) -> None:
+    await generator.aclose()
+
+
+def _raised(error: BaseException) -> End:
+    return fails("died", "out of memory") if isinstance(error, MemoryError) else raised(error)

@@ -1,0 +1,132 @@
+"""From a name to an environment and back: `resolve` in the supervisor, `load` in the process that runs its episodes.
+
+As with rewards, an environment travels as a name, and is proven good before any process starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
+from async_rlhf.actors.rewards import absolute
+from async_rlhf.actors.rewards.importing import found_in
+from async_rlhf.actors.rewards.signature import Signature
+from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError, did_you_mean
+
+FIELDS = frozenset({"prompt", "seed"})
+"""Of every episode, beside the columns of its row. seed: int, the same for all members of a group."""
+
+_FORM = "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question')"
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec(EnvironmentSettings):
+    """An environment by name, and how its episodes are bounded. Plain data.
+
+    target: `package.module:name` or `/absolute/file.py:name`. kind: async for an asynchronous generator.
+    required: parameters without a default. fields: the fields and columns it takes, None for all. options: values of its other
+    parameters.
+    """
+
+    name: str
+    target: str
+    kind: Literal["sync", "async"]
+    required: tuple[str, ...] = ()
+    fields: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A spec is written as JSON on its way to an actor, which turns tuples into lists.
+        object.__setattr__(self, "required", tuple(self.required))
+        object.__setattr__(self, "fields", None if self.fields is None else tuple(self.fields))
+
+    def check(self, columns: AbstractSet[str]) -> None:
+        """columns: those of every row. Raises ConfigError when a parameter can get no value, and for an unknown option."""
+        known = FIELDS | columns | self.options.keys()
+        for parameter in self.required:
+            if parameter not in known:
+                raise ConfigError(
+                    f"environment {self.name!r} asks for {parameter!r}, which is neither {' nor '.join(sorted(FIELDS))}, nor a "
+                    f"column of every row ({', '.join(sorted(columns)) or 'there is none'}), nor an option "
+                    f"(environment.options); {did_you_mean(parameter, known)}"
+                )
+        if self.fields is not None and (unknown := self.options.keys() - set(self.fields)):
+            option = min(unknown)
+            hint = did_you_mean(option, self.fields) if self.fields else "it takes none"
+            raise ConfigError(f"environment.options.{option}: environment {self.name!r} has no such parameter; {hint}")
+
+    def usable(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of an episode's fields that the environment can use: only they travel to it."""
+        return {name: value for name, value in fields.items() if self.fields is None or name in self.fields}
+
+
+def resolve(
+    target: str,
+    base_dir: Path,
+    columns: AbstractSet[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> EnvironmentSpec:
+    """Prove that an environment can be loaded and called; runs in the supervisor before any process starts.
+
+    target: as in `EnvironmentSpec.target`, or `own_name=target`. base_dir: folder that a relative file starts from. columns:
+    those of every row; without them parameters are not checked. options: values for parameters that are no columns. settings:
+    what overrides its `@environment(...)`.
+    Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, and as `check` does.
+    """
+    own_name, _, target = absolute(target, base_dir).rpartition("=")
+    function = _function(target)
+    given = replace(settings_of(function), **(settings or {}))
+    signature = _signature(target, function)
+    name = own_name or given.name or target.rpartition(":")[2].rpartition(".")[2]
+    spec = EnvironmentSpec(
+        name,
+        target,
+        "async" if _is(inspect.isasyncgenfunction, function) else "sync",
+        signature.required,
+        None if signature.any_column else (*signature.required, *signature.optional),
+        dict(options or {}),
+        **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
+    )
+    if columns is not None:
+        spec.check(columns)
+    return spec
+
+
+def load(spec: EnvironmentSpec) -> EnvironmentFunction:
+    """The function itself, in the process that will run it. Raises EpisodeError when it cannot be had."""
+    return _function(spec.target)
+
+
+def _function(target: str) -> EnvironmentFunction:
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise EpisodeError(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
+    try:
+        found: EnvironmentFunction = found_in(place, name, "environment", target)
+    except RewardError as error:
+        raise EpisodeError(str(error)) from error
+    return found
+
+
+def _signature(target: str, function: EnvironmentFunction) -> Signature:
+    if not callable(function):
+        raise ConfigError(f"environment {target!r} is {type(function).__name__}, no function; {_FORM}")
+    if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
+        raise ConfigError(f"environment {target!r} has no yield; {_FORM}")
+    try:
+        return Signature.of(function)
+    except RewardError as error:
+        raise ConfigError(f"environment {target!r}: {error}") from error
+
+
+def _is(kind: Any, function: EnvironmentFunction) -> bool:
+    """Also of an object that is called."""
+    return kind(function) or kind(getattr(function, "__call__", None))  # noqa: B004

@@ -1,0 +1,104 @@
+"""The settings of an environment, and the `@environment` decorator that leaves them on the function.
+
+@environment(...)   ->  Declaration       on the function
+configuration       ->  overrides it      `EnvironmentConfig`
+resolve             ->  EnvironmentSpec   what travels to the processes that run episodes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+
+EnvironmentFunction = Callable[..., Any]
+Decorated = TypeVar("Decorated", bound=EnvironmentFunction)
+Parameters = ParamSpec("Parameters")
+Message = dict[str, Any]
+"""A chat message: `role`, `content`, and whatever else the model's chat template reads. JSON data."""
+Content = str | list[Message]
+"""What the model is given to read."""
+
+SETTINGS = "__environment_settings__"
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """An observation with a score for the turn that the model has just made.
+
+    content: text or chat messages. score: a finite number; None: no score for this turn.
+    """
+
+    content: Content
+    score: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings:
+    """How an episode is bounded. Plain data.
+
+    max_turns: turns of the model; what comes after the last of them is not read by it, and the generator is closed.
+    timeout_s: seconds from what the model wrote to the next yield, and for closing the generator; the model's own time and
+        waiting for a free place (`environment.max_concurrency`) do not count.
+    episode_timeout_s: seconds for the whole episode, the model's time included; looked at in the environment's steps. None: no
+        such limit.
+    """
+
+    max_turns: int = 8
+    timeout_s: float = 10.0
+    episode_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_turns) is not int or self.max_turns < 1:
+            raise ConfigError(f"@environment(max_turns={self.max_turns!r}): it must be a whole number of 1 or more")
+        for name in ("timeout_s", "episode_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"@environment({name}={value!r}): it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration(EnvironmentSettings):
+    """What `@environment` takes. name: how metrics call it; the function's own name by default."""
+
+    name: str | None = None
+
+
+class _Decorator(Protocol[Parameters]):
+    """`@environment`, or `@environment(...)` with the parameters of `Declaration`."""
+
+    @overload
+    def __call__(self, function: Decorated, /) -> Decorated: ...
+    @overload
+    def __call__(self, *args: Parameters.args, **settings: Parameters.kwargs) -> Callable[[Decorated], Decorated]: ...
+
+
+def _with_parameters_of(declared: Callable[Parameters, Declaration]) -> Callable[[Any], _Decorator[Parameters]]:
+    return lambda decorator: cast(_Decorator[Parameters], decorator)
+
+
+@_with_parameters_of(Declaration)
+def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> Any:
+    """Mark a generator function as an environment, as `@environment` or `@environment(max_turns=4)`.
+
+    It stays callable as it was. The settings are those of `Declaration`. Raises ConfigError.
+    """
+    known = [each.name for each in fields(Declaration)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"@environment({name}=...): there is no such setting; {did_you_mean(name, known)}")
+
+    def mark(marked: EnvironmentFunction) -> EnvironmentFunction:
+        setattr(marked, SETTINGS, Declaration(**settings))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def settings_of(function: EnvironmentFunction) -> Declaration:
+    """What `@environment` left on the function, else the defaults."""
+    found = getattr(function, SETTINGS, None)
+    return found if isinstance(found, Declaration) else Declaration()

@@ -1,0 +1,252 @@
+"""The child process that runs episodes on one event loop. Started and killed by `workers`.
+
+owns        the generators of its episodes, and threads for the steps of synchronous ones
+waits for   messages (in a thread of its own, so that the actor can always send), steps, the time-out of each
+woken by    these
+on close    it is killed; episodes that are to be cleaned up have been closed before
+
+A blocked loop cannot report itself: the child writes into shared memory that its loop turns (`pulse`) and which asynchronous
+step runs on it (`watchdog`); the actor reads both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from async_rlhf.actors.environments.generators import AsyncSteps, Steps, ThreadSteps
+from async_rlhf.actors.environments.loading import EnvironmentSpec, load
+from async_rlhf.actors.environments.messages import (
+    BeginEpisode,
+    CloseEpisode,
+    EpisodeClosed,
+    EpisodeEnded,
+    Message,
+    Observed,
+    Reply,
+    StartFailed,
+    WorkerReady,
+    pack,
+    unpack,
+)
+from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
+from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
+from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, ended, obey_parent
+from async_rlhf.buffers.errors import EpisodeError
+
+# A cancelled step has so long to end, then it is taken for stuck.
+GRACE_S = 2.0
+# How often the loop shows that it turns.
+PULSE_S = 0.2
+# Stacks of threads count as memory of the process; Python code needs less than the system's 8 MiB.
+_STACK_BYTES = 2 << 20
+
+
+class Limits(NamedTuple):
+    """As in `EnvironmentConfig`."""
+
+    max_concurrency: int
+    max_observation_bytes: int
+    worker_memory_mb: int | None
+
+
+def serve(connection: Connection, spec: EnvironmentSpec, limits: Limits, watchdog: LoopWatchdog, pulse: LoopWatchdog) -> None:
+    """Runs until the parent kills the process or is gone."""
+    obey_parent(limits.worker_memory_mb)
+    try:
+        function = load(spec)
+    except EpisodeError as error:
+        connection.send_bytes(pack(StartFailed(reason=_plain(str(error)))))
+        return
+    asyncio.run(_Worker(connection, spec, limits, function, watchdog, pulse).run())
+
+
+class _Episode:
+    """One episode: its generator, what the model writes (None: nothing more is wanted), and when it must end.
+
+    is_stuck: a step of it runs on and cannot be stopped. retires: its process should be replaced.
+    """
+
+    def __init__(self, id: int, steps: Steps, ends_at: float) -> None:
+        self.id, self.steps, self.ends_at = id, steps, ends_at
+        self.replies: asyncio.Queue[str | None] = asyncio.Queue()
+        self.running: asyncio.Future[Any] | None = None
+        self.is_closed = self.is_stuck = self.retires = False
+
+    def close(self) -> None:
+        """Nothing more is wanted of it: an asynchronous step ends now, its cleanup is left to run."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.replies.put_nowait(None)
+            if self.steps.stoppable and self.running is not None:
+                self.running.cancel()
+
+
+class _Worker:
+    def __init__(
+        self,
+        connection: Connection,
+        spec: EnvironmentSpec,
+        limits: Limits,
+        function: EnvironmentFunction,
+        watchdog: LoopWatchdog,
+        pulse: LoopWatchdog,
+    ) -> None:
+        self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
+        self._watchdog, self._pulse = watchdog, pulse
+        threading.stack_size(_STACK_BYTES)
+        self._threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
+        self._places = asyncio.Semaphore(limits.max_concurrency)
+        self._episodes: dict[int, _Episode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        self._pulse.begin(0)
+        self._send(WorkerReady())
+        loop = asyncio.get_running_loop()
+        reader = partial(_read, self._connection, partial(loop.call_soon_threadsafe, self._take))
+        threading.Thread(target=reader, name="messages", daemon=True).start()
+        while True:
+            await asyncio.sleep(PULSE_S)
+            self._pulse.begin(0)
+
+    def _send(self, message: Message) -> None:
+        # The parent always reads, so this does not block the loop.
+        self._connection.send_bytes(pack(message))
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, BeginEpisode):
+            task = asyncio.get_running_loop().create_task(self._attend(message.id, message.fields))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+        elif isinstance(message, Reply) and message.id in self._episodes:
+            self._episodes[message.id].replies.put_nowait(message.text)
+        elif isinstance(message, CloseEpisode) and message.id in self._episodes:
+            self._episodes[message.id].close()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if (error := task.exception()) is not None:  # a defect of ours: the episode would never be answered
+            traceback.print_exception(error)
+            os._exit(1)
+
+    async def _attend(self, id: int, fields: Mapping[str, Any]) -> None:
+        """One episode, from its first step to the end of its cleanup."""
+        try:
+            episode = self._episodes[id] = self._begin(id, fields)
+        except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
+            now = time.time()
+            self._send(_ended(id, raised(error), now, now))
+            self._send(EpisodeClosed(id=id, failure="", retire=False))
+            return
+        turn, sent = 0, None
+        while not episode.is_closed:
+            came, began = await self._step(episode, sent, turn)
+            if isinstance(came, End):
+                self._send(_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
+                break
+            self._send(Observed(id=id, content=came.content, score=came.score, began=began, ended=time.time()))
+            sent = await episode.replies.get()
+            if sent is None:
+                break
+            turn += 1
+        episode.is_closed = True
+        failure = await self._close(episode)
+        del self._episodes[id]
+        self._send(EpisodeClosed(id=id, failure=_plain(failure), retire=episode.is_stuck or episode.retires))
+
+    def _begin(self, id: int, fields: Mapping[str, Any]) -> _Episode:
+        generator = self._function(**{**fields, **self._spec.options})
+        steps: Steps = (
+            AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
+        )
+        limit_s = self._spec.episode_timeout_s
+        return _Episode(id, steps, float("inf") if limit_s is None else time.monotonic() + limit_s)
+
+    async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
+        """What one step of the environment came to, and when it began."""
+        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns, max_bytes=self._limits.max_observation_bytes)
+        await self._places.acquire()
+        began = time.time()
+        left_s = episode.ends_at - time.monotonic()
+        came: Read | End | None = None
+        if left_s > 0 and not episode.is_closed:
+            came = await self._bounded(episode, episode.steps.step(sent, turn, reads), min(left_s, self._spec.timeout_s))
+        else:
+            self._places.release()
+        if came is None:
+            came = self._timed_out(in_step=left_s > self._spec.timeout_s)
+        if isinstance(came, End) and came.kind == "died":
+            # What each episode holds cannot be told apart: memory comes back with a new process.
+            episode.retires = True
+            came = fails("died", ended(OUT_OF_MEMORY, self._limits.worker_memory_mb, "environment.worker_memory_mb"))
+        return came, began
+
+    def _timed_out(self, in_step: bool) -> End:
+        if in_step:
+            return fails("timed out", f"timed out after {self._spec.timeout_s:g} s (timeout_s)")
+        return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
+
+    async def _close(self, episode: _Episode) -> str:
+        """Run the generator's cleanup, unless it is stuck; what that failed with."""
+        if episode.is_stuck:
+            return ""
+        await self._places.acquire()
+        failure = await self._bounded(episode, episode.steps.close(), self._spec.timeout_s)
+        return f"timed out after {self._spec.timeout_s:g} s (timeout_s)" if failure is None else failure
+
+    async def _bounded(self, episode: _Episode, running: asyncio.Future[Any], timeout_s: float) -> Any:
+        """The result, None where there was none in time. The place is given back unless what runs cannot be stopped."""
+        episode.running = running
+        done, _ = await asyncio.wait({running}, timeout=timeout_s)
+        result = None
+        if done:
+            result = None if running.cancelled() else running.result()
+        elif episode.steps.stoppable:
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=GRACE_S)
+        episode.running = None
+        episode.is_stuck = not done
+        if done:
+            self._places.release()
+        return result
+
+
+def _ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
+    score = end.score
+    return EpisodeEnded(
+        id=id,
+        reason=end.reason,
+        kind=end.kind,
+        scored=score is not None,
+        value=None if score is None else score.value,
+        failure=None if score is None or score.failure is None else _plain(score.failure),
+        metrics={} if score is None else dict(score.metrics),
+        traceback=_plain(end.traceback),
+        began=began,
+        ended=ended,
+        retire=retire,
+    )
+
+
+def _plain(text: str) -> str:
+    """Also of an error that quotes half a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _read(connection: Connection, take: Callable[[Message], object]) -> None:
+    """Until the parent closes its end of the connection, which ends the process."""
+    while True:
+        try:
+            take(unpack(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)

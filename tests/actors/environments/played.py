@@ -1,0 +1,79 @@
+"""A pool of episodes and a scripted model that answers it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+
+COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
+
+
+class Bench:
+    """Begins episodes and replies to them; a lost one is begun again."""
+
+    def __init__(self, source: Path, name: str, **settings: Any) -> None:
+        config = EnvironmentConfig(function=f"{source}:{name}", **settings)
+        spec = config.spec(source.parent, COLUMNS)
+        assert spec is not None
+        self.woken = threading.Event()
+        self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set)
+        self.fields: dict[Any, Mapping[str, Any]] = {}
+        self.events: dict[Any, list[Event[Any]]] = {}
+
+    def begin(self, key: Any, **fields: Any) -> None:
+        self.fields[key] = {"prompt": "", "seed": 1, "question": "?", "answer": "4", "act": "", "path": "", "n": 1, **fields}
+        self.events[key] = []
+        self.pool.begin(key, self.fields[key])
+
+    def until(self, done: Callable[[], bool], model: Callable[[Any, int], str | None] = lambda key, turn: None) -> None:
+        """Play until it is done. model: what is written in a turn (from 1) of a key; None: nothing. Fails after a minute."""
+        by = time.monotonic() + 60.0
+        while not done():
+            assert time.monotonic() < by, self.events
+            self.woken.wait(0.1)
+            self.woken.clear()
+            for event in self.pool.poll():
+                self.events[event.key].append(event)
+                if isinstance(event, Lost):
+                    self.pool.begin(event.key, self.fields[event.key])
+                elif isinstance(event, Observation) and (text := model(event.key, self.turns(event.key))) is not None:
+                    self.pool.reply(event.key, text)
+
+    def turns(self, key: Any) -> int:
+        """The model's turn that it is, in the episode as it was last begun."""
+        events = self.events[key]
+        begun = max((at for at, event in enumerate(events) if isinstance(event, Lost)), default=-1)
+        return sum(isinstance(event, Observation) for event in events[begun + 1 :])
+
+    def heard(self, count: int) -> Callable[[], bool]:
+        """Whether so many events came in all."""
+        return lambda: sum(map(len, self.events.values())) >= count
+
+    def play(self, *texts: str, **fields: Any) -> list[Any]:
+        """The observations' contents of one episode, and its end."""
+        key = len(self.events)
+        self.begin(key, **fields)
+        self.until(lambda: self.ended(key) is not None, lambda of, turn: texts[turn - 1] if of == key else None)
+        return [each.content if isinstance(each, Observation) else each for each in self.events[key]]
+
+    def ended(self, key: Any) -> Ended[Any] | None:
+        last = self.events[key][-1:]
+        return last[0] if last and isinstance(last[0], Ended) else None
+
+    def failure(self, key: Any) -> str:
+        """The reason for which it failed."""
+        end = self.ended(key)
+        assert end is not None and end.reason == "failed" and end.score is not None, self.events[key]
+        return end.score.failure or ""
+
+    def processes(self) -> Sequence[psutil.Process]:
+        """Those that run episodes, the guards beside them."""
+        return psutil.Process().children(recursive=True)

@@ -1,0 +1,110 @@
+"""Laws of the book of episodes: every episode has one fate, and only a step can be blamed for the end of a process."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from async_rlhf.actors.environments.book import EpisodeBook
+
+
+class Books(RuleBasedStateMachine):
+    """A model of a few processes and keys, with the deaths that each key was in a step at without a known cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = EpisodeBook()
+        self.open: set[int] = set()
+        self.retired: set[int] = set()
+        self.next_id = 0
+        self.phase: dict[int, str] = {}
+        self.worker: dict[int, int] = {}
+        self.key: dict[int, str] = {}
+        self.suspected: dict[str, int] = {}
+
+    @rule(worker=st.integers(0, 3))
+    def start(self, worker: int) -> None:
+        if worker not in self.open:
+            self.open.add(worker)
+            self.book.open(worker)
+
+    @rule(key=st.sampled_from("abcdef"))
+    def begin(self, key: str) -> None:
+        if key in {self.key[id] for id, phase in self.phase.items() if phase != "closing"}:
+            return
+        self.next_id += 1
+        sizes = {each: sum(at == each for at in self.worker.values()) for each in self.open - self.retired}
+        worker = self.book.place(self.next_id, key)
+        assert (worker is None) == (not sizes)
+        if worker is not None:
+            assert sizes[worker] == min(sizes.values())
+            self.phase[self.next_id], self.worker[self.next_id], self.key[self.next_id] = "stepping", worker, key
+
+    @precondition(lambda self: self.phase)
+    @rule(data=st.data(), ends=st.booleans())
+    def goes_on(self, data: st.DataObject, ends: bool) -> None:
+        id = data.draw(st.sampled_from(sorted(self.phase)))
+        if self.phase[id] == "closing":
+            self.book.closed(id)
+            self.drop(id)
+            return
+        after = "closing" if ends else "waiting" if self.phase[id] == "stepping" else "stepping"
+        self.phase[id] = after
+        self.book.enter(id, after)  # type: ignore[arg-type]
+        if ends:
+            self.suspected.pop(self.key[id], None)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.open)))
+        self.retired.add(worker)
+        self.book.retire(worker)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), known=st.booleans())
+    def dies(self, data: st.DataObject, known: bool) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.open)))
+        inside = {id for id, at in self.worker.items() if at == worker}
+        stepping = {id for id in inside if self.phase[id] == "stepping"}
+        causes = data.draw(st.sets(st.sampled_from(sorted(inside)))) if known and inside else set() if known else None
+        failed, lost = self.book.died(worker, causes)
+        assert sorted((*failed, *lost)) == sorted(id for id in inside if self.phase[id] != "closing")
+        again = {id for id in stepping if self.suspected.get(self.key[id])}
+        assert set(failed) == (again if causes is None else causes & stepping)
+        for id in failed:
+            self.suspected.pop(self.key[id], None)
+        if causes is None:
+            self.suspected |= {self.key[id]: 1 for id in stepping - again}
+        for id in inside:
+            self.drop(id)
+        self.open.discard(worker)
+        self.retired.discard(worker)
+
+    @rule(key=st.sampled_from("abcdef"))
+    def is_not_begun_again(self, key: str) -> None:
+        self.book.forget([key])
+        self.suspected.pop(key, None)
+
+    def drop(self, id: int) -> None:
+        del self.phase[id], self.worker[id], self.key[id]
+
+    @invariant()
+    def agrees(self) -> None:
+        for id in range(1, self.next_id + 1):
+            assert self.book.worker_of(id) == self.worker.get(id) and self.book.phase(id) == self.phase.get(id)
+        for worker in self.open:
+            inside = sum(at == worker for at in self.worker.values())
+            assert self.book.num_busy(worker) == inside
+            assert self.book.has_drained(worker) == (worker in self.retired and not inside)
+
+
+TestEveryEpisodeHasOneFate = Books.TestCase
+
+
+def test_an_episode_that_is_in_a_step_at_two_unexplained_deaths_has_failed() -> None:
+    book = EpisodeBook()
+    for attempt in (1, 2):
+        book.open(attempt)
+        book.place(attempt, "a")
+        assert book.died(attempt, None) == (((), (1,)) if attempt == 1 else ((2,), ()))

@@ -1,0 +1,270 @@
+"""Episodes in real processes: what an environment yields, how it ends, how it is cleaned up, how many run at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.actors.environments.pool import Ended, Observation
+from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.score import Score
+from tests.actors.environments.played import Bench
+from tests.conftest import wait_for
+
+ENVIRONMENTS = """
+import asyncio, math, os, re, threading, time
+from pathlib import Path
+from async_rlhf import Feedback, Score, environment
+
+@environment(max_turns=3)
+async def asynchronous(question, answer, act, path, n, seed):
+    try:
+        text = yield question
+        if act == "count":
+            for i in range(n):
+                text = yield f"{i}: {text}"
+        elif act == "feedback":
+            text = yield Feedback([{"role": "tool", "content": text, "name": "t"}], score=0.25)
+            text = yield Feedback("again", score=0.5)
+            yield Feedback("beyond", score=0.75)
+        elif act == "return": return
+        elif act == "raise": raise ValueError("no " + text)
+        elif act == "number": yield 1.0
+        elif act == "role": yield [{"role": "wizard", "content": ""}]
+        elif act == "surrogate": yield "\\ud800"
+        elif act == "set": yield [{"role": "user", "content": {1, 2}}]
+        elif act == "nan": yield Score(math.nan)
+        elif act == "long": yield "x" * 100_000_000
+        elif act == "quit": raise SystemExit(3)
+        elif act == "failed": yield Score(failure="the server is down")
+        elif act == "sleep": await asyncio.sleep(1000)
+        elif act == "slow cleanup": yield "more"
+        yield Score(float(text.endswith(answer)), metrics={"seed": seed})
+        open(path, "a").write("went on")
+    finally:
+        if path:
+            await asyncio.sleep(0)
+            open(path, "a").write("closed")
+        if act == "slow cleanup": raise RuntimeError("dirty")
+
+most = running = 0
+lock = threading.Lock()
+
+@environment(max_turns=3, timeout_s=30)
+def synchronous(question, answer, act, path):
+    global most, running
+    try:
+        text = yield question
+        if act == "together":  # while others do
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.02)
+            with lock: running -= 1
+            text = yield str(most)
+        elif act == "raise": raise ValueError("no " + text)
+        elif act == "stubborn":
+            try: yield "more"
+            finally: yield "no end"
+        yield Score(float(text.endswith(answer)))
+    finally:
+        if path: open(path, "a").write("closed")
+
+def scores_first(question):
+    yield Score(1.0)
+
+def gives_feedback_first(question):
+    yield Feedback(question, 1.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
+def either(source: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(source, request.param)
+    yield bench
+    bench.pool.close()
+
+
+@pytest.fixture(scope="module")
+def bench(source: Path) -> Iterator[Bench]:
+    bench = Bench(source, "asynchronous")
+    yield bench
+    bench.pool.close()
+
+
+def end_of(events: list[Any]) -> Ended[Any]:
+    assert isinstance(events[-1], Ended), events
+    return events[-1]
+
+
+def test_an_episode_yields_its_prompt_then_its_score(either: Bench) -> None:
+    prompt, end = either.play("it is 4", question="2 + 2")
+    assert prompt == "2 + 2"
+    assert (end.reason, end.score.value) == ("scored", 1.0) and end.ended >= end.began
+
+
+def test_what_raises_is_failed_with_its_reason(either: Bench) -> None:
+    end = end_of(either.play("way", act="raise"))
+    assert (end.reason, end.score) == ("failed", Score(failure="ValueError: no way"))
+
+
+def test_an_episode_that_is_discarded_runs_its_cleanup(either: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    either.begin("discarded", path=str(path))
+    either.until(lambda: len(either.events["discarded"]) == 1)
+    either.pool.discard(["discarded", "unknown"])
+    assert wait_for(lambda: path.exists() and path.read_text(), "cleanup") == "closed"
+    assert either.pool.num_pending == 0 and either.pool.poll() == []
+
+
+def test_each_observation_is_read_and_the_last_turn_is_the_last(bench: Bench, tmp_path: Path) -> None:
+    events = bench.play("a", "b", "c", act="count", n=5, path=str(tmp_path / "log"))
+    assert events[:3] == ["?", "0: a", "1: b"]
+    assert (end_of(events).reason, end_of(events).score) == ("max_turns", None)
+    assert wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), "cleanup") == "closed"
+
+
+def test_feedback_scores_the_turn_before_it_and_at_the_last_turn_the_end(bench: Bench) -> None:
+    bench.play("a", "b", "c", act="feedback")
+    *observed, end = bench.events[max(key for key in bench.events if isinstance(key, int))]
+    assert [(each.content, each.score) for each in observed if isinstance(each, Observation)] == [
+        ("?", None),
+        ([{"role": "tool", "content": "a", "name": "t"}], 0.25),
+        ("again", 0.5),
+    ]
+    assert isinstance(end, Ended) and (end.reason, end.score) == ("max_turns", Score(0.75))
+
+
+def test_a_return_leaves_the_judgement_to_rewards(bench: Bench) -> None:
+    end = end_of(bench.play("a", act="return"))
+    assert (end.reason, end.score) == ("returned", None)
+
+
+def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    end = end_of(bench.play("4", path=str(path), seed=7))
+    assert end.score == Score(1.0, metrics={"seed": 7.0})
+    assert wait_for(lambda: path.exists() and path.read_text(), "cleanup") == "closed"
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        ("number", "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is yielded as"),
+        ("role", "yielded a chat message whose role is 'wizard'; choose one of: system, user"),
+        ("surrogate", "yielded text that has no UTF-8 form"),
+        ("set", "yielded chat messages that are no JSON data"),
+        ("nan", "RecordError: a score must be finite"),
+        ("long", "returned 100 MB, at most 1.049 MB are read (environment.max_observation_bytes)"),
+        ("quit", "SystemExit: 3"),
+        ("failed", "the server is down"),
+    ],
+)
+def test_what_is_no_observation_is_failed_by_name(bench: Bench, act: str, reason: str) -> None:
+    end = end_of(bench.play("a", act=act))
+    assert end.reason == "failed" and end.score is not None and (end.score.failure or "").startswith(reason)
+
+
+def test_failures_are_counted_by_kind_and_cleanups_apart(bench: Bench) -> None:
+    before = bench.pool.counters.failed.copy()
+    end = end_of(bench.play("a", "b", "c", "d", act="slow cleanup"))
+    assert end.reason == "scored"  # cleanup comes after it
+    bench.play("a", act="raise")
+    bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
+    assert bench.pool.counters.failed - before == {"raised": 1}
+
+
+def test_a_generator_that_yields_while_it_is_closed_has_failed_its_cleanup(source: Path) -> None:
+    bench = Bench(source, "synchronous")
+    bench.begin("a", act="stubborn")
+    bench.until(bench.heard(2), lambda key, turn: "x" if turn == 1 else None)
+    bench.pool.discard(["a"])
+    bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
+    bench.pool.close()
+
+
+def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> None:
+    for name, reason in [
+        ("scores_first", "it ended before the model wrote anything"),
+        ("gives_feedback_first", "it gave Feedback with a score before the model wrote anything"),
+    ]:
+        bench = Bench(source, name)
+        assert end_of(bench.play()).score == Score(failure=reason)
+        bench.pool.close()
+
+
+def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> None:
+    bench = Bench(source, "synchronous", max_concurrency=3)
+    for key in range(30):
+        bench.begin(key, act="together")
+    bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
+    observed = [event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)]
+    assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
+    bench.pool.close()
+
+
+def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> None:
+    bench = Bench(source, "asynchronous", workers=2)
+    for key in range(2000):
+        bench.begin(key, act="count", n=key % 4, question=str(key))
+    dropped = range(0, 2000, 50)
+    bench.pool.discard(dropped)
+    bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: f"{key}")
+    for key, events in bench.events.items():
+        if key not in dropped:
+            *observed, end = events
+            assert [each.content for each in observed if isinstance(each, Observation)] == [
+                str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
+            assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
+    ends = bench.pool.counters.episodes
+    assert ends == {"max_turns": 500 - len([k for k in dropped if k % 4 == 3]), "scored": ends["scored"]}
+    assert ends.total() == 2000 - len(dropped) and bench.pool.counters.lost == 0
+    bench.pool.close()
+
+
+def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
+    assert "cannot travel" in (end_of(bench.play("4", question=object())).score or Score()).failure  # type: ignore[operator]
+    assert end_of(bench.play("4")).reason == "scored"
+
+
+def test_a_reply_that_is_not_due_and_a_second_beginning_are_refused(bench: Bench) -> None:
+    bench.begin("twice", act="sleep")
+    with pytest.raises(EpisodeError, match="runs already"):
+        bench.pool.begin("twice", {})
+    with pytest.raises(EpisodeError, match="waits for no reply"):
+        bench.pool.reply("twice", "x")
+    bench.until(lambda: len(bench.events["twice"]) == 1, lambda key, turn: "x")
+    with pytest.raises(EpisodeError, match="waits for no reply"):
+        bench.pool.reply("twice", "x")
+    bench.pool.discard(["twice"])
+
+
+def test_closing_the_pool_lets_generators_clean_up(source: Path, tmp_path: Path) -> None:
+    bench = Bench(source, "asynchronous")
+    bench.begin("a", path=str(tmp_path / "log"))
+    bench.until(bench.heard(1))
+    bench.pool.close()
+    assert (tmp_path / "log").read_text() == "closed"
+
+
+def test_an_environment_can_be_walked_through_without_any_pool(source: Path) -> None:
+    """What `@environment` decorates stays an ordinary generator."""
+    from async_rlhf.buffers.user_files import import_file
+
+    async def walk() -> Any:
+        episode = import_file(source).asynchronous("2 + 2", "4", "", "", 0, 1)
+        assert await anext(episode) == "2 + 2"
+        return await episode.asend("4")
+
+    assert asyncio.run(walk()).value == 1.0

@@ -1,0 +1,269 @@
+"""Processes of episodes that hang, exit, are killed or never start: who fails, who is begun again, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_rlhf.actors.environments import workers
+from async_rlhf.actors.environments.pool import Ended, Lost, Observation
+from async_rlhf.buffers.errors import EpisodeError
+from tests.actors.environments.played import Bench
+from tests.conftest import has_ended, wait_for
+
+ENVIRONMENTS = """
+import asyncio, os, re, subprocess, time
+from async_rlhf import Score
+
+def do(act, path):
+    if act == "exit": os._exit(7)
+    if act == "abort": os.abort()
+    if act == "sleep":
+        while True: time.sleep(1000)
+    if act == "regex":  # keeps the interpreter lock
+        re.match("(a+)+$", "a" * 60 + "b")
+    if act == "memory": return len(bytearray(2 << 30))
+    if act == "program":
+        program = subprocess.Popen(["sleep", "1000"])
+        open(path, "w").write(str(program.pid))
+        program.wait()
+
+def synchronous(act, path):
+    text = yield str(os.getpid())
+    try:
+        do(act, path)
+        text = yield f"{os.getpid()} {text}"
+        yield Score(1.0)
+    finally:
+        if act == "slow cleanup": time.sleep(1000)
+
+async def asynchronous(act, path):
+    try:
+        text = yield str(os.getpid())
+        while act == "refuse":
+            try: await asyncio.sleep(1000)
+            except asyncio.CancelledError: pass
+        if act == "wait": await asyncio.sleep(1000)
+        do(act, path)
+        text = yield f"{os.getpid()} {text}"
+        yield Score(1.0)
+    finally:
+        if act == "wait" and path: open(path, "a").write("closed")
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    (tmp_path / "environments.py").write_text(ENVIRONMENTS)
+    made: list[Bench] = []
+
+    def make(name: str, **settings: Any) -> Bench:
+        made.append(Bench(tmp_path / "environments.py", name, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.close()
+
+
+def pid_of(bench: Bench, key: Any) -> int:
+    """Of the process in which the episode's newest observation was made."""
+    observed = [event.content for event in bench.events[key] if isinstance(event, Observation)]
+    return int(str(observed[-1]).split()[0])
+
+
+def lost(bench: Bench, key: Any) -> int:
+    return sum(isinstance(event, Lost) for event in bench.events[key])
+
+
+def test_a_synchronous_step_that_hangs_is_failed_and_its_process_goes_when_the_others_have_ended(
+    bench: Callable[..., Bench],
+) -> None:
+    played = bench("synchronous", timeout_s=0.5)
+    played.begin("hangs", act="sleep")
+    played.begin("other")
+    played.until(played.heard(2))
+    old = psutil.Process(pid_of(played, "other"))
+    played.pool.reply("hangs", "")
+    played.until(lambda: played.ended("hangs") is not None)
+    assert played.failure("hangs") == "timed out after 0.5 s (timeout_s)"
+    assert played.pool.counters.failed == {"timed out": 1}
+    played.begin("new")
+    played.until(lambda: len(played.events["new"]) == 1)
+    assert pid_of(played, "new") != old.pid == pid_of(played, "other") and not has_ended(old)
+    played.pool.reply("other", "")
+    played.until(lambda: played.ended("other") is not None, lambda key, turn: "")
+    assert lost(played, "other") == 0 and pid_of(played, "other") == old.pid
+    wait_for(lambda: has_ended(old), "the end of the retired process")
+
+
+def test_a_retired_process_that_does_not_drain_is_killed_at_its_bound(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "DRAIN_S", 0.3)
+    played = bench("synchronous", timeout_s=0.3)
+    played.begin("hangs", act="sleep")
+    played.begin("other")
+    played.until(played.heard(2))
+    played.pool.reply("hangs", "")
+    played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Observation))
+    assert played.ended("hangs") is not None and played.pool.counters.lost == 1
+
+
+def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    played = bench("asynchronous", timeout_s=0.5)
+    played.begin("waits", act="wait", path=str(tmp_path / "log"))
+    played.begin("other")
+    played.until(lambda: played.ended("waits") is not None, lambda key, turn: "" if key == "waits" else None)
+    assert played.failure("waits") == "timed out after 0.5 s (timeout_s)"
+    assert (tmp_path / "log").read_text() == "closed"
+    played.begin("new")
+    played.until(lambda: len(played.events["new"]) == 1)
+    assert pid_of(played, "new") == pid_of(played, "other")
+
+
+def test_an_asynchronous_step_that_refuses_to_be_cancelled_retires_its_process(bench: Callable[..., Bench]) -> None:
+    played = bench("asynchronous", timeout_s=0.3)
+    played.begin("refuses", act="refuse")
+    played.until(lambda: played.ended("refuses") is not None, lambda key, turn: "")
+    assert played.failure("refuses") == "timed out after 0.3 s (timeout_s)"
+    played.begin("new")
+    played.until(lambda: len(played.events["new"]) == 1)
+    assert pid_of(played, "new") != pid_of(played, "refuses")
+
+
+def test_an_episode_has_a_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:
+    played = bench("asynchronous", episode_timeout_s=0.5, timeout_s=1000.0)
+    played.begin("a", act="wait")
+    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
+    assert played.failure("a") == "the episode took longer than 0.5 s (episode_timeout_s)"
+
+
+def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_are_only_lost(
+    bench: Callable[..., Bench],
+) -> None:
+    played = bench("synchronous")
+    played.begin("other")
+    played.until(played.heard(1))
+    played.begin("exits", act="exit")
+    played.until(lambda: played.ended("exits") is not None, lambda key, turn: "" if key == "exits" else None)
+    assert played.failure("exits") == (
+        "its process ended twice while it was in a step: its worker process ended with exit code 7"
+    )
+    assert lost(played, "exits") == 1 and lost(played, "other") == 2
+    assert played.pool.counters.failed == {"died": 1}
+    played.until(lambda: isinstance(played.events["other"][-1], Observation))
+    played.pool.reply("other", "")
+    played.until(lambda: played.ended("other") is not None, lambda key, turn: "")
+    assert played.pool.counters.episodes == {"failed": 1, "scored": 1}
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        ("abort", "its worker process ended with exit code -6"),
+        ("sleep", "timed out: it blocked the event loop for more than 0.5 s (timeout_s)"),
+    ],
+)
+def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone(
+    bench: Callable[..., Bench], act: str, reason: str
+) -> None:
+    played = bench("asynchronous", timeout_s=0.5)
+    played.begin("other")
+    played.until(played.heard(1))
+    played.begin("cause", act=act)
+    played.until(lambda: played.ended("cause") is not None, lambda key, turn: "" if key == "cause" else None)
+    assert played.failure("cause").startswith(reason) and lost(played, "cause") == 0
+    played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Observation))
+
+
+def test_a_step_that_keeps_the_interpreter_to_itself_ends_its_process(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous", timeout_s=0.3)
+    played.begin("regex", act="regex")
+    played.until(lambda: played.ended("regex") is not None, lambda key, turn: "")
+    assert played.failure("regex") == (
+        "its process ended twice while it was in a step: its process did not answer for more than 0.3 s (timeout_s)"
+    )
+
+
+def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[..., Bench]) -> None:
+    played = bench("asynchronous", workers=2)
+    for key in range(6):
+        played.begin(key)
+
+    def all_wait() -> bool:
+        return all(isinstance(each, Observation) for events in played.events.values() for each in events[-1:] or [None])
+
+    for kills in range(1, 4):
+        played.until(all_wait)
+        os.kill(pid_of(played, 0), signal.SIGKILL)
+        played.until(lambda kills=kills: lost(played, 0) == kills)  # type: ignore[misc]
+    played.until(all_wait)
+    for key in range(6):
+        played.pool.reply(key, "")
+    played.until(lambda: played.pool.num_pending == 0, lambda key, turn: "")
+    assert all(isinstance(events[-1], Ended) and events[-1].reason == "scored" for events in played.events.values())
+    assert played.pool.counters.lost >= 3
+
+
+def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    played, path = bench("synchronous", timeout_s=1.0), tmp_path / "pid"
+    played.begin("a", act="program", path=str(path))
+    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
+    wait_for(lambda: not psutil.pid_exists(int(path.read_text())), "the end of the program")
+
+
+def test_a_step_that_runs_out_of_memory_fails_and_its_process_is_replaced(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous", worker_memory_mb=1024)
+    played.begin("a", act="memory")
+    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
+    assert played.failure("a") == "out of memory: limit 1024 MB (environment.worker_memory_mb)"
+    played.begin("b")
+    played.until(lambda: len(played.events["b"]) == 1)
+    assert pid_of(played, "b") != pid_of(played, "a")
+
+
+def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous", timeout_s=0.3)
+    played.begin("a", act="slow cleanup")
+    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
+    played.until(lambda: played.pool.counters.cleanups_failed == 1)
+    played.begin("b")
+    played.until(lambda: len(played.events["b"]) == 1)
+    assert pid_of(played, "b") != pid_of(played, "a")
+    assert played.ended("a") is not None and played.ended("a").reason == "scored"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [("raise KeyError('no licence')", "raised KeyError: 'no licence'"), ("os._exit(3)", "ended with exit code 3")],
+)
+def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path, act: str, reason: str) -> None:
+    path = tmp_path / "unloadable.py"
+    path.write_text(f"""
+import multiprocessing, os
+if multiprocessing.parent_process() is not None: {act}
+def environment(question): text = yield question
+""")
+    played = Bench(path, "environment")
+    played.begin("a")
+    with pytest.raises(EpisodeError, match=f"ended 3 times in a row before they were ready: .*{reason}"):
+        played.until(lambda: False)
+    played.pool.close()
+
+
+def test_closing_kills_what_hangs(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous", timeout_s=1000)
+    played.begin("a", act="sleep")
+    played.until(played.heard(1), lambda key, turn: "")
+    process = psutil.Process(pid_of(played, "a"))
+    played.pool.close(2.0)
+    assert has_ended(process)
