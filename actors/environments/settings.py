@@ -45,15 +45,19 @@ class EnvironmentSettings:
         waiting for a free place (`environment.max_concurrency`) do not count.
     episode_timeout_s: seconds for the whole episode, the model's time included; looked at in the environment's steps. None: no
         such limit.
+    at_limit: score of an episode that its number of turns, or the length of its row, ended; None leaves it out of the batch.
     """
 
     max_turns: int = 8
     timeout_s: float = 10.0
     episode_timeout_s: float | None = None
+    at_limit: float | None = 0.0
 
     def __post_init__(self) -> None:
         if type(self.max_turns) is not int or self.max_turns < 1:
             raise ConfigError(f"@environment(max_turns={self.max_turns!r}): it must be a whole number of 1 or more")
+        if self.at_limit is not None and not math.isfinite(self.at_limit):
+            raise ConfigError(f"@environment(at_limit={self.at_limit!r}): it must be a finite number, or None")
         for name in ("timeout_s", "episode_timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

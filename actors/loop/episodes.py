@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments.pool import Content, Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
 from async_rlhf.actors.loop.transcript import Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.record import FinishReason, Score
@@ -200,7 +201,7 @@ class Episodes:
             self._opened(event.key, episode, event.score or Score(failure="it ended before the model wrote anything"))
             return None
         if event.reason == "max_turns":
-            return self._end(event.key, episode, "max_turns", self._play.at_limit)
+            return self._end(event.key, episode, "max_turns", event.score or self._play.at_limit)
         return self._end(event.key, episode, episode.transcript.turns[-1].finish_reason, event.score)
 
     def _again(self, key: RolloutKey, episode: _Episode) -> None:

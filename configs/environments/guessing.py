@@ -1,10 +1,14 @@
-"""A game of four turns: guess a letter from a to p; each wrong guess is answered by the side on which the right one lies."""
+"""A game of four turns: guess a letter from a to p; a wrong guess is answered by the side on which the right one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
 
 from async_rlhf import Score, environment
 
 
-@environment(max_turns=4, timeout_s=10)
-def guessing(prompt, answer):
+@environment(max_turns=4)
+def guessing(prompt: str, answer: str) -> Generator[str | Score, str, None]:
     guess = yield f"{prompt}\n"
     while guess != answer:
         guess = yield "<\n" if answer < guess else ">\n"

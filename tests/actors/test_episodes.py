@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
-from async_rlhf.actors.environments.pool import Content, Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.record import Score, Span

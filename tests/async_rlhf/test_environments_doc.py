@@ -1,0 +1,81 @@
+"""docs/environments.md does what it says: its files are written, its commands played, its configurations checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.cli.commands import app
+from async_rlhf.run.config import load
+from async_rlhf.run.preflight import preflight
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "docs" / "environments.md").read_text(), re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for _, block in BLOCKS:
+        if named := re.match(r"# file: (\S+)\n", block):
+            (tmp_path / named[1]).write_text(block[named.end() :])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_document_plays_every_episode(folder: Path, line: str) -> None:
+    command = line.replace("async-rlhf ", f"{sys.executable} -m async_rlhf ")
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 episodes: 2 " in done.stdout and "failed" not in done.stdout
+
+
+def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
+    arguments = ["environments", "try", "calculator.py:calculator", "--data", "products.jsonl", "--json"]
+    (folder / "products.jsonl").write_text('{"prompt": "12 * 3 =", "answer": "36"}\n{"prompt": "2 * 2 =", "answer": "4"}\n')
+    result = CliRunner().invoke(app, arguments, input="<12 * 3>\n36\n5\n")
+    assert result.exit_code == 0, result.output
+    first, second = (json.loads(line) for line in result.output.splitlines())
+    assert [part["content"] for part in first["parts"]] == ["12 * 3 =", "<12 * 3>", "36\n", "36"]
+    assert (first["score"]["value"], second["score"]["value"]) == (1.0, 0.0)
+
+
+def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:
+    (folder / "bad.py").write_text("def bad(prompt):\n    yield prompt\n    raise KeyError('hm')\n")
+    result = CliRunner().invoke(app, ["environments", "try", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
+    assert result.exit_code == 6
+    assert "failed: KeyError: 'hm'" in result.output and "ended (left) without a score" in result.output
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("double.py:dobule", "double"),
+        ("calculator.py:compute", "no yield"),
+        ("needs.py:needs", "column"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_before_anything_starts(folder: Path, target: str, message: str) -> None:
+    (folder / "needs.py").write_text("def needs(anser):\n    yield anser\n")
+    result = CliRunner().invoke(app, ["environments", "try", target, "--data", "data.jsonl"])
+    assert result.exit_code == 3 and message in result.output
+
+
+@pytest.mark.parametrize("text", [block for kind, block in BLOCKS if kind == "toml"])
+def test_a_configuration_of_the_document_passes_the_check_before_a_run(folder: Path, text: str) -> None:
+    sections = tomllib.loads(text).items()
+    given = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+    data = {"source": "data.jsonl", "options": {}, "held_out": 0}
+    own = {"environment": "double.py:double", "rewards.functions": [], "data": data}
+    config = load(REPOSITORY / "configs" / "quick.toml", {**own, **given})
+    assert preflight(config).num_prompts == 2
