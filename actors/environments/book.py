@@ -98,7 +98,8 @@ class EpisodeBook:
     def died(self, worker: int, causes: Collection[int] | None) -> Fallen:
         """causes: the episodes that ended the process; None: not known. Of a process that was never open: nothing."""
         seat = self._seats.pop(worker, _Seat())
-        failed, lost = [], []
+        failed: list[int] = []
+        lost: list[int] = []
         for id, phase in seat.phases.items():
             key = self._keys.pop(id)
             del self._worker_of[id]

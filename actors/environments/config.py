@@ -36,8 +36,8 @@ class EnvironmentConfig(Section):
     worker_memory_mb: int | None = Field(default=4096, ge=256)
     """Most memory of each process, and of each program it starts, in MB. `"none"`: no limit. Linux."""
     render: Literal["conversation", "by_message"] = "conversation"
-    """How an observation becomes tokens where the model has a chat template: what the template adds to the `conversation` so
-    far, or each message rendered `by_message` on its own (for templates that rewrite what was said before)."""
+    """How an observation becomes tokens where the model has a chat template: as what the template adds to the `conversation`,
+    which it must then leave as it was, or `by_message`, appended whatever the template would do to the turns before it."""
 
     @model_validator(mode="before")
     @classmethod

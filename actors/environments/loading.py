@@ -129,4 +129,4 @@ def _signature(target: str, function: EnvironmentFunction) -> Signature:
 
 def _is(kind: Any, function: EnvironmentFunction) -> bool:
     """Also of an object that is called."""
-    return kind(function) or kind(getattr(function, "__call__", None))  # noqa: B004
+    return bool(kind(function) or kind(getattr(function, "__call__", None)))  # noqa: B004

@@ -113,8 +113,8 @@ class _Worker:
         self._pulse.begin(0)
         self._send(WorkerReady())
         loop = asyncio.get_running_loop()
-        reader = partial(_read, self._connection, partial(loop.call_soon_threadsafe, self._take))
-        threading.Thread(target=reader, name="messages", daemon=True).start()
+        arguments = (self._connection, lambda message: loop.call_soon_threadsafe(self._take, message))
+        threading.Thread(target=_read, args=arguments, name="messages", daemon=True).start()
         while True:
             await asyncio.sleep(PULSE_S)
             self._pulse.begin(0)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from async_rlhf.actors.environments.settings import Content, Feedback
+from async_rlhf.actors.environments.settings import Content, Feedback, Message
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.score import Score
 
@@ -91,16 +91,18 @@ def _end(given: Score, turn: int) -> End:
 
 
 def _content(content: Any, max_bytes: int) -> Content | End:
+    found: Content
     try:
         if isinstance(content, str):
-            size = len(content.encode())
+            found, size = content, len(content.encode())
         elif isinstance(content, list | tuple) and content:
             problem = next((problem for each in content if (problem := _problem(each))), None)
             if problem is not None:
                 return fails("not readable", f"yielded a chat message {problem}")
             written = json.dumps([dict(message) for message in content], ensure_ascii=False, allow_nan=False)
-            content, size = json.loads(written), len(written.encode())
-            msgpack.packb(content)  # whole numbers beyond 64 bits do not travel
+            messages: list[Message] = json.loads(written)
+            msgpack.packb(messages)  # whole numbers beyond 64 bits do not travel
+            found, size = messages, len(written.encode())
         else:
             hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
             return fails("not readable", f"yielded {shown(content)}; {_EXPECTED}{hint}")
@@ -111,7 +113,7 @@ def _content(content: Any, max_bytes: int) -> Content | End:
     if size > max_bytes:
         at_most = f"at most {_size(max_bytes)} are read (environment.max_observation_bytes)"
         return fails("too large", f"returned {_size(size)}, {at_most}; shorten it, or yield a part of it")
-    return content
+    return found
 
 
 def _problem(message: Any) -> str | None:

@@ -1,0 +1,104 @@
+"""What a model's chat template writes between two of the model's turns, and whether it leaves what was said before as it was.
+
+An observation is rendered behind a made-up conversation whose last turn is a mark. What follows the mark is the *delta*: the
+end of the model's turn, the messages, the beginning of its next turn. Tokens that the model sampled are never rendered again.
+
+    ... assistant: MARK <end of turn> user: observation <end of turn> assistant:
+                       `-------------------------- delta ----------------------'
+
+That is right where the template only ever appends. `probe` proves it with made-up conversations; templates that rewrite earlier
+turns (Qwen3's drops their reasoning) are refused, unless the user chooses that observations are appended nevertheless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from async_rlhf.actors.environments.settings import Message
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
+
+Render = Callable[[Sequence[Message], bool], str]
+"""The template: messages and whether the model's next turn is begun -> text. Raises what the template raises."""
+
+MARK = "0b5erv3d"
+_QUESTION: Message = {"role": "user", "content": "a question"}
+_OTHER: Message = {"role": "user", "content": "another"}
+_TOOL: Message = {"role": "tool", "content": "a result", "name": "tool", "tool_call_id": "abcdefghi"}
+_SYSTEM: Message = {"role": "system", "content": "a rule"}
+_TURN: Message = {"role": "assistant", "content": MARK}
+_EARLIER: Message = {"role": "assistant", "content": "an earlier turn"}
+_REASONING: Message = {"role": "assistant", "content": f"<think>\na reason\n</think>\n\n{MARK}"}
+
+_HISTORIES: tuple[tuple[Message, ...], ...] = ((_QUESTION,), (_QUESTION, _EARLIER, _OTHER))
+
+
+def delta_of(render: Render, messages: Sequence[Message]) -> str:
+    """What stands between the end of the model's turn and the beginning of its next one.
+
+    Raises EpisodeError for messages that the template refuses or leaves out.
+    """
+    try:
+        text = render((_QUESTION, _TURN, *messages), True)
+    except Exception as error:  # the template is the model's own code
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise EpisodeError(f"the chat template refuses an observation with the roles {roles}: {error}") from error
+    before, mark, delta = text.rpartition(MARK)
+    if not mark or MARK in before:
+        raise EpisodeError(f"the chat template writes the model's turn {text.count(MARK)} times; it must be once")
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and content.strip() not in delta:
+            raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
+    return delta
+
+
+def probe(render: Render, by_message: bool) -> None:
+    """Raises ConfigError for a template that observations cannot be appended to.
+
+    by_message: what it does to earlier turns does not matter, only that the text behind the last one is always the same.
+    A role `tool` is tried where the template takes one.
+    """
+    histories = [*_HISTORIES]
+    if _SYSTEM["content"] in (_rendered(render, (_SYSTEM, _QUESTION)) or ""):
+        histories += [(_SYSTEM, *history) for history in _HISTORIES]
+    for observed in (_OTHER, _TOOL):
+        try:
+            delta = delta_of(render, [observed])
+        except EpisodeError as error:
+            if observed is _TOOL:
+                return
+            raise ConfigError(f"episodes of several turns cannot be rendered: {error}") from error
+        for history in histories:
+            for turn in (_TURN, _REASONING):
+                _check(render, (*history, turn, observed), delta, by_message)
+
+
+def _check(render: Render, conversation: Sequence[Message], delta: str, by_message: bool) -> None:
+    """The text of a conversation that goes on begins with the text that the model has continued, and ends with the delta."""
+    *history, turn, _ = conversation
+    shown = " ".join(str(message["role"]) for message in conversation)
+    before, after = _rendered(render, history), _rendered(render, conversation)
+    if before is None or after is None:
+        raise ConfigError(f"the chat template refuses the conversation {shown}; give the model another template")
+    begun, found, rest = after.rpartition(MARK if by_message else turn["content"])
+    # Some templates put a space before a turn that is over; the model's own tokens stand there.
+    if found and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
+        return
+    choice = "" if by_message else "set environment.render = 'by_message' to append observations nevertheless, or "
+    raise ConfigError(
+        f"the chat template rewrites what was said before ({shown}): {_around(before, after)}; "
+        f"{choice}give the model another template"
+    )
+
+
+def _rendered(render: Render, messages: Sequence[Message]) -> str | None:
+    try:
+        return render(messages, True)
+    except Exception:  # noqa: BLE001  the template is the model's own code, and raises for what it does not take
+        return None
+
+
+def _around(before: str, after: str) -> str:
+    """Where the second text leaves the first."""
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    return f"it wrote {before[max(0, at - 20) : at + 40]!r}, and {after[max(0, at - 20) : at + 40]!r} a turn later"
