@@ -16,26 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.rendering import Renderer, conversation
 from async_rlhf.actors.loop.transcript import Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.record import FinishReason, Score
-
-
-class Rendering(Protocol):
-    """How texts and messages become tokens; `actors/environments/rendering.py`."""
-
-    def prompt(self, content: Content) -> list[int]: ...
-
-    def observation(self, content: Content, turn: Sequence[int]) -> list[int]:
-        """turn: the tokens of the turn that it answers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Play:
 
     name: str
     pool: EpisodePool[RolloutKey]
-    rendering: Rendering
+    rendering: Renderer
     max_prompt_length: int
     max_length: int
     at_limit: Score
@@ -55,28 +47,37 @@ class Play:
 class Played:
     """A rollout that has ended.
 
-    completion: all of it, observations included. text: of all of it; last_turn: of that alone. score: the environment's;
-    turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
+    completion: all of it, observations included; text: of that. prompt, prompt_ids: what the environment said first; without one
+    the prompt is left empty. turns: what the model wrote. messages: the conversation. score: the environment's; turn_scores: of
+    each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
     """
 
     completion: Completion
     prompt_ids: tuple[int, ...]
     text: str
-    last_turn: str
+    turns: tuple[str, ...]
+    prompt: str = ""
+    messages: Sequence[Message] = ()
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What rewards may ask for where there is an environment."""
+        return {"messages": [*self.messages], "turns": [*self.turns]} if self.messages else {}
+
 
 @dataclass(eq=False)
 class _Group:
-    """prompt: what the environment said first; None until all members are heard."""
+    """prompt: what the environment said first, None until all members are heard; text: as the model reads it."""
 
     row: Row
     seed: int
     requests: Mapping[RolloutKey, Request]
     said: dict[RolloutKey, Content | Score] = field(default_factory=dict)
     prompt: Content | None = None
+    text: str = ""
 
 
 @dataclass(eq=False)
@@ -86,6 +87,7 @@ class _Episode:
     transcript: Transcript = field(default_factory=Transcript)
     failed: Score | None = None
     """Why there is no environment any more."""
+    read: list[Content] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
 
@@ -173,17 +175,21 @@ class Episodes:
             self._opened(event.key, episode, event.content)
             return None
         episode.scores.append(event.score)
-        ids = self._play.rendering.observation(event.content, episode.transcript.turns[-1].token_ids.tolist())
-        if not ids:
+        assert episode.group.prompt is not None
+        written = episode.transcript.turns[-1].token_ids.tolist()
+        try:
+            ids = self._play.rendering.observation(episode.group.prompt, event.content, written).ids
+            if not ids:
+                raise EpisodeError("its observation is empty: the model has nothing to read")
+        except EpisodeError as error:
             self._play.pool.discard([event.key])
-            return self._end(
-                event.key, episode, "stop", Score(failure="its observation is empty: the model has nothing to read")
-            )
+            return self._end(event.key, episode, "stop", Score(failure=str(error)))
         room = self._play.max_length - episode.transcript.length - len(ids)
         if room < 1:
             self._play.pool.discard([event.key])
             return self._end(event.key, episode, "context", self._play.at_limit)
         episode.transcript.add_observation(ids)
+        episode.read.append(event.content)
         first = episode.request
         following = replace(
             first,
@@ -208,19 +214,28 @@ class Episodes:
         """Its process ended, and the environment with it: the same from the beginning."""
         assert self._play is not None
         self._engine.abort([key])
-        episode.transcript, episode.scores, episode.steps = Transcript(), [], []
+        episode.transcript, episode.read, episode.scores, episode.steps = Transcript(), [], [], []
         self._play.pool.begin(key, _fields(episode.group))
 
     def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
         del self._episodes[key]
         if self._play is not None:
             self._engine.abort([key])  # what it holds for a turn that will not come
-        turns, completion = episode.transcript.turns, episode.transcript.completion(key, reason)
-        text = last = self._decode(completion.token_ids.tolist())
-        if len(turns) > 1:
-            last = self._decode(turns[-1].token_ids.tolist())
-        turn_scores = tuple(episode.scores[: len(turns) - 1])
-        return Played(completion, episode.request.prompt_ids, text, last, score, turn_scores, tuple(episode.steps))
+        completion = episode.transcript.completion(key, reason)
+        text = self._decode(completion.token_ids.tolist())
+        played = Played(completion, episode.request.prompt_ids, text, (text,), score=score)
+        if self._play is None:
+            return played
+        turns = tuple(self._decode(turn.token_ids.tolist()) for turn in episode.transcript.turns)
+        prompt = episode.group.prompt or ""
+        return replace(
+            played,
+            turns=turns,
+            prompt=episode.group.text,
+            messages=conversation(prompt, zip(turns, [*episode.read[: len(turns) - 1], None], strict=True)),
+            turn_scores=tuple(episode.scores[: len(turns) - 1]),
+            steps=tuple(episode.steps),
+        )
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 
@@ -239,10 +254,8 @@ class Episodes:
     def _begin_turns(self, group: _Group, keys: Sequence[RolloutKey]) -> None:
         assert self._play is not None
         if group.prompt is None:
-            contents = [said for key in group.requests if not isinstance(said := group.said[key], Score)]
-            group.prompt = contents[0] if contents else ""
-        ids = tuple(self._play.rendering.prompt(group.prompt)) if group.prompt else ()
-        limit = self._play.max_prompt_length
+            group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
+        ids, failure = self._rendered(group)
         requests = []
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
@@ -250,16 +263,27 @@ class Episodes:
                 episode.failed = said
             elif said != group.prompt:
                 episode.failed = Score(failure="its first observation differs from that of its group: let the row decide it")
-            elif not 0 < len(ids) <= limit:
-                episode.failed = Score(failure=f"its first observation has {len(ids)} tokens, 1 to {limit} are possible")
-            first = episode.request
-            episode.request = replace(first, prompt_ids=ids if 0 < len(ids) <= limit else first.prompt_ids)
+            elif failure:
+                episode.failed = Score(failure=failure)
+            episode.request = replace(episode.request, prompt_ids=ids or episode.request.prompt_ids)
             if episode.failed is not None:
                 self._play.pool.discard([key])
                 requests.append(replace(episode.request, max_new_tokens=1))
             else:
                 requests.append(replace(episode.request, hold=True))
         self._submit(requests)
+
+    def _rendered(self, group: _Group) -> tuple[tuple[int, ...], str]:
+        """Tokens of the group's prompt, or none and the reason."""
+        assert self._play is not None and group.prompt is not None
+        try:
+            text, ids = self._play.rendering.prompt(group.prompt)
+        except EpisodeError as error:
+            return (), str(error)
+        if len(ids) > self._play.max_prompt_length:
+            return (), f"its first observation has {len(ids)} tokens, the limit is {self._play.max_prompt_length}"
+        group.text = text
+        return tuple(ids), ""
 
 
 def _fields(group: _Group) -> dict[str, Any]:

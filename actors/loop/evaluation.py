@@ -115,8 +115,8 @@ def evaluate(
             if key.member == 0:
                 answers[key.group] = played.text
             given[key] = {} if play is None else {play.name: played.score or Score()}
-            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.last_turn)
-            scoring.submit(key, fields, judging.place(key))
+            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1])
+            scoring.submit(key, fields | played.fields, judging.place(key))
         if scored := scoring.poll():
             scores.update({result.key: {**result.scores, **given.pop(result.key)} for result in scored})
             progress(len(scores), num_requests)

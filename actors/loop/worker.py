@@ -249,7 +249,7 @@ class Worker:
         self._count["tokens_total"] += len(completion.logprobs)
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._work.group_size)
-        self._scoring.submit(key, fields_of(group.row, played.prompt_ids, completion, played.last_turn), place)
+        self._scoring.submit(key, fields_of(group.row, played.prompt_ids, completion, played.turns[-1]) | played.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; the last one of its group sends the group off."""
@@ -274,7 +274,7 @@ class Worker:
                     rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
                     sampling=self._work.sampling,
                     actor=self._name,
-                    prompt=group.prompt,
+                    prompt=played.prompt or group.prompt,
                     columns=group.row.columns,
                 ),
                 constant=refill is not None and refill.of(group.row.columns).is_constant(scores),

@@ -24,7 +24,7 @@ def environment_of(
     """Its processes run until the end of the block; None where completions have one turn. wake: called from another thread when
     it has answered."""
     from async_rlhf.actors.environments.pool import EpisodePool
-    from async_rlhf.actors.environments.rendering import make_rendering
+    from async_rlhf.actors.environments.rendering import Renderer
 
     if (spec := environment_spec(config)) is None:
         yield None
@@ -34,7 +34,7 @@ def environment_of(
         yield Play(
             name=spec.name,
             pool=pool,
-            rendering=make_rendering(tokenizer, chat=config.data.chat, render=config.environment.render),
+            rendering=Renderer(tokenizer, config.data.chat, config.environment.render),
             max_prompt_length=longest_prompt(config)[0],
             max_length=config.generation.longest_completion,
             at_limit=Score(spec.at_limit),

@@ -21,7 +21,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import environment_spec, score_names, stage_specs, stop_strings
+from async_rlhf.run.scoring import OF_EPISODES, environment_spec, score_names, stage_specs, stop_strings
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -175,8 +175,9 @@ def common_columns(rows: Iterable[Row]) -> set[str]:
 
 def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
     common = common_columns(rows)
+    given = common | OF_EPISODES if config.environment.function else common
     try:
-        stage_specs(config, common)
+        stage_specs(config, given)
         environment_spec(config, common)
     except ConfigError as error:
         lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})

@@ -14,6 +14,9 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
+OF_EPISODES = frozenset({"messages", "turns"})
+"""Fields that rewards get beside the others where there is an environment: the conversation, and what the model wrote in it."""
+
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone."""

@@ -22,7 +22,7 @@ from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.config import Config
 from async_rlhf.run.model_checks import longest_prompt
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec, stage_specs
+from async_rlhf.run.scoring import OF_EPISODES, environment_spec, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -102,7 +102,7 @@ class RowCheck:
     def _lack(self, columns: frozenset[str]) -> str:
         """What rewards want of a row with these columns and do not get."""
         try:
-            stage_specs(self._config, columns)
+            stage_specs(self._config, columns | OF_EPISODES if self._config.environment.function else columns)
             environment_spec(self._config, columns)
         except ConfigError as error:
             return str(error)

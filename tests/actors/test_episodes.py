@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.record import Score, Span
 from async_rlhf.buffers.sampling import Sampling
 
@@ -94,17 +96,21 @@ class ScriptedPool:
 class Characters:
     """A token is the code of a character."""
 
-    def prompt(self, content: Content) -> list[int]:
-        return [ord(letter) for letter in str(content)]
+    def prompt(self, content: Content) -> Rendered:
+        if not content:
+            raise EpisodeError("the prompt has no tokens")
+        return Rendered(str(content), [ord(letter) for letter in str(content)])
 
-    def observation(self, content: Content, turn: Sequence[int]) -> list[int]:
-        return [ord(letter) for letter in str(content)]
+    def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
+        if content == "?":
+            raise EpisodeError("no template takes a question mark")
+        return Rendered(str(content), [ord(letter) for letter in str(content)])
 
 
 class Scene:
     def __init__(self, group_size: int = 2, max_length: int = 20) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
-        play = Play("game", cast(EpisodePool[RolloutKey], self.pool), Characters(), 6, max_length, Score(0.0))
+        play = Play("game", cast(EpisodePool[RolloutKey], self.pool), cast(Renderer, Characters()), 6, max_length, Score(0.0))
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), lambda ids: "".join(map(chr, ids)), play)
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
@@ -150,7 +156,9 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     assert completion.token_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(completion.logprobs) == 3
     assert completion.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
     assert (completion.finish_reason, played.score, played.turn_scores) == ("length", RIGHT, (0.5,))
-    assert (played.text, played.last_turn) == ("\x01\x02xyz\t", "\t")
+    assert (played.text, played.turns, played.prompt) == ("\x01\x02xyz\t", ("\x01\x02", "\t"), "go")
+    contents = [(message["role"], message["content"]) for message in played.fields["messages"]]
+    assert contents == [("user", "go"), ("assistant", "\x01\x02"), ("user", "xyz"), ("assistant", "\t")]
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests
 
@@ -209,18 +217,19 @@ def test_where_no_member_has_a_usable_prompt_they_have_that_of_the_row(scene: Sc
     for key in scene.keys:
         scene.engine.end(key, [1], reason="length")
     failures = [played.score.failure for played in scene.hear() if played.score is not None]
-    assert len(failures) == 2 and all("tokens, 1 to 6 are possible" in str(failure) for failure in failures)
+    assert len(failures) == 2 and all("tokens" in str(failure) for failure in failures)
 
 
-def test_an_empty_observation_fails(scene: Scene) -> None:
+@pytest.mark.parametrize(("content", "failure"), [("", "empty"), ("?", "no template takes")])
+def test_an_observation_that_cannot_be_read_fails(scene: Scene, content: str, failure: str) -> None:
     for key in scene.keys:
         scene.pool.says(key, "go")
     scene.hear()
     scene.engine.end(scene.keys[0], [1])
     scene.hear()
-    scene.pool.says(scene.keys[0], "")
+    scene.pool.says(scene.keys[0], content)
     (played,) = scene.hear()
-    assert played.score is not None and "empty" in str(played.score.failure) and scene.keys[0] not in scene.pool.live
+    assert played.score is not None and failure in str(played.score.failure) and scene.keys[0] not in scene.pool.live
 
 
 def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> None:
