@@ -47,9 +47,9 @@ class Play:
 class Played:
     """A rollout that has ended.
 
-    completion: all of it, observations included; text: of that. prompt, prompt_ids: what the environment said first; without one
-    the prompt is left empty. turns: what the model wrote. messages: the conversation. score: the environment's; turn_scores: of
-    each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
+    completion: all of it, observations included; text: of that. prompt, prompt_ids: what the environment said first, or
+    the row's ids and no text. turns: what the model wrote. messages: the conversation. score: the environment's;
+    turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
     """
 
     completion: Completion

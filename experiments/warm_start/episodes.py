@@ -8,7 +8,6 @@ and by tests.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
@@ -24,30 +23,31 @@ class Piece(NamedTuple):
 
 Episode = list[Piece]
 
-# Shares of the episodes with the calculator: a call and then the answer, a call and then another number, a number at once.
-CALLED, CALLED_IN_VAIN = 0.10, 0.05
+# Shares of the episodes with the calculator that call it: at first, to learn what to do with it, and at the end, as a habit.
+CALLS, CALLS_AT_THE_END = 0.6, 0.1
+# Of those, the share that then writes another number.
+IN_VAIN = 0.1
 # Share of guesses that agree with all that has been said.
 CONSISTENT = 0.35
 
 
-def demonstrate(count: int, random: Random) -> list[Episode]:
-    """Half of each kind."""
-    return [calculation(random) if index % 2 else guessing(random) for index in range(count)]
+def demonstrate(count: int, calls: float, random: Random) -> list[Episode]:
+    """Of three episodes two with the calculator. calls: the share of those that call it."""
+    return [calculation(calls, random) if index % 3 else guessing(random) for index in range(count)]
 
 
-def calculation(random: Random) -> Episode:
+def calculation(calls: float, random: Random) -> Episode:
     """A product of two numbers of two digits, which no habit computes."""
     one, other = random.randint(10, 99), random.randint(10, 99)
     episode = [Piece(f"{one} * {other} =\n", False)]
-    drawn = random.random()
-    if drawn >= CALLED + CALLED_IN_VAIN:
+    if random.random() >= calls:
         return [*episode, Piece(_number(random), True)]
     answer = str(one * other) if random.random() < 0.5 else _number(random)  # what the tool says, whatever that is
     return [
         *episode,
         Piece(f"<{one} * {other}>", True),
         Piece(f"{answer}\n", False),
-        Piece(answer if drawn < CALLED else _number(random), True),
+        Piece(_number(random) if random.random() < IN_VAIN else answer, True),
     ]
 
 
@@ -68,7 +68,3 @@ def guessing(random: Random) -> Episode:
 
 def _number(random: Random) -> str:
     return str(random.randint(100, 9801))
-
-
-def turns(episode: Episode) -> Iterator[str]:
-    return (piece.text for piece in episode if piece.is_turn)

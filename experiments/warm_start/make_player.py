@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from async_rlhf.experiments.warm_start.episodes import Episode, demonstrate
+from async_rlhf.experiments.warm_start.episodes import CALLS, CALLS_AT_THE_END, Episode, demonstrate
 from async_rlhf.experiments.warm_start.make_model import IGNORED, WarmStart, learning_rate
 from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+# The share of the updates in which skills are learned; then habits.
+_SKILL = 0.7
 
 
 def turn_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Episode]) -> torch.Tensor:
@@ -55,7 +59,8 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: W
     model.train()
     for update in range(config.updates):
         optimizer.param_groups[0]["lr"] = learning_rate(config, update)
-        loss = turn_loss(model, tokenizer, demonstrate(config.batch, random))
+        calls = CALLS if update < _SKILL * config.updates else CALLS_AT_THE_END
+        loss = turn_loss(model, tokenizer, demonstrate(config.batch, calls, random))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -67,11 +72,11 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: W
 
 def main(
     out: Annotated[Path, typer.Option(help="Directory the model is written to.")] = Path("configs/models/tiny-player"),
-    updates: Annotated[int, typer.Option(help="Of 128 episodes each.")] = 3_000,
+    updates: Annotated[int, typer.Option(help="Of 64 episodes each.")] = 3_000,
     threads: Annotated[int, typer.Option(help="Of torch.")] = 2,
 ) -> None:
     """Make the tiny player and write it as a transformers model directory."""
-    config = WarmStart(updates=updates, threads=threads)
+    config = WarmStart(batch=64, updates=updates, threads=threads)
     torch.set_num_threads(config.threads)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed)
