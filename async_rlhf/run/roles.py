@@ -63,8 +63,11 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     bound, order, prompts = config.bound(num_prompts), data.open_order(), None
     if order is not None:
         bound = replace(bound, numbers=order.num_numbers)
-    if spool is not None or order is not None:
-        prompts = Prompts(spool, order, config.data.curriculum, data.num_prompts if spool is None else 0)
+    if spool is not None:
+        prompts = Prompts(spool, order, config.data.curriculum)
+    elif order is not None:
+        num_rows = RunData(run.path, config.data).num_prompts  # of another than `data`, so that rows are not kept here
+        prompts = Prompts(None, order, config.data.curriculum, num_rows)
     Hub(
         addresses,
         run.path,
