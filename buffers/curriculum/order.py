@@ -50,6 +50,7 @@ class Order:
         self._places = array("Q")  # of every number
         self._not_judged: set[int] = set()
         self._filtered: list[Outcome] = []  # they count with the next batch
+        self._before = array("d")  # what was known before each batch
         self.num_steps = 0
         """How many batches have been counted."""
         self._unwritten = b""  # decided, and not on disk yet
@@ -77,9 +78,12 @@ class Order:
         """Numbers below this one of which no outcome has come, in order."""
         return sorted(each for each in self._not_judged if each < number)
 
-    def describe(self) -> dict[str, float]:
-        """As `Pools.describe`."""
-        return self._pools.describe()
+    def describe(self, step: int | None = None) -> dict[str, float]:
+        """As `Pools.describe`. step: as it was before this batch counted, where it has."""
+        now = self._pools.describe()
+        if step is None or step >= self.num_steps:
+            return now
+        return dict(zip(now, self._before[step * len(now) :], strict=False))
 
     def append(self, target: int, known: int, outcomes: Iterable[Outcome] = (), step: int | None = None) -> bool:
         """There are `known` places; let numbers below `target` have theirs. On disk when it returns, where anything is new.
@@ -112,6 +116,7 @@ class Order:
         self._filtered += outcomes
         self._not_judged.difference_update(number for number, _ in outcomes)
         if step is not None:
+            self._before.extend(self._pools.describe().values())
             for number, rate in sorted(self._filtered):
                 self._pools.learn(self._places[number], rate)
             self._filtered.clear()

@@ -81,7 +81,7 @@ class Exchange:
         self.outbox = Outbox()
         self._session = LearnerSession(
             self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation,
-            dict if prompts is None else prompts.telemetry,
+            **({} if prompts is None else {"telemetry": prompts.telemetry}),
         )  # fmt: skip
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now

@@ -32,9 +32,9 @@ class LearnerSession:
         peers: Peers,
         outbox: Outbox,
         incarnation: str,
-        telemetry: Callable[[], Mapping[str, float]] = dict,
+        telemetry: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
-        """telemetry: what a batch carries beside the actors'."""
+        """telemetry: what the batch of a step carries beside the actors'."""
         self._admission, self._journal, self._weight_server = admission, journal, publication
         self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
         self._telemetry = telemetry
@@ -111,7 +111,7 @@ class LearnerSession:
             if alone is not None:
                 self._outbox.hold(identity, wire.Trial(step=take.step, number=alone), request, [alone])
                 return ""
-            batch = wire.Batch(step=take.step, telemetry={**status.fleet(admission, self._peers), **self._telemetry()})
+            batch = wire.Batch(step=take.step, telemetry={**status.fleet(admission, self._peers), **self._telemetry(take.step)})
             self._outbox.hold(identity, batch, request, numbers)
         elif admission.at_end:
             self._parked = None

@@ -81,11 +81,11 @@ class Prompts:
             "curriculum": None if self._order is None else self._order.describe(),
         }
 
-    def telemetry(self) -> dict[str, float]:
-        """For the record of a step."""
+    def telemetry(self, step: int) -> dict[str, float]:
+        """For the record of a step: what was known before its batch counted, however often it is given."""
         if self._order is None:
             return {}
-        found = self._order.describe()
+        found = self._order.describe(step)
         return {f"curriculum/{name}": float(found[name]) for name in ("new", "retired", "hard", "pass_rate")}
 
     def close(self) -> None:

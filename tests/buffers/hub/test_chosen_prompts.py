@@ -138,6 +138,9 @@ def test_what_is_solved_comes_no_more_and_the_run_ends_when_everything_is(chosen
     hub.train(1)
     hub.take(2)
     assert hub.ends == ["finished"] and len(hub.credits) == 4
+    hub.close()
+    again = chosen(3, retire_after=1, new_share=0.0).order
+    assert (again.describe(0)["new"], again.describe(1)["retired"]) == (1.0, 1.0), "a batch that is given again says the same"
 
 
 def test_a_hub_that_comes_back_counts_a_batch_that_its_journal_has_and_its_order_not(
