@@ -83,7 +83,7 @@ class Order:
         now = self._pools.describe()
         if step is None or step >= self.num_steps:
             return now
-        return dict(zip(now, self._before[step * len(now) :], strict=False))
+        return dict(zip(now, self._before[step * len(now) : (step + 1) * len(now)], strict=True))
 
     def append(self, target: int, known: int, outcomes: Iterable[Outcome] = (), step: int | None = None) -> bool:
         """There are `known` places; let numbers below `target` have theirs. On disk when it returns, where anything is new.
@@ -95,7 +95,7 @@ class Order:
         self._write()
         if step is not None and step < self.num_steps:  # what was written just now
             step = None
-        outcomes = sorted((number, rate) for number, rate in outcomes if number in self._not_judged)
+        outcomes = sorted({number: rate for number, rate in outcomes if number in self._not_judged}.items())
         first = len(self._places)
         if step is not None or outcomes or first < target:
             self._learn(step, outcomes, known)
