@@ -13,6 +13,7 @@ from async_rlhf.actors.prompts import Template
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.curriculum.config import CurriculumConfig
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.buffers.sampling import Sampling
@@ -87,7 +88,9 @@ class DataConfig(Source):
     """A prompt longer than `generation.max_prompt_length` is refused before the run, or left out and counted."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the training prompts; without it they come again and again until the run ends. Of a spool: how often each
-    row is used, `"none"` being once."""
+    row is used, `"none"` being once. With a curriculum: most often that each is used."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompt comes next by how often it has been solved."""
 
     @property
     def spool(self) -> Path | None:

@@ -61,12 +61,14 @@ class Work:
     play: Play | None = None
     """The environment, where episodes have one."""
 
-    def requests(self, number: int, attempt: int, row: Row | None = None) -> tuple[Row, str, list[Request]]:
+    def requests(
+        self, number: int, attempt: int, row: Row | None = None, place: int | None = None
+    ) -> tuple[Row, str, list[Request]]:
         """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing.
 
-        row: where the hub gives it; else it follows from the number.
+        row, place (of the row in the first epoch): where the hub gives one; else the row follows from the number.
         """
-        row = row or self.rows[prompt_number(self.seed, number, len(self.rows))]
+        row = row or self.rows[prompt_number(self.seed, number if place is None else place, len(self.rows))]
         text, ids = self.encode(row)
         prompt_ids = tuple(ids)
         requests = [
@@ -214,7 +216,7 @@ class Worker:
         begun = []
         for credit in credits:
             given = from_json(credit.row) if credit.row else None
-            row, prompt, requests = self._work.requests(credit.number, credit.attempt, given)
+            row, prompt, requests = self._work.requests(credit.number, credit.attempt, given, credit.place)
             self._open[credit.number] = _Open(credit.attempt, row, prompt, time.time())
             begun.append((row, environment_seed(self._work.seed, credit.number), requests))
         self._episodes.begin(begun)

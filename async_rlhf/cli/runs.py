@@ -74,7 +74,8 @@ def check(
         bound = loaded.bound(prepared.num_prompts)
         prompts = f"{prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out"
         if loaded.data.spool is not None:
-            prompts = f"training prompts come into {loaded.data.spool}, each for {loaded.data.repeat} groups"
+            most = "at most " if loaded.data.curriculum.is_on else ""
+            prompts = f"training prompts come into {loaded.data.spool}, each for {most}{loaded.data.repeat} groups"
         length = f"groups of {loaded.generation.group_size} until it is stopped or a budget ends it"
         if not loaded.is_endless(bound):
             length = f"{bound.num_groups} groups of {loaded.generation.group_size} in at most {bound.num_steps} steps"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -130,15 +130,19 @@ def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
     lock = RunLock.take(run.lock_file)
     try:
         data = RunData(run.path, config.data)
+        order, bound = data.open_order(), config.bound(data.num_prompts)
+        if order is not None:
+            order.close()
+            bound = replace(bound, numbers=order.num_numbers)
         checkpoint = newest(run.path, contents=False)
         take_back(
             run.path,
             config.queue,
-            config.bound(data.num_prompts),
+            bound,
             group,
             reason,
             steps_done=0 if checkpoint is None else checkpoint[1]["step"],
-            prompt_of=partial(data.prompt_of, config.seed),
+            prompt_of=partial(data.prompt_of, config.seed, order),
         )
     finally:
         lock.release()

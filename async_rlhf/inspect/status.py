@@ -55,6 +55,14 @@ class _Spool(_Shape):
     problem: str = ""
 
 
+class _Curriculum(_Shape):
+    places: int = 0
+    new: int = 0
+    retired: int = 0
+    hard: int = 0
+    pass_rate: float = 0.0
+
+
 class _Hub(_Shape):
     state: str = ""
     waiting_for: str = ""
@@ -62,6 +70,7 @@ class _Hub(_Shape):
     actors: dict[str, _Actor] = {}
     refused: dict[str, int] = {}
     spool: _Spool | None = None
+    curriculum: _Curriculum | None = None
 
 
 class _Step(_Shape):
@@ -156,6 +165,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"waiting: {found['hub']['waiting_for']}")
     if spool := found["hub"].get("spool"):
         lines.append(_spool(spool, run))
+    if curriculum := found["hub"].get("curriculum"):
+        lines.append(_curriculum(curriculum))
     if refused := found["hub"].get("refused"):
         counts = sorted(refused.items(), key=lambda item: -item[1])
         lines.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
@@ -176,6 +187,16 @@ def _spool(found: dict[str, Any], run: RunDir) -> str:
     if found.get("ended"):
         shown += ", no more will"
     return shown + (f"; {problem}" if (problem := found.get("problem")) else "")
+
+
+_OF_CURRICULUM = {"places": "prompts", "new": "not used yet", "hard": "hard", "retired": "retired"}
+
+
+def _curriculum(found: dict[str, Any]) -> str:
+    """How far the prompts have been used, and how they are solved."""
+    counts = {word: found.get(name, 0) for name, word in _OF_CURRICULUM.items()}
+    shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    return f"curriculum: {shown}; mean pass rate {found.get('pass_rate', 0.0):.2f}"
 
 
 def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:

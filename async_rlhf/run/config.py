@@ -129,15 +129,19 @@ class Config(Section):
         return Budget(self.max_steps, self.max_trained_tokens, self.max_seconds)
 
     def bound(self, num_prompts: int) -> Bound:
-        """The arithmetic of admission for a data set of `num_prompts` training prompts, or so many that have come so far."""
+        """The arithmetic of admission for a data set of `num_prompts` training prompts, or so many that have come so far.
+        With a curriculum it has no numbers: they are those of the run's order."""
         groups = _ENDLESS if self.max_steps is None else self.max_steps * self.groups_per_batch
         refills = self.advantage.max_refills if self.advantage.constant_groups == "refill" else 0
         numbers = _ENDLESS if refills else groups
-        coming = self.data.spool is not None
-        if coming:
+        coming = self.data.spool is not None or self.data.curriculum.is_on
+        if self.data.spool is not None:
             numbers = num_prompts * self.data.repeat
         elif self.data.epochs is not None:
             numbers = min(numbers, self.data.epochs * num_prompts)
+            groups = min(groups, numbers)
+        if self.data.curriculum.is_on:
+            numbers = 0
         return Bound(
             groups_per_batch=self.groups_per_batch,
             max_staleness=self.queue.max_staleness,

@@ -60,7 +60,27 @@ def check(config: Config) -> None:
     _check_security(config.security)
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
+    _check_curriculum(config)
     _check_model(config)
+
+
+def _check_curriculum(config: Config) -> None:
+    """Whether there is something to choose, and the promises of the other settings can be kept."""
+    data = config.data
+    data.curriculum.check()
+    if not data.curriculum.is_on:
+        return
+    if data.epochs == 1 or (data.spool is not None and data.epochs is None):
+        given = "none" if data.epochs is None else data.epochs
+        raise ConfigError(
+            f"data.curriculum.reward = {data.curriculum.reward!r} with data.epochs = {given}: each prompt is used once, and "
+            "none is chosen by how it went before; lowest: data.epochs = 2"
+        )
+    if data.spool is not None and config.queue.exact:
+        raise ConfigError(
+            f"queue.exact = true with data.curriculum and data.source = {data.source!r}: which prompt comes next would "
+            "depend on when rows come in. Set queue.exact = false, or name data that are all there"
+        )
 
 
 def _check_address(address: str, *, keyed: bool) -> None:

@@ -123,8 +123,14 @@ def inherit(run: RunDir, source: RunDir, config: Config) -> None:
 
 
 def check_resumed(run: RunDir, config: Config) -> None:
-    """A key that was changed while the run went on is changed in the same way again. Raises ConfigError, DamagedError."""
+    """A key that was changed while the run went on is changed in the same way again, and a curriculum is there or not as it
+    was. Raises ConfigError, DamagedError."""
     before = run.config()
+    if before.data.curriculum.is_on != config.data.curriculum.is_on:
+        raise ConfigError(
+            f"data.curriculum.reward = {config.data.curriculum.reward!r}: the run began with "
+            f"{before.data.curriculum.reward!r}, and its groups have their prompts by that; leave it as it was"
+        )
     for change in Ledger(run.path).read().changes:
         for key in change.values:
             if (given := _value(config, key)) != _value(before, key):

@@ -14,7 +14,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.config import check_installed
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings
 from async_rlhf.learner.check import remarks
 from async_rlhf.run.config import Config
@@ -83,7 +83,10 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     else:
         _check_rewards(config, [*rows[0], *rows[1]])
         config.rewards.check_sources(row.columns for row in rows[0])
-    config.rewards.composition.check(score_names(config))
+    names = score_names(config)
+    config.rewards.composition.check(names)
+    if (judge := config.data.curriculum.reward) and judge not in names:
+        raise ConfigError(f"data.curriculum.reward = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
     num_prompts = len(epoch_of(config.data, rows[0]))

@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
     from async_rlhf.buffers.hub.hub import Hub
+    from async_rlhf.buffers.hub.prompts import Prompts
     from async_rlhf.buffers.transport.keys import load_hub
     from async_rlhf.run.spooling import open_spool
 
@@ -59,7 +60,14 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     else:
         num_prompts = data.num_prompts if config.data.epochs is not None else config.data.size
     access = load_hub(config.security.directory) if config.security.directory is not None else None
-    bound = config.bound(num_prompts)
+    bound, order, prompts = config.bound(num_prompts), data.open_order(), None
+    if order is not None:
+        bound = replace(bound, numbers=order.num_numbers)
+    if spool is not None:
+        prompts = Prompts(spool, order, config.data.curriculum)
+    elif order is not None:
+        num_rows = RunData(run.path, config.data).num_prompts  # of another than `data`, so that rows are not kept here
+        prompts = Prompts(None, order, config.data.curriculum, num_rows)
     Hub(
         addresses,
         run.path,
@@ -67,11 +75,11 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         bound,
         access=access,
         weights=config.weights,
-        prompt_of=partial(data.prompt_of, config.seed),
+        prompt_of=partial(data.prompt_of, config.seed, order),
         schema=schema(config),
         shared=shared(config, data),
         beat=beat,
-        spool=spool,
+        prompts=prompts,
         little_room=partial(little_room, run.path, config.disk_pause_bytes),
     ).run()
 

@@ -4,6 +4,7 @@ data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave the
 data/summary.json                          written last; how many rows there are, and how many were dropped
 data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order, claimed/
                                            what is being read, rejected/ what is of no use to the run (`buffers/spool`)
+data/order.jsonl                           with a curriculum: the row of each group, and how groups went (`buffers/curriculum`)
 
 What the rows came from (a file that is edited, objects of a Python program, a task that draws from sets) is not needed any
 more, nor are the packages to read it. An actor on another machine is given a copy; where there is none, it loads the rows
@@ -24,6 +25,7 @@ import xxhash
 from async_rlhf.actors.config import DataConfig
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, from_json, prompt_number
+from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.spool.stream import Stream
@@ -70,11 +72,20 @@ class RunData:
         with closing(Stream(self._directory / "spool")) as stream:
             return stream.num_rows
 
-    def prompt_of(self, seed: int, group: int) -> int:
-        """Index of the row that group number `group` has: of an epoch, or in the order in which rows came into the spool."""
+    def open_order(self) -> Order | None:
+        """Of a run with a curriculum, by one process at a time; the caller closes it. Raises JournalError, DamagedError."""
+        curriculum = self._config.curriculum
+        return Order(self._directory, curriculum, self._config.epochs) if curriculum.is_on else None
+
+    def prompt_of(self, seed: int, order: Order | None, group: int) -> int:
+        """Index of the row that group number `group` has: of an epoch, or in the order in which rows came into the spool.
+
+        order: of `open_order`.
+        """
+        place = group if order is None else order.place(group)
         if self._config.spool is not None:
-            return group // self._config.repeat
-        return prompt_number(seed, group, self.num_prompts)
+            return place // self._config.repeat if order is None else place
+        return prompt_number(seed, place, self.num_prompts)
 
     @property
     def digest(self) -> str:

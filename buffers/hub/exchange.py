@@ -2,8 +2,8 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). Where prompts come while the run goes on, credits carry their rows (`spool`). The actors' comings and
-goings are `sessions`', the learner's requests `learner_session`'s.
+fits the run (`schema`). Where the hub decides which prompt a number has, `prompts` says so. The actors' comings and goings are
+`sessions`', the learner's requests `learner_session`'s.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
@@ -28,6 +28,7 @@ from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError,
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.learner_session import LearnerSession
 from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.protocol.schema import GroupSchema
@@ -36,7 +37,6 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.queue.recovery import recovered
-from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.transport import roles
 from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.transport.server import Refusals
@@ -51,7 +51,7 @@ _LATER_S = 0.5  # an actor puts a group again after this long when there was no 
 class Exchange:
     """Owns the queue's state, the journal and the weight store; begins where the journal ends.
 
-    spool: where prompts come from while the run goes on. outbox: what there is to send. stopped: whether a Halt came.
+    prompts: where the hub decides which one a number has. outbox: what there is to send. stopped: whether a Halt came.
     counters: what else the status shows.
     """
 
@@ -68,18 +68,21 @@ class Exchange:
         counters: Mapping[str, int] = MappingProxyType({}),
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
-        spool: Spool | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         self._config, self._journal, self._weight_server = config, journal, WeightServer(weights, weights_config)
         self._clock, self._incarnation = clock, incarnation
-        self._spool = spool
+        self._prompts = prompts
         self._admission = recovered(config, bound, journal)
         self._quarantine, self._counters, self._schema = quarantine, counters, schema
         self._peers = Peers()
         self._sessions = ActorSessions(self._admission, self._peers, self._weight_server, config, shared, incarnation)
         self._refusals = Refusals()
         self.outbox = Outbox()
-        self._session = LearnerSession(self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation)
+        self._session = LearnerSession(
+            self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation,
+            **({} if prompts is None else {"telemetry": prompts.telemetry}),
+        )  # fmt: skip
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
         self.little_room = ""  # why no group is begun now, although one could be
@@ -99,6 +102,9 @@ class Exchange:
             else:
                 self._pump()
             self._journal.sync()
+            if self._prompts is not None:
+                with self._journal.disk():
+                    self._prompts.learn(self._admission, self._journal.read)
         except DiskFullError as error:
             self._note_full(error)
             return
@@ -191,6 +197,8 @@ class Exchange:
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         if entered:
             self._journal.put(group.number, entry, *packing.to_parts(frames))
+        elif self._prompts is not None:
+            self._prompts.filtered(group)
         self.outbox.acknowledge(identity, (group.number, group.attempt), request)
         return None
 
@@ -203,6 +211,9 @@ class Exchange:
     def _pump(self) -> None:
         """Point actors to their version, give what credits can be given, answer a waiting learner."""
         admission = self._admission
+        if self._prompts is not None:
+            with self._journal.disk():
+                self._prompts.extend(admission)
         num_dead = admission.num_quarantined, admission.num_filtered
         if num_dead != self._num_dead:
             # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
@@ -211,9 +222,6 @@ class Exchange:
             self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
         for identity, adopt in self._weight_server.adoptions(admission, self._peers, self._clock()):
             self.outbox.say(identity, adopt)
-        if self._spool is not None:
-            stream = self._spool.stream
-            admission.order.extend(stream.num_numbers, coming=not stream.ended)
         for name, credits in ({} if self.little_room else admission.credits()).items():
             for message in self._messages(credits):
                 self.outbox.hold(self._peers[name].identity, message)
@@ -226,14 +234,14 @@ class Exchange:
         """With the rows where they come while the run goes on: as many in a message as its header holds."""
         items, num_bytes = list[wire.CreditItem](), 0
         for credit in credits:
-            row = "" if self._spool is None else self._spool.stream.row(credit.number)
-            if items and num_bytes + len(row.encode()) > _ROWS_BYTES:
+            item = wire.CreditItem(number=credit.number, attempt=credit.attempt, lowest_version=credit.lowest_version)
+            if self._prompts is not None:
+                item = item.model_copy(update=self._prompts.of(credit.number))
+            if items and num_bytes + len(item.row.encode()) > _ROWS_BYTES:
                 yield wire.Credits(credits=items)
                 items, num_bytes = [], 0
-            num_bytes += len(row.encode())
-            items.append(
-                wire.CreditItem(number=credit.number, attempt=credit.attempt, lowest_version=credit.lowest_version, row=row)
-            )
+            num_bytes += len(item.row.encode())
+            items.append(item)
         yield wire.Credits(credits=items)
 
     def _write_quarantine(self) -> None:
@@ -260,7 +268,7 @@ class Exchange:
             "refused": dict(self._refusals.counts),
             "lacks_room": waits and bool(self.little_room),
             "lacks_prompts": waits and status.lacks_prompts(self._admission),
-            "spool": None if self._spool is None else self._spool.status(),
+            **({"spool": None} if self._prompts is None else self._prompts.status()),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,
             "weights": self._weight_server.status(),

@@ -29,12 +29,12 @@ import zmq
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.quarantine import Quarantine
-from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.server import ServerSocket
 from async_rlhf.buffers.weights.store import WeightStore
@@ -65,13 +65,14 @@ class Hub:
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
         beat: Callable[[], None] | None = None,
-        spool: Spool | None = None,
+        prompts: Prompts | None = None,
         little_room: Callable[[], str] | None = None,
     ) -> None:
-        """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. spool:
-        where prompts come from while the run goes on; its turns are taken by the loop. little_room: asked with every tick why
-        no further group should be begun; empty where there is no reason."""
-        self._spool = spool
+        """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. prompts:
+        where the hub decides which one a number has; the turns of its spool are taken by the loop. little_room: asked with
+        every tick why no further group should be begun; empty where there is no reason."""
+        self._prompts = prompts
+        self._spool = None if prompts is None else prompts.spool
         self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
         self._little_room = little_room or (lambda: "")
         self._journal = Journal(
@@ -100,7 +101,7 @@ class Hub:
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
             Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
-            self._socket.counters, schema, shared, spool,
+            self._socket.counters, schema, shared, prompts,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -128,8 +129,8 @@ class Hub:
                 self._exchange.outbox.messages.clear()
         finally:
             self._socket.close()
-            if self._spool is not None:
-                self._spool.stream.close()
+            if self._prompts is not None:
+                self._prompts.close()
             try:
                 self._journal.close()
             finally:

@@ -7,6 +7,7 @@ something has changed. What rests on a decision is held back in the outbox until
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 
 from async_rlhf.buffers.errors import RefusedError, WireError
 from async_rlhf.buffers.hub import status
@@ -31,9 +32,12 @@ class LearnerSession:
         peers: Peers,
         outbox: Outbox,
         incarnation: str,
+        telemetry: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
+        """telemetry: what the batch of a step carries beside the actors'."""
         self._admission, self._journal, self._weight_server = admission, journal, publication
         self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
+        self._telemetry = telemetry
         self._registration: tuple[bytes, int, wire.Registered] | None = None
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._newest_request = 0  # of the present learner
@@ -92,7 +96,7 @@ class LearnerSession:
         if take.enough and take.step == admission.step:
             self._parked = None
             return self._finish(identity, request)
-        fresh = take.step == admission.step and not admission.has_batch(take.step)
+        fresh = take.step == admission.step and admission.batch(take.step) is None
         try:
             numbers = admission.take(take.step)
         except RefusedError as error:
@@ -107,7 +111,7 @@ class LearnerSession:
             if alone is not None:
                 self._outbox.hold(identity, wire.Trial(step=take.step, number=alone), request, [alone])
                 return ""
-            batch = wire.Batch(step=take.step, telemetry=status.fleet(admission, self._peers))
+            batch = wire.Batch(step=take.step, telemetry={**status.fleet(admission, self._peers), **self._telemetry(take.step)})
             self._outbox.hold(identity, batch, request, numbers)
         elif admission.at_end:
             self._parked = None

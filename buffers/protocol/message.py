@@ -27,12 +27,14 @@ class MessageBase(BaseModel):
 
 
 class CreditItem(MessageBase):
-    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on."""
+    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on. place: of
+    its row in the first epoch, where a curriculum chooses among the rows of the run."""
 
     number: Count
     attempt: Count
     lowest_version: Version
     row: str = ""
+    place: Count | None = None
 
 
 class Telemetry(MessageBase):

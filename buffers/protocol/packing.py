@@ -232,10 +232,15 @@ def _wrong(header: GroupHeader, reason: str, detail: str) -> WireError:
 
 def decode_put(frames: Frames) -> Group:
     """The group in the frames of a Put, which a journal may have kept since an older protocol; raises WireError."""
-    _, put, arrays = decode(frames, max_frame_bytes=MAX_FRAME_BYTES, oldest=_OLDEST_PUT)
+    return unpack_group(put_header(frames), frames[1:])
+
+
+def put_header(frames: Frames) -> GroupHeader:
+    """As `decode_put`, but for the arrays."""
+    _, put, _ = decode(frames, max_frame_bytes=MAX_FRAME_BYTES, oldest=_OLDEST_PUT)
     if not isinstance(put, Put):
         raise WireError(f"a batch holds a {put.type!r} where a put belongs")
-    return unpack_group(put.group, arrays)
+    return put.group
 
 
 def to_parts(frames: Frames) -> Frames:

@@ -284,9 +284,9 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._queued)
 
-    def has_batch(self, step: int) -> bool:
-        """Whether batch `step` is made up already (and not committed)."""
-        return step in self._batches.of
+    def batch(self, step: int) -> list[int] | None:
+        """The numbers of batch `step` in order, where it is made up already (and not committed)."""
+        return sorted(self._batches.of[step]) if step in self._batches.of else None
 
     @property
     def num_left(self) -> int:

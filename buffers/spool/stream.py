@@ -90,7 +90,10 @@ class Stream:
 
     def row(self, number: int) -> str:
         """The row of a group number, a JSON object; of numbers that exist."""
-        index = number // self.repeat
+        return self.row_at(number // self.repeat)
+
+    def row_at(self, index: int) -> str:
+        """The row of this index, a JSON object."""
         start = self._starts[index]
         end = self._starts[index + 1] if index + 1 < self.num_rows else self._end
         try:

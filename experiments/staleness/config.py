@@ -243,12 +243,14 @@ def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
 
 
 def _comparable(config: Config, base: Path) -> Config:
-    """Raises ConfigError for a run without an end, or whose prompts are used up."""
-    if config.max_steps is None or config.data.spool is not None:
-        has = "no max_steps" if config.max_steps is None else f"data.source = {config.data.source!r}"
+    """Raises ConfigError for a run without an end, or whose prompts are used up, or chosen by how it went."""
+    curriculum = config.data.curriculum
+    if config.max_steps is None or config.data.spool is not None or curriculum.is_on:
+        own = f"data.curriculum.reward = {curriculum.reward!r}" if curriculum.is_on else f"data.source = {config.data.source!r}"
+        has = "no max_steps" if config.max_steps is None else own
         raise ConfigError(
             f"the runs of a sweep are compared over the same steps and prompts, and {base} has {has}; set max_steps, and data "
-            "that are all there"
+            "that are all there and come in their order"
         )
     return config
 

@@ -133,6 +133,7 @@ class StepClock:
             "groups/filtered_total": telemetry.get("groups/filtered", 0.0),
             "actors": actors,
             "canary/drift": telemetry.get("canary_drift", 0.0) / max(1.0, actors),
+            **{name: value for name, value in telemetry.items() if name.startswith("curriculum/")},
         }
 
     def _idle(self, telemetry: Mapping[str, float]) -> float:

@@ -97,6 +97,7 @@ class ScriptedHub:
             return self.ends
         assert self.published is not None
         telemetry = {"queue/depth": 3.0, "actors": 2.0, "busy_s": 3.0 * (step + 1), "idle_s": 1.0 * (step + 1)}
+        telemetry |= dict.fromkeys(("curriculum/new", "curriculum/hard", "curriculum/retired", "curriculum/pass_rate"), 0.5)
         return TakenBatch(step, tuple(self.batches[step]), telemetry)
 
     def tried(self, suspect: SuspectGroup) -> None:

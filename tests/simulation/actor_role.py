@@ -129,10 +129,12 @@ class FakeScoring:
 class ActorRole:
     """An actor's process under one name: the real `Worker`, turned by the world."""
 
-    def __init__(self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int) -> None:
+    def __init__(
+        self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int, rows: int = 1
+    ) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
-        rows = [Row("p", {})]
-        self._work = Work(7, rows, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
+        of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
+        self._work = Work(7, of_run, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
         if hub.bound.refills:
             self._work = replace(self._work, refill=Composition())
         self._life = 0

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import cast
 
 from async_rlhf.buffers.config import Fsync, QueueConfig, WeightsConfig
+from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -32,6 +35,7 @@ INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may
 ADOPT_TIMEOUT_S = 2.0
 PROGRESS_TIMEOUT_S = 6.0
 SPOOL = Path("/spool")
+CURRICULUM = CurriculumConfig(reward="reward", new_share=0.3, hard_share=0.2)
 
 
 class HubRole:
@@ -40,14 +44,14 @@ class HubRole:
     def __init__(
         self, world: World, bound: Bound, observer: Observer, *,
         max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int, machine: Machine, shares: bool,
-        fed: bool = False,
+        fed: bool = False, chosen: int = 0,
     ) -> None:  # fmt: skip
-        """fed: prompts come while the run goes on, out of the spool."""
-        self._fed, self._spool = fed, None
+        """fed: prompts come while the run goes on, out of the spool. chosen: of so many (or those) a curriculum chooses."""
+        self._fed, self._chosen, self._prompts = fed, chosen, None
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
         self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=ADOPT_TIMEOUT_S)
-        self.disk = (JournalingDisk if fed else MemoryDisk)(world.rng)
+        self.disk = (JournalingDisk if fed or chosen else MemoryDisk)(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,
@@ -81,10 +85,10 @@ class HubRole:
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
             clock = lambda: self.world.now  # noqa: E731
             life = f"life {self._life}"
-            bound, self._spool = self.bound, self._open_spool()
-            if self._spool is not None:
-                bound = replace(bound, numbers=self._spool.stream.num_numbers, coming=True)
-            exchange = Exchange(self._config, bound, journal, weights, clock, life, self.weights, quarantine, spool=self._spool)
+            bound, self._prompts = self._open_prompts()
+            exchange = Exchange(
+                self._config, bound, journal, weights, clock, life, self.weights, quarantine, prompts=self._prompts
+            )
         except HubKilledError:
             self.kill()
             return
@@ -98,11 +102,24 @@ class HubRole:
         self.network.listen()
         self._tick(self._life)
 
-    def _open_spool(self) -> Spool | None:
-        if not self._fed:
-            return None
-        own = Path("/hub/data/spool")
-        return Spool(SPOOL, own, Stream(own, files=self.disk), lambda lines: [line.decode() for line in lines], self.disk)
+    def _open_prompts(self) -> tuple[Bound, Prompts | None]:
+        if not self._fed and not self._chosen:
+            return self.bound, None
+        own, spool, order = Path("/hub/data/spool"), None, None
+        if self._fed:
+            stream = Stream(own, files=self.disk)
+            spool = Spool(SPOOL, own, stream, lambda lines: [line.decode() for line in lines], self.disk)
+            bound = replace(self.bound, numbers=stream.num_numbers, coming=True)
+        if self._chosen:
+            order = Order(own.parent, CURRICULUM, files=self.disk)
+            bound = replace(self.bound, numbers=order.num_numbers, coming=True)
+        return bound, Prompts(spool, order, CURRICULUM, self._chosen)
+
+    @property
+    def places(self) -> list[int]:
+        """What the curriculum has chosen, as it is on the disk."""
+        order = Order(Path("/hub/data"), CURRICULUM, files=self.disk)
+        return [order.place(number) for number in range(order.num_numbers)]
 
     def feed(self, name: str, first: int, num_rows: int) -> None:
         """A producer's file comes into the spool, whole and durable, with the rows of these numbers."""
@@ -134,7 +151,7 @@ class HubRole:
 
     def _die(self) -> None:
         self._life += 1
-        self._journal = self.exchange = self._spool = None
+        self._journal = self.exchange = self._prompts = None
         self._inbox.clear()
         self._round_due, self._stands_until = False, 0.0
         self.machine.end("hub")
@@ -192,8 +209,8 @@ class HubRole:
         def tick() -> None:
             assert self.exchange is not None
             self.exchange.tick()
-            if self._spool is not None:
-                self._spool.turn()
+            if self._prompts is not None and self._prompts.spool is not None:
+                self._prompts.spool.turn()
             self._settle()
 
         self._alive(life, tick)

@@ -1,7 +1,8 @@
 """What must be true at every moment, checked from outside: an observer with a memory of its own.
 
 bound         a token trained on is at most S steps from the learner's step; in exact mode of exactly the version due
-truth         a token's recorded version is that of the weights that really sampled it, and a group's row is its own
+truth         a token's recorded version is that of the weights that really sampled it, and a group's row is its own; where a
+              curriculum chooses it, the same whenever the group is made
 ledger        every credit is in exactly one place
 lost          an acknowledged group is queued, in a batch, in every checkpoint that is kept, or known to be filtered
 twice         no group is trained on twice by the surviving optimizer state, and none that was filtered
@@ -35,8 +36,9 @@ SILENT_S = 1.49
 class Observer:
     """Remembers what was promised (acknowledgements, batches, checkpoints) and compares."""
 
-    def __init__(self, bound: Bound, max_attempts: int) -> None:
-        self._bound, self._max_attempts = bound, max_attempts
+    def __init__(self, bound: Bound, max_attempts: int, *, chooses: bool = False) -> None:
+        self._bound, self._max_attempts, self._chooses = bound, max_attempts, chooses
+        self._rows: dict[int, int] = {}  # of groups that were trained on, where a curriculum chooses
         self.ends = self.claims = 0  # of actors, names that went to another process included; names that one claimed
         self._holders: dict[str, tuple[str, float]] = {}  # name -> the process that had it last, and when that was heard
         self.trying: int | None = None  # the group that the learner has alone
@@ -136,7 +138,8 @@ class Observer:
             raise ViolationError("replay", f"batch {step} was {before} and is now {made_up}")
         self._batches[step] = made_up
         for group in groups:
-            if group.columns.get("n", group.number) != group.number:
+            row = group.columns.get("n", group.number)
+            if row != (self._rows.setdefault(group.number, row) if self._chooses else group.number):
                 raise ViolationError("truth", f"group {group.number} was made of the row of group {group.columns['n']}")
             for rollout in group.rollouts:
                 versions = rollout.versions.tolist()

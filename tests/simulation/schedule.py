@@ -91,6 +91,8 @@ class Shape:
     """Checkpoints that the learner may come back from."""
     fed: tuple[tuple[float, int], ...] = ()
     """When files come into the spool, and with how many rows; without, all prompts are there."""
+    chosen: int = 0
+    """Prompts that a curriculum chooses among: all of the run's; of a spool those that have come. 0: there is no curriculum."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -124,7 +126,7 @@ class Shape:
             faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
-        return _fed(seed, drawn)
+        return _chosen(seed, _fed(seed, drawn))
 
 
 def _fed(seed: int, shape: Shape) -> Shape:
@@ -138,6 +140,14 @@ def _fed(seed: int, shape: Shape) -> Shape:
         files.append((rng.uniform(0, 0.4 * shape.steps), rows := rng.randint(1, left)))
         left -= rows
     return replace(shape, bound=bound, fed=tuple(sorted(files)))
+
+
+def _chosen(seed: int, shape: Shape) -> Shape:
+    """In a fifth of the schedules a curriculum chooses each group's prompt, with as many numbers as it takes."""
+    rng = Random(f"curriculum {seed}")
+    if rng.random() > 1 / 5:
+        return shape
+    return replace(shape, chosen=rng.randint(2, 12), bound=replace(shape.bound, numbers=1 << 40))
 
 
 def _with_refill(seed: int, bound: Bound) -> Bound:
@@ -158,6 +168,8 @@ class Result:
     mapped: int
     trace: tuple[tuple[float, str], ...]
     digest: str
+    places: tuple[int, ...]
+    """What a curriculum has chosen."""
 
 
 def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
@@ -166,17 +178,18 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     planned = shape.faults if faults is None else tuple(faults)
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
-    observer = Observer(shape.bound, shape.max_attempts)
+    observer = Observer(shape.bound, shape.max_attempts, chooses=bool(shape.chosen))
     machine = Machine(world.rng, shape.refusals)
     hub = HubRole(
         world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
         fsync=shape.fsync, max_bytes=shape.max_bytes, machine=machine, shares=shape.shares, fed=bool(shape.fed),
+        chosen=shape.chosen,
     )  # fmt: skip
     relay = RelayRole(hub)
     actors = [
         ActorRole(
             f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
-            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens,
+            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
         )
         for i in range(shape.actors)
     ]  # fmt: skip
@@ -207,7 +220,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
         except ViolationError as error:
             violation = error
     state = hub.exchange.status() if hub.exchange is not None else {}
-    return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest())
+    places = tuple(hub.places) if shape.chosen and violation is None else ()
+    return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest(), places)
 
 
 @contextmanager
@@ -298,7 +312,7 @@ def story(result: Result, last: int = 60) -> str:
         f"  steps {shape.steps}, actors {shape.actors} of capacity {shape.capacity}, group size {shape.group_size}, "
         f"save every {shape.save_every}, keep {shape.keep_last}, network {'wild' if shape.wild else 'tcp'}, weights "
         f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
-        f"{f', fed {shape.fed}' if shape.fed else ''}"
+        f"{f', fed {shape.fed}' if shape.fed else ''}{f', chosen among {shape.chosen}' if shape.chosen else ''}"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]
     lines += [f"  the hub at the end: {result.hub}"]

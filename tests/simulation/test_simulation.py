@@ -97,11 +97,26 @@ def test_the_schedules_map_weights_and_kill_relays() -> None:
 
 def test_the_schedules_feed_prompts_while_hubs_are_killed() -> None:
     """As many rows as were brought, each once, whatever became of the hub; some runs end by the end of the spool."""
-    fed = [schedule.run(seed) for seed in range(120) if schedule.Shape.of(seed).fed]
+    shapes = {seed: schedule.Shape.of(seed) for seed in range(140)}
+    fed = [schedule.run(seed) for seed, shape in shapes.items() if shape.fed and not shape.chosen]
     killed = [result for result in fed if "hub killed" in [label for _, label in result.trace]]
     assert len(fed) > 12 and len(killed) > 3
     assert any(result.hub["spool"]["ended"] for result in fed)
     assert {result.hub["spool"]["rows"] - result.shape.bound.num_numbers for result in fed} == {0}
+
+
+def test_what_a_curriculum_chooses_does_not_depend_on_what_dies_or_who_is_faster() -> None:
+    """Scores here follow from the number alone, as they do from its seeds in exact mode; quarantine takes numbers away."""
+    compared = killed = 0
+    for seed in range(600):
+        shape = schedule.Shape.of(seed)
+        if shape.chosen and not shape.fed and not shape.bound.refills and shape.bound.window == 1 and not shape.poison:
+            faulty, calm = schedule.run(seed), schedule.run(seed, [])
+            if not faulty.hub["ledger"]["quarantined"]:
+                assert faulty.places == calm.places and len(faulty.places) > shape.bound.num_groups
+                compared += 1
+                killed += "hub killed" in [label for _, label in faulty.trace]
+    assert compared > 20 and killed > 5
 
 
 def test_the_schedules_send_deltas_and_drop_late_actors() -> None:

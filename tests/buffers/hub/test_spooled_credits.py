@@ -12,6 +12,7 @@ import pytest
 
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -33,7 +34,7 @@ class Fed:
         self.source.mkdir()
         self.spool = Spool(self.source, folder / "own", stream, lambda lines: [line.decode() for line in lines])
         self.exchange = Exchange(
-            QueueConfig(max_staleness=1), BOUND, journal, WeightStore(), lambda: 0.0, "x", spool=self.spool
+            QueueConfig(max_staleness=1), BOUND, journal, WeightStore(), lambda: 0.0, "x", prompts=Prompts(self.spool)
         )
         self.hear(LEARNER, wire.Register(step=0, committed=0, learner="l"))
         self.hear(LEARNER, WeightSet.of(1, 0, {}).announcement())

@@ -344,7 +344,7 @@ class Run:
 
     def take(self) -> bool:
         step = self.step
-        fresh = not self.hub.has_batch(step)
+        fresh = self.hub.batch(step) is None
         batch = self.hub.take(step)
         if batch is None:
             return False

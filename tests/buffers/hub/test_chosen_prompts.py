@@ -1,0 +1,203 @@
+"""A hub with a curriculum: credits name places, batches count when they are durable, and a run ends when all is retired."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.curriculum.order import Order
+from async_rlhf.buffers.files import Disk
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.hub.prompts import Prompts
+from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.record import Score
+from async_rlhf.buffers.spool.claims import Spool
+from async_rlhf.buffers.spool.deposit import put
+from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.weights.store import WeightStore
+from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.place import a_group
+
+ACTOR, LEARNER = b"a", b"c"
+BOUND = Bound(groups_per_batch=2, max_staleness=0, num_groups=1 << 62, numbers=0, coming=True)
+
+
+class Chosen:
+    """A hub of a run with `num_rows` rows, or a spool; its actor and its learner are the test."""
+
+    def __init__(self, folder: Path, num_rows: int, *, fed: bool = False, refills: int = 0, **settings: Any) -> None:
+        config = CurriculumConfig(reward="right", **settings)
+        self.order, self.journal, self.spool = Order(folder / "data", config), Journal(folder / "queue"), None
+        if fed:
+            (folder / "spool").mkdir(exist_ok=True)
+            own = folder / "data" / "spool"
+            self.spool = Spool(folder / "spool", own, Stream(own), lambda lines: [line.decode() for line in lines])
+        prompts = Prompts(self.spool, self.order, config, num_rows)
+        bound = replace(BOUND, refills=refills, numbers=self.order.num_numbers)
+        self.exchange = Exchange(
+            QueueConfig(max_staleness=0), bound, self.journal, WeightStore(), lambda: 0.0, "x", prompts=prompts
+        )
+        self.credits: dict[int, wire.CreditItem] = {}
+        self.ends: list[str] = []
+        self.batches: list[wire.Batch] = []
+
+    def begin(self, step: int = 0) -> None:
+        self.hear(LEARNER, wire.Register(step=step, committed=0, learner="l"))
+        self.publish(step)
+        self.hear(ACTOR, wire.Hello(actor="anna", life="1", capacity=9, fence=1, version=step))
+
+    def publish(self, version: int) -> None:
+        self.hear(LEARNER, WeightSet.of(1, version, {}).announcement())
+        self.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
+
+    def make(self, number: int, score: float | str, *, constant: bool = False) -> None:
+        group = a_group(number, self.credits[number].attempt, self.exchange._admission.published or 0, "anna")
+        told = Score(failure=score) if isinstance(score, str) else Score(score)
+        group = replace(group, rollouts=tuple(replace(rollout, scores={"right": told}) for rollout in group.rollouts))
+        header, arrays = packing.pack_group(group)
+        self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
+
+    def take(self, step: int) -> None:
+        self.hear(LEARNER, wire.Take(fence=1, step=step))
+
+    def train(self, step: int) -> None:
+        self.take(step)
+        self.hear(LEARNER, wire.Trained(fence=1, step=step))
+        self.publish(step + 1)
+
+    def hear(self, who: bytes, message: wire.Message, arrays: Any = ()) -> None:
+        self.exchange.receive(who, wire.encode(message, list(arrays), 1))
+        self.turn()
+
+    def turn(self) -> None:
+        while self.spool is not None and self.spool.turn():
+            pass
+        self.exchange.settle()
+        for _, *frames in self.exchange.outbox.messages:
+            said = wire.decode(frames, max_frame_bytes=1 << 24)[1]
+            if isinstance(said, wire.Credits):
+                self.credits |= {item.number: item for item in said.credits}
+            elif isinstance(said, wire.Ended):
+                self.ends.append(said.reason)
+            elif isinstance(said, wire.Batch):
+                self.batches.append(said)
+        self.exchange.outbox.messages.clear()
+
+    def places(self) -> dict[int, int | None]:
+        return {number: item.place for number, item in self.credits.items()}
+
+    def close(self) -> None:
+        self.journal.close()
+        self.order.close()
+        if self.spool is not None:
+            self.spool.stream.close()
+
+
+def refuse_the_order(file: Any) -> None:
+    """A sync for which there is no room, of that file."""
+    if file.name.endswith("order.jsonl"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Iterator[Callable[..., Chosen]]:
+    with ExitStack() as stack:
+
+        def make(num_rows: int, **settings: Any) -> Chosen:
+            made = Chosen(tmp_path, num_rows, **settings)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_what_is_solved_comes_no_more_and_the_run_ends_when_everything_is(chosen: Callable[..., Chosen]) -> None:
+    hub = chosen(3, retire_after=1, new_share=0.0)
+    hub.begin()
+    assert hub.places() == {0: 0, 1: 1}
+    hub.make(0, 1.0)
+    hub.make(1, 0.0)
+    hub.train(0)
+    assert hub.batches[0].telemetry["curriculum/new"] == 1.0
+    assert sorted(place for number, place in hub.places().items() if number > 1) == [1, 2]
+    assert hub.exchange.status()["curriculum"] == {"places": 3, "new": 0, "hard": 1, "retired": 1, "pass_rate": 0.5}
+    hub.make(2, 1.0)
+    hub.make(3, 1.0)
+    hub.train(1)
+    hub.take(2)
+    assert hub.ends == ["finished"] and len(hub.credits) == 4
+    hub.close()
+    again = chosen(3, retire_after=1, new_share=0.0).order
+    assert (again.describe(0)["new"], again.describe(1)["retired"]) == (1.0, 1.0), "a batch that is given again says the same"
+
+
+def test_a_hub_that_comes_back_counts_a_batch_that_its_journal_has_and_its_order_not(
+    chosen: Callable[..., Chosen], tmp_path: Path
+) -> None:
+    hub = chosen(6)
+    hub.begin()
+    hub.make(0, 0.5)
+    hub.make(1, "the judge is away")
+    before = (tmp_path / "data" / "order.jsonl").read_bytes()
+    hub.take(0)
+    counted = (tmp_path / "data" / "order.jsonl").read_bytes()
+    assert json.loads(counted.splitlines()[-1])["outcomes"] == [[0, 0.0], [1, None]]
+    hub.close()
+    (tmp_path / "data" / "order.jsonl").write_bytes(before)
+    again = chosen(6)
+    again.turn()
+    assert (tmp_path / "data" / "order.jsonl").read_bytes() == counted
+
+
+def test_a_batch_is_not_given_before_its_outcomes_are_on_disk(chosen: Callable[..., Chosen], tmp_path: Path) -> None:
+    hub = chosen(6)
+    hub.begin()
+    hub.make(0, 1.0)
+    hub.make(1, 0.0)
+    with patch.object(Disk, "sync", side_effect=refuse_the_order):
+        hub.take(0)
+        assert hub.batches == [] and hub.exchange.status()["state"] == "disk full"
+    hub.exchange.tick()
+    hub.turn()
+    assert len(hub.batches) == 1 and hub.exchange.status()["curriculum"]["hard"] == 1
+    written = map(json.loads, (tmp_path / "data" / "order.jsonl").read_text().splitlines())
+    assert [line["step"] for line in written] == [None, 0]
+
+
+def test_a_filtered_group_counts_with_the_next_batch_and_another_place_is_there_at_once(chosen: Callable[..., Chosen]) -> None:
+    hub = chosen(9, refills=2)
+    hub.begin()
+    hub.make(0, 1.0, constant=True)
+    assert hub.places() == {0: 0, 1: 1, 2: 2} and hub.exchange.status()["curriculum"]["pass_rate"] == 0.0
+    hub.make(1, 0.0)
+    hub.make(2, 0.0)
+    hub.train(0)
+    assert hub.exchange.status()["curriculum"]["pass_rate"] == pytest.approx(1 / 3)
+
+
+def test_rows_of_a_spool_are_chosen_among_those_that_have_come(chosen: Callable[..., Chosen], tmp_path: Path) -> None:
+    hub = chosen(0, fed=True, retire_after=1)
+    hub.begin()
+    put(tmp_path / "spool", [b'{"prompt": "a"}', b'{"prompt": "b"}'])
+    hub.turn()
+    assert [json.loads(hub.credits[number].row)["prompt"] for number in (0, 1)] == ["a", "b"]
+    hub.make(0, 1.0)
+    hub.make(1, 1.0)
+    hub.train(0)
+    hub.take(1)
+    assert hub.exchange.status()["lacks_prompts"] and hub.ends == [], "all are retired, and more may come"
+    put(tmp_path / "spool", [b'{"prompt": "c"}'])
+    hub.turn()
+    assert [json.loads(item.row)["prompt"] for number, item in hub.credits.items() if number > 1] == ["c", "c"]
