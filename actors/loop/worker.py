@@ -242,7 +242,7 @@ class Worker:
         self._shown.pop(completion.key, None)
         group = self._open[completion.key.group]
         text = self._work.decode(completion.token_ids.tolist())
-        generated = StageTime(group.began, time.time())
+        generated = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back meanwhile
         group.completions[completion.key.member] = (completion, text, generated)
         self._count["tokens_total"] += len(completion.token_ids)
         self._count["completions_total"] += 1
