@@ -232,8 +232,7 @@ class Spool:
                 self._num_rejected[claim.name] = num_rejected
         if rows:
             self.stream.append(rows)
-        for claim in done:
-            self._files.unlink(claim.path)
+        self._files.unlink_all([claim.path for claim in done])
         del waiting[: len(done)]
 
     def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
