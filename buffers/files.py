@@ -9,6 +9,8 @@ import errno
 import fcntl
 import hashlib
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ import xxhash
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: there is no room now."""
+_AT_A_TIME = 8
 
 
 class File(Protocol):
@@ -49,6 +52,7 @@ class Files(Protocol):
     def truncate(self, path: Path, size: int) -> None: ...
     def replace(self, path: Path, new: Path) -> None: ...
     def unlink(self, path: Path) -> None: ...
+    def unlink_all(self, paths: Sequence[Path]) -> None: ...
 
 
 class Disk:
@@ -115,6 +119,15 @@ class Disk:
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def unlink_all(self, paths: Sequence[Path]) -> None:
+        """In any order. Several at a time: a file system may wait milliseconds to free the blocks of each."""
+        if len(paths) <= _AT_A_TIME:
+            for path in paths:
+                self.unlink(path)
+            return
+        with ThreadPoolExecutor(_AT_A_TIME, "unlink") as pool:
+            list(pool.map(self.unlink, paths))
 
 
 DISK = Disk()

@@ -104,11 +104,12 @@ def toml(value: Any) -> str:
 
 
 class Command:
-    """A real `async-rlhf` process, with its children in sight; with program a script of a user."""
+    """A real process, with its children in sight: `async-rlhf`, a script of a user, or of another interpreter."""
 
-    def __init__(self, arguments: list[str], cwd: Path, *, program: bool = False) -> None:
+    def __init__(self, arguments: list[str], cwd: Path, *, program: bool = False, interpreter: str = "") -> None:
+        ours = [] if program or interpreter else ["-m", "async_rlhf"]
         self.process = subprocess.Popen(
-            [sys.executable, *([] if program else ["-m", "async_rlhf"]), *arguments],
+            [interpreter or sys.executable, *ours, *arguments],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

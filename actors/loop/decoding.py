@@ -26,15 +26,18 @@ class Decoding:
 
     def stepped(self, began: float) -> None:
         """The engine has just decoded, since `began`."""
+        if began < self._until:  # the clock was set back: no stretch before that can be compared with what comes
+            self._stretches, self._until = Activity(), began
         if began - self._until > _PAUSE_S:
             self._record("idle", self._until, began)
         else:
             began = self._until
-        self._until = time.time()
+        self._until = max(began, time.time())
         self._stretches.add(began, self._until)
 
     def overlap(self, began: float, ended: float) -> StageTime:
         """A stage that ran then, with those of its seconds in which the engine decoded."""
+        ended = max(began, ended)  # the clock may have been set back meanwhile
         return StageTime(began, ended, self._stretches.covers(began, ended))
 
     def forget(self, before: float) -> None:

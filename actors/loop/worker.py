@@ -247,7 +247,7 @@ class Worker:
         key, completion = played.completion.key, played.completion
         self._shown.pop(key, None)
         group = self._open[key.group]
-        group.played[key.member] = played, StageTime(group.began, time.time())
+        group.played[key.member] = played, StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
         self._count["tokens_total"] += len(completion.logprobs)
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._work.group_size)

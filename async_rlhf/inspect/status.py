@@ -27,6 +27,7 @@ from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.display import held_out, line
 from async_rlhf.run.live import changes
+from async_rlhf.run.restarts import read_restarts
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable, read_last_lines
 
@@ -130,6 +131,7 @@ def read(run: RunDir) -> dict[str, Any]:
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
+        "restarts": tried(lambda: read_restarts(run.restarts), {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run), []),
         "evaluations": evaluations,
@@ -161,6 +163,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
     if found["scorer"]:
         lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
+    if restarts := found["restarts"]:
+        lines.append("started again: " + ", ".join(f"{role} {count}" for role, count in sorted(restarts.items())))
     if found["alive"] and found["hub"].get("waiting_for"):
         lines.append(f"waiting: {found['hub']['waiting_for']}")
     if spool := found["hub"].get("spool"):

@@ -60,6 +60,7 @@ from async_rlhf.run.lacks import LackWatch
 from async_rlhf.run.launching import with_ranks
 from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
+from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, highest_step, is_step
 from async_rlhf.run.terminal import Signals, on_signals
@@ -100,6 +101,7 @@ class Supervisor:
         self._step = self._highest = self._num_records = 0
         self._spent = Spent()
         self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
+        self._restarts = Restarts(run.restarts)
         self._now = SupervisedTime()
         self._last_step_at = self._now()
         self._children: dict[str, Child] = {}
@@ -306,6 +308,7 @@ class Supervisor:
         except OSError as error:
             self._died(child, f"before it began: {error}")
             return
+        self._restarts.count(child.node.role)
         if child.node.role == "hub" and self._draining:
             self._courier.drain()
 

@@ -8,6 +8,7 @@ metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample 
 evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
 changes.jsonl    what was changed while it went on, and from which step on (`learner.loop.changes`)
 events.jsonl     what may need a person (supervisor)
+restarts.json    how often each role was started again (supervisor)
 tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
 clocks/<actor>.jsonl  how far the clock of its host is from the supervisor's, where an agent is there (supervisor)
@@ -105,6 +106,7 @@ class RunDir:
         self.ledger = path / "ledger.json"
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
+        self.restarts = path / "restarts.json"
         self.tracked = path / "tracking.json"
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"

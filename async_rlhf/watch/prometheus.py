@@ -50,6 +50,7 @@ _EVALUATION = (
     ("evaluation_accuracy_ratio", "accuracy", "Share of held-out prompts solved, newest evaluation"),
 )
 _Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily)
+_ROLES = ("hub", "actor", "learner")  # every run has them; those that it may have besides are shown once one was started again
 _PLACES = ("leased", "queued", "in_flight", "trained", "stale", "filtered", "failed", "quarantined")
 
 
@@ -84,6 +85,7 @@ class RunsCollector(Collector):
             yield _gauge(name, words, newest, metric)
         yield _gauge("weights_version", "Newest published weights", hub, "version")
         yield _counter("learner_starts", "Lives of the learner", hub, "fence")
+        yield _restarts(_part(found, "restarts"))
         yield from _ledger(hub)
         yield from _actors(hub)
 
@@ -93,6 +95,14 @@ def exposition(runs: Runs) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(runs))
     return generate_latest(registry)
+
+
+def _restarts(counts: Mapping[str, Mapping[str, Any]]) -> Metric:
+    family = CounterMetricFamily("async_rlhf_restarts", "Processes that were started again", labels=("run", "role"))
+    for name, roles in counts.items():
+        for role in {**dict.fromkeys(_ROLES, 0), **roles}:
+            family.add_metric((name, role), roles.get(role, 0))
+    return family
 
 
 def _ledger(hubs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

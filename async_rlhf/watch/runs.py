@@ -29,7 +29,7 @@ _MAX_READINGS = 16
 _MAX_TEXT = 4000
 _NOTHING: dict[str, Any] = {
     "state": "cannot be read", "step": 0, "max_steps": 0, "alive": False, "last": None, "hub": {}, "config": {},
-    "evaluations": [], "ended": None,
+    "evaluations": [], "ended": None, "restarts": {},
 }  # fmt: skip
 _OF_EVALUATION = ("label", "step", "time", "mean_reward", "accuracy", "missing")
 
@@ -211,7 +211,7 @@ def _chosen(run: RunDir) -> dict[str, Any]:
 def _stamp(run: RunDir) -> tuple[object, ...]:
     """Changes when a file changes that a summary is of; the first part is of its configuration."""
     stamps: list[object] = []
-    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger):
+    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger, run.restarts):
         try:
             found = path.stat()
             stamps.append((found.st_mtime_ns, found.st_size))

@@ -75,7 +75,7 @@ class Actor:
         """It has made this group, which perhaps must wait for room: that is no lack of progress."""
         if number in self.leases:
             self._moved[number] = self._moved.get(number, (0, now))[0], now
-            self.finished.add(number)
+            self.finished = (self.finished & self.leases.keys()) | {number}
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:
         """Its groups that made no progress for so long, counted from the first look at each, and whether it works on them: it

@@ -164,7 +164,7 @@ class Journal:
         promised, self._promised = self._promised, False
         if promised:
             self._tidy()
-        if (wanted or promised) and self._end > self._segment_bytes:
+        if (wanted or promised) and self._end > max(self._segment_bytes, 2 * self._head_bytes):
             self._begin_segment()
         elif wanted:
             self._mark(file)
@@ -228,6 +228,7 @@ class Journal:
         self._segments.append(self._segment)
         self._end = self._good = 0
         self._append(segment.STATE, self._state)
+        self._head_bytes = self._end  # a large state is not all that a segment holds, else every sync would begin another
 
     def _open(self) -> File:
         """The present segment, without what a broken write left behind its good part."""

@@ -31,7 +31,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,10 @@ class Spool:
         self.stream, self._source, self._check, self._files = stream, source, check, files
         self._directory, self._claimed, self._rejected = directory, directory / "claimed", directory / "rejected"
         self._prefix = ""  # of the names in the spool that are this run's
+        self._seen: list[str] = []  # what lay in the spool at the last look and is to be claimed, the last name first
         self._waiting: list[str] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
-        self._next, self._more = 1, False
+        self._next = 1
         self._num_rejected: dict[str, int] = {}  # by the name of the claim
         self.problem = ""
         """Why nothing more can be claimed or bound now."""
@@ -88,7 +88,7 @@ class Spool:
         except OSError as error:
             if self._claim is not None:
                 self._claim.close()
-            self._waiting, self._claim, self._more = None, None, False
+            self._waiting, self._claim, self._seen = None, None, []
             if self.problem != (problem := f"the spool {self._source} cannot be used: {error}"):
                 _log.error("%s; it is tried again", problem)
             self.problem = problem
@@ -96,7 +96,7 @@ class Spool:
         if self.problem:
             _log.warning("the spool %s can be used again", self._source)
         self.problem = ""
-        return bool(self._waiting) or self._more
+        return bool(self._waiting or self._seen)
 
     def status(self) -> dict[str, Any]:
         """For an operator: rows that are bound, lines set aside, whether there is an end, and what stands in the way."""
@@ -139,7 +139,23 @@ class Spool:
             reader.close()
 
     def _collect(self, waiting: list[str]) -> None:
-        """Claim what is there. Where there is nothing and the spool has ended, so has the stream."""
+        """Claim the next of what is there. Where there is nothing and the spool has ended, so has the stream."""
+        is_last, num_taken = False, 0
+        if not self._seen:
+            is_last = self._look(waiting)
+        while self._seen and num_taken < _CLAIMS:
+            path = self._source / self._seen.pop()
+            if self._files.is_readable(path):
+                self._take(path, waiting)
+                num_taken += 1
+        if num_taken:
+            self._files.sync_path(self._claimed)
+            self._files.sync_path(self._source)
+        elif is_last:
+            self.stream.end()
+
+    def _look(self, waiting: list[str]) -> bool:
+        """Note what there is to be claimed; whether nothing further will come."""
         names = self._files.names(self._source)
         ended = END in names
         if ended:
@@ -148,27 +164,19 @@ class Spool:
         self._next = max([self._next, *(1 + _number(name.removeprefix(self._prefix)) for name in mine)])
         for name in mine:
             self._fetch(name, waiting)
-        readable = (name for name in sorted(filter(is_ready, names)) if self._files.is_readable(self._source / name))
-        ready = list(islice(readable, _CLAIMS + 1))
-        self._more = len(ready) > _CLAIMS
-        for name in ready[:_CLAIMS]:
-            self._take(name, waiting)
-        if ready:
-            self._files.sync_path(self._claimed)
-            self._files.sync_path(self._source)
-        elif ended and not mine:
-            self.stream.end()
+        self._seen = sorted(filter(is_ready, names), reverse=True)
+        return ended and not mine
 
-    def _take(self, name: str, waiting: list[str]) -> None:
-        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
+    def _take(self, path: Path, waiting: list[str]) -> None:
+        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(path.name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
         try:
-            self._files.replace(self._source / name, self._claimed / claim)
+            self._files.replace(path, self._claimed / claim)
         except FileNotFoundError:
             return  # another run has it
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._files.replace(self._source / name, self._source / f"{self._prefix}{claim}")
+            self._files.replace(path, self._source / f"{self._prefix}{claim}")
             self._next += 1
             self._files.sync_path(self._source)
             self._fetch(f"{self._prefix}{claim}", waiting)
@@ -210,8 +218,7 @@ class Spool:
         num_bytes = 0
         while num_bytes < _PIECE and len(done) < len(waiting):
             if self._claim is None:
-                name = waiting[len(done)]
-                self._claim = _Claim(self._files, self._claimed / name, self._rejected / name)
+                self._claim = _Claim(self._files, self._claimed / waiting[len(done)], self._rejected)
             claim, read = self._claim, self._claim.read()
             if read is None:
                 self._claim = None
@@ -225,8 +232,7 @@ class Spool:
                 self._num_rejected[claim.name] = num_rejected
         if rows:
             self.stream.append(rows)
-        for claim in done:
-            self._files.unlink(self._claimed / claim.name)
+        self._files.unlink_all([claim.path for claim in done])
         del waiting[: len(done)]
 
     def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
@@ -253,10 +259,10 @@ class _Claim:
     """A claimed file that is read piece by piece, and the file of its lines that are set aside."""
 
     def __init__(self, files: Files, path: Path, rejected: Path) -> None:
-        self.name, self.number = path.name, _number(path.name)
+        """rejected: the directory of such files."""
+        self.path, self.name, self.number = path, path.name, _number(path.name)
         self.num_rejected = 0
         self._files, self._rejected = files, rejected
-        self._temporary = rejected.with_name(f".{rejected.name}.tmp")
         self._reader = files.reader(path)
         self._writer: File | None = None
         self._offset = self._line = 0
@@ -292,9 +298,13 @@ class _Claim:
             self._writer.flush()
             self._files.sync(self._writer)
             self._writer.close()
-            self._files.replace(self._temporary, self._rejected)
-            self._files.sync_path(self._rejected.parent)
+            self._files.replace(self._temporary, self._rejected / self.name)
+            self._files.sync_path(self._rejected)
         return self.num_rejected
+
+    @property
+    def _temporary(self) -> Path:
+        return self._rejected / f".{self.name}.tmp"
 
     def close(self) -> None:
         for file in (self._reader, self._writer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from tests.async_rlhf.test_faults import steps
 from tests.conftest import REPOSITORY, SMALL, toml, wait_for
+from tests.documents import blocks, lines
 
 README = (REPOSITORY / "README.md").read_text()
 # The only places in which a command of the test is not the README's. A first run is stopped, and a resumed one ends.
@@ -39,15 +39,11 @@ PROBLEMS = [{"prompt": "2 + 2", "completion": "it is 4", "answer": "4"}, {"promp
 
 def block(heading: str) -> str:
     """The first block of code behind this line."""
-    found = re.search(r"```(?:python)?\n(.*?)```", README[README.index(heading) :], re.S)
-    assert found is not None
-    return found[1]
+    return blocks(README, heading)[0]
 
 
 def commands(heading: str) -> list[list[str]]:
-    """Its lines without comments and without what is optional."""
-    lines = [re.sub(r"\[.*?\]", "", line.partition("#")[0]).strip() for line in block(heading).splitlines()]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("async-rlhf ")]
+    return [shlex.split(line)[1:] for line in lines(block(heading)) if line.startswith("async-rlhf ")]
 
 
 def made(verb: str) -> list[str]:

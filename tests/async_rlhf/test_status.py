@@ -16,6 +16,7 @@ from rich.console import Console
 
 from async_rlhf.inspect.status import lines, read, watch
 from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -81,6 +82,20 @@ def test_a_run_is_watched_until_it_ends(small: Callable[..., Any], terminal: boo
         assert [head.rsplit(": ")[-1] for head in heads] == [
             "starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4",
         ]  # fmt: skip
+
+
+def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small())
+    for roles in (("actor", "hub"), ("actor",)):
+        restarts = Restarts(run.restarts)  # of one start
+        for role in roles:
+            restarts.count(role)
+    assert "started again: actor 2, hub 1" in lines(run, read(run))
+    run.restarts.write_text('{"actor": "often"}')
+    damaged = read(run)
+    assert damaged["restarts"] == {} and "holds other things than counts" in damaged["problems"][0]
+    Restarts(run.restarts).count("hub")
+    assert read(run)["restarts"] == {"hub": 1}
 
 
 def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: Callable[..., Any]) -> None:

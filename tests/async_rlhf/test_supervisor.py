@@ -27,6 +27,7 @@ from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.evaluation import record_evaluation
 from async_rlhf.run.preparation import prepare
 from async_rlhf.run.progress import Progress
+from async_rlhf.run.restarts import read_restarts
 from async_rlhf.run.run_dir import End, RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import Command, file_size_limit, wait_for
@@ -80,6 +81,7 @@ def test_a_hub_that_ends_with_code_0_is_started_again(
         asked.halt()
     code, output = started.finish()
     assert code == 0 and "hub ended with code 0; starting it again" in output, output
+    assert read_restarts(RunDir(run).restarts)["hub"] == 1
     assert_whole(run, 20)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -12,7 +13,7 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Interval, Scored, ScoringPool
 from async_rlhf.buffers.clients.actor import ActorClient
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
@@ -20,7 +21,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Float32Array, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
-from tests.simulation.hub_role import BEAT_S, PROGRESS_TIMEOUT_S, TIMEOUT_S, HubRole
+from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import ANOTHER
 from tests.simulation.world import Network, SimLink, ViolationError
 
@@ -98,6 +99,7 @@ class FakeScoring:
 
     def __init__(self, rng: Random) -> None:
         self._rng, self._pending, self._lengths = rng, dict[RolloutKey, int](), dict[RolloutKey, int]()
+        self._began: dict[RolloutKey, float] = {}
         self.counters: dict[str, Any] = {}
 
     @property
@@ -106,16 +108,19 @@ class FakeScoring:
 
     def submit(self, key: RolloutKey, fields: Mapping[str, Any], place: object = None) -> None:
         self._pending[key] = self._rng.choice((0, 0, 0, 1, 3))
-        self._lengths[key] = len(fields["completion_ids"])
+        self._lengths[key], self._began[key] = len(fields["completion_ids"]), time.time()
 
     def poll(self) -> list[Scored[RolloutKey]]:
         done = [key for key, left in self._pending.items() if left == 0]
         self._pending = {key: left - 1 for key, left in self._pending.items() if left > 0}
         # Two numbers after each other whose members are worth the same, then two whose members are not.
         return [
-            Scored(key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0, reference=self._reference(key))
+            Scored(
+                key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0,
+                stages={"reward": Interval(self._began.pop(key), time.time())}, reference=self._reference(key),
+            )
             for key in done
-        ]
+        ]  # fmt: skip
 
     def _reference(self, key: RolloutKey) -> Float32Array | None:
         length = self._lengths.pop(key)
@@ -133,6 +138,7 @@ class ActorRole:
         self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int, rows: int = 1
     ) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
+        self._pace = hub.pace
         of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
         self._work = Work(7, of_run, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
         if hub.bound.refills:
@@ -150,7 +156,12 @@ class ActorRole:
         self.link = self._network.connect(self.name, lambda: self._soon(life))
         link = self.link
         client = ActorClient(
-            self._hub.address, self.name, beat_s=BEAT_S, timeout_s=TIMEOUT_S, connect=lambda *_: link, weights=self._hub.weights
+            self._hub.address,
+            self.name,
+            beat_s=self._pace.beat_s,
+            timeout_s=self._pace.timeout_s,
+            connect=lambda *_: link,
+            weights=self._hub.weights,
         )
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
         self._worker = Worker(self.name, client, self._engine, scoring, self._work, self._capacity, 0.5)
@@ -163,7 +174,7 @@ class ActorRole:
     def load(self, seconds: float) -> None:
         """The engine keeps the actor's thread for so long; the other one beats."""
         self.freeze(seconds)
-        if seconds > PROGRESS_TIMEOUT_S - 1:
+        if seconds > self._pace.progress_timeout_s - 1:
             self._hub.observer.ends += 1  # it may count
         if self.link is not None:
             self._beat_on(self._life, self._client)
@@ -173,7 +184,7 @@ class ActorRole:
             return
         if client._said_hello and client._newest is not None:
             client.beat(*client._newest)
-        self._hub.world.after(BEAT_S, f"beat {self.name}", lambda: self._beat_on(life, client))
+        self._hub.world.after(self._pace.beat_s, f"beat {self.name}", lambda: self._beat_on(life, client))
 
     def get_stuck(self) -> None:
         """Its engine samples nothing any more, until it is ended."""
@@ -190,9 +201,9 @@ class ActorRole:
         def claim(left: int) -> None:
             link.send(wire.encode(hello, request=left + 1))
             if left:
-                world.after(BEAT_S, f"another {self.name}", lambda: claim(left - 1))
+                world.after(self._pace.beat_s, f"another {self.name}", lambda: claim(left - 1))
             else:
-                world.after(BEAT_S, f"another {self.name} gives up", link.close)
+                world.after(self._pace.beat_s, f"another {self.name} gives up", link.close)
 
         claim(5)
 
@@ -250,4 +261,4 @@ class ActorRole:
             f"{self.name}/{life}", self._worker._fence, self._engine.version, wild=self._hub.network.was_wild
         )
         busy = self._engine.num_unfinished or self._scoring.num_pending
-        self._soon(life, world.rng.uniform(0.005, 0.03) if busy else BEAT_S)
+        self._soon(life, world.rng.uniform(0.005, 0.03) if busy else self._pace.beat_s)

@@ -9,6 +9,7 @@ the rest.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -173,6 +174,10 @@ class MemoryDisk:
         self.spend("unlink")
         if path in self._names:
             self._note(path, None)
+
+    def unlink_all(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            self.unlink(path)
 
     def _link(self, path: Path, node: Node) -> Node:
         self.spend("create")

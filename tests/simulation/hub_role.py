@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -30,12 +30,24 @@ from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
 
-BEAT_S, TICK_S, LEASE_S, TIMEOUT_S = 0.5, 0.5, 3.0, 15.0
 INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
-ADOPT_TIMEOUT_S = 2.0
-PROGRESS_TIMEOUT_S = 6.0
 SPOOL = Path("/spool")
 CURRICULUM = CurriculumConfig(reward="reward", new_share=0.3, hard_share=0.2)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long everybody waits for what, in seconds."""
+
+    beat_s: float = 0.5
+    tick_s: float = 0.5
+    lease_s: float = 3.0
+    timeout_s: float = 15.0
+    adopt_timeout_s: float = 2.0
+    progress_timeout_s: float = 6.0
+
+    def times(self, factor: float) -> Pace:
+        return Pace(*(factor * getattr(self, each.name) for each in fields(self)))
 
 
 class HubRole:
@@ -44,21 +56,21 @@ class HubRole:
     def __init__(
         self, world: World, bound: Bound, observer: Observer, *,
         max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int, machine: Machine, shares: bool,
-        fed: bool = False, chosen: int = 0,
+        fed: bool = False, chosen: int = 0, pace: Pace = Pace(),
     ) -> None:  # fmt: skip
         """fed: prompts come while the run goes on, out of the spool. chosen: of so many (or those) a curriculum chooses."""
-        self._fed, self._chosen, self._prompts = fed, chosen, None
+        self._fed, self._chosen, self._prompts, self.pace = fed, chosen, None, pace
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
-        self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=ADOPT_TIMEOUT_S)
+        self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=pace.adopt_timeout_s)
         self.disk = (JournalingDisk if fed or chosen else MemoryDisk)(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,
             exact=bound.exact,
             window=bound.window,
-            lease_s=LEASE_S,
-            progress_timeout_s=PROGRESS_TIMEOUT_S,
+            lease_s=pace.lease_s,
+            progress_timeout_s=pace.progress_timeout_s,
             max_attempts=max_attempts,
             fsync=fsync,
             fsync_interval_s=INTERVAL_S,
@@ -147,7 +159,7 @@ class HubRole:
         self.disk.crash()
         if self._config.fsync == "interval":
             # What was acknowledged in the last interval that had room on the disk, and the ticks between, may be lost.
-            self.observer.power_failed(self._room_at - INTERVAL_S - 2 * TICK_S)
+            self.observer.power_failed(self._room_at - INTERVAL_S - 2 * self.pace.tick_s)
 
     def _die(self) -> None:
         self._life += 1
@@ -215,7 +227,7 @@ class HubRole:
 
         self._alive(life, tick)
         if life == self._life:
-            self.world.after(TICK_S, "tick", lambda: self._tick(life))
+            self.world.after(self.pace.tick_s, "tick", lambda: self._tick(life))
 
     def _settle(self) -> None:
         exchange, journal = self.exchange, self._journal

@@ -117,7 +117,10 @@ class Observer:
             entry = admission._queued.get(number) or next(
                 (batch[number] for batch in admission._batches.of.values() if number in batch), None
             )
-            if number in self.durable | self.removed or (entry is not None and entry.attempt == attempt):
+            if number in self.removed or (entry is not None and entry.attempt == attempt):
+                continue
+            if number in self.durable:
+                del self._promised[number]  # for good
                 continue
             low = admission.order.lowest_version(number)
             foreign = abs(admission.step - oldest) > self._bound.max_staleness

@@ -19,7 +19,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
 from tests.simulation.errand import Errand, ErrandLink, SimPublication
-from tests.simulation.hub_role import TIMEOUT_S, HubRole
+from tests.simulation.hub_role import HubRole
 from tests.simulation.world import SimLink, ViolationError
 
 AnyLink = TypeVar("AnyLink", bound=SimLink)
@@ -118,8 +118,8 @@ class LearnerRole:
         links = {"learner": self.link, "learner-weights": self.weight_link}
         self._hub.machine.begin("learner")
         self._client = LearnerClient(
-            self._hub.address, timeout_s=TIMEOUT_S, connect=lambda _, name: links[name], weights=self._hub.weights,
-            start=self._begin_publication,
+            self._hub.address, timeout_s=self._hub.pace.timeout_s, connect=lambda _, name: links[name],
+            weights=self._hub.weights, start=self._begin_publication,
         )  # fmt: skip
         self._registered = self.trains = False
         while True:

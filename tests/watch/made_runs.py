@@ -32,6 +32,7 @@ def made_run(directory: Path, steps: int = 40, seed: int = 0, **overrides: Any) 
         asked = {"number": 1, "kind": "asked", "values": {"learner.learning_rate": [2e-4, 1e-4]}}
         applied = {"number": 1, "kind": "applied", "step": steps // 2}
         write_lines(directory / "changes.jsonl", [each | {"time": BEGAN + steps // 2} for each in (asked, applied)])
+        (directory / "restarts.json").write_text('{"actor": 3, "scorer": 1}')
         ended = {"code": 0, "reason": "all steps done", "finished": True}
         (directory / "ledger.json").write_text(json.dumps({**status(steps), "ended": ended}))
     return directory

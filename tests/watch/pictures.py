@@ -1,7 +1,8 @@
 """Pictures of the page: `python tests/watch/pictures.py OUT [RUN_DIR]`, all that a reviewer of the page wants to see.
 
 Desktop and phone, light and dark, of a run of 100,000 steps, an empty and a broken one, of runs compared; and of RUN_DIR where
-one is given: `docs/pictures/watch.png` and `watch-phone.png` are two of those of a quick run. Needs chromium and chromedriver.
+one is given: `docs/pictures/watch.png` and `watch-phone.png` are two of those of a quick run, `daemon.png` is that of the two
+runs of docs/daemon.md, of which the second was given its prompts three times. Needs chromium and chromedriver.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ def test_a_scrape_has_the_newest_step_the_ledger_and_the_actors(tmp_path: Path) 
     assert found["async_rlhf_actor_version", "actor-1", "run"] == 38
     assert found["async_rlhf_ledger_closes", "run"] == 1 and found["async_rlhf_up", "run"] == 0
     assert found["async_rlhf_staleness_bound_steps", "run"] == 1
+    restarts = {role: found["async_rlhf_restarts_total", role, "run"] for role in ("actor", "hub", "learner", "scorer")}
+    assert restarts == {"actor": 3, "hub": 0, "learner": 0, "scorer": 1}
     assert ("async_rlhf_mismatch_nats", "run") not in found  # null in the newest step
 
 

@@ -161,7 +161,7 @@ class RunView {
     if (counts) this.parts.ledger.append(Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)));
   }
 
-  drawActors({ hub, alive }) {
+  drawActors({ hub, alive, restarts }) {
     const actors = Object.entries(hub.actors ?? {});
     this.parts.actors.className = "card";
     const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
@@ -175,6 +175,7 @@ class RunView {
         el("td", { class: "n" }, `${short(silent)} s`),
       );
     });
+    const again = Object.entries(restarts ?? {}).map(([role, count]) => `${role} ${short(count)}`);
     const heads = ["actor", "version", "groups", "heard"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
     this.parts.actors.replaceChildren(
       el("h2", {}, "Actors"),
@@ -182,6 +183,7 @@ class RunView {
         ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
         : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run does not live"),
       hub.fence > 1 ? el("p", {}, `The learner has started ${short(hub.fence)} times.`) : "",
+      again.length ? el("p", {}, `Started again: ${again.join(", ")}.`) : "",
     );
   }
 

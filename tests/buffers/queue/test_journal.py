@@ -276,6 +276,17 @@ def test_a_segment_ends_at_the_next_fsync_after_it_is_full(tmp_path: Path) -> No
     assert max(path.stat().st_size for path in segments(tmp_path)) < 2 * SEGMENT_BYTES
 
 
+def test_a_state_that_is_larger_than_a_segment_does_not_begin_one_with_every_sync(tmp_path: Path) -> None:
+    with opened(tmp_path, "group") as journal:
+        journal.state(QueueSnapshot(quarantined=tuple(range(10**6, 10**6 + 2000))))
+        journal.sync()
+        begun = len(segments(tmp_path))
+        for number in range(20):
+            journal.put(number, entry(number), payload(number))
+            journal.sync()
+        assert len(segments(tmp_path)) <= begun + 1
+
+
 def test_damage_while_it_runs_is_found_when_the_group_is_read(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         journal.put(7, entry(7), payload(7))

@@ -1,0 +1,59 @@
+"""Four weeks of one run in seconds: no rule breaks, nothing grows, and defects that minutes do not show are found."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from async_rlhf.buffers.hub.exchange import Exchange
+from async_rlhf.buffers.queue.fleet import Actor
+from tests.simulation import weeks
+
+
+def lease_by_the_wall_clock() -> AbstractContextManager[Any]:
+    """The hub counts silence by the clock that people set."""
+    honest = Exchange.__init__
+
+    def begin(self: Exchange, config: Any, bound: Any, journal: Any, store: Any, clock: Any, *rest: Any, **named: Any) -> None:
+        honest(self, config, bound, journal, store, lambda: time.time(), *rest, **named)
+
+    return patch.object(Exchange, "__init__", begin)
+
+
+def remember_what_every_actor_made() -> AbstractContextManager[Any]:
+    """The numbers of groups that are done are never forgotten as long as their actor stays."""
+
+    def has_put(self: Actor, number: int, now: float) -> None:
+        if number in self.leases:
+            self._moved[number] = self._moved.get(number, (0, now))[0], now
+            self.finished.add(number)
+
+    return patch.object(Actor, "has_put", has_put)
+
+
+@pytest.mark.parametrize("kills", [0, 300], ids=["one hub", "hundreds of hubs"])
+def test_four_weeks_break_no_rule_and_nothing_grows(kills: int) -> None:
+    found = weeks.run(1, kills=kills)
+    assert found.violation is None, found.violation
+    assert found.grown == {}
+    struck = Counter(label for label in found.labels if label.startswith("FAULT") or label == "hub killed")
+    assert found.hub["state"] == "finished" and found.ended_at * 1000 > 1 << 32
+    assert found.num_segments > 400 and struck["FAULT clock"] > 100 and struck["FAULT freeze"] > 40
+    assert struck["hub killed"] >= 0.7 * kills
+
+
+def test_a_lease_by_a_clock_that_is_set_is_found() -> None:
+    with lease_by_the_wall_clock():
+        found = weeks.run(5, kills=0)
+    assert found.violation is not None and found.violation.rule == "lease", found.violation
+
+
+def test_numbers_that_are_never_forgotten_are_found() -> None:
+    with remember_what_every_actor_made():
+        found = weeks.run(1, kills=0, days=14)
+    assert any(place.endswith(".finished") for place in found.grown), found.grown
