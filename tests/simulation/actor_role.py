@@ -21,6 +21,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Float32Array, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
+from tests.simulation.environment import fake_play
 from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import ANOTHER
 from tests.simulation.world import Network, SimLink, ViolationError
@@ -135,10 +136,19 @@ class ActorRole:
     """An actor's process under one name: the real `Worker`, turned by the world."""
 
     def __init__(
-        self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int, rows: int = 1
+        self,
+        name: str,
+        hub: HubRole,
+        network: Network,
+        *,
+        group_size: int,
+        capacity: int,
+        tokens: int,
+        rows: int = 1,
+        plays: bool = False,
     ) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
-        self._pace = hub.pace
+        self._pace, self._plays = hub.pace, plays
         of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
         self._work = Work(7, of_run, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
         if hub.bound.refills:
@@ -163,8 +173,9 @@ class ActorRole:
             connect=lambda *_: link,
             weights=self._hub.weights,
         )
+        work = replace(self._work, play=fake_play(world.rng)) if self._plays else self._work
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
-        self._worker = Worker(self.name, client, self._engine, scoring, self._work, self._capacity, 0.5)
+        self._worker = Worker(self.name, client, self._engine, scoring, work, self._capacity, 0.5)
         self._client, self._scoring = client, scoring
         self._soon(life)
 

@@ -146,8 +146,8 @@ class Observer:
                 raise ViolationError("truth", f"group {group.number} was made of the row of group {group.columns['n']}")
             for rollout in group.rollouts:
                 versions = rollout.versions.tolist()
-                if rollout.completion_ids.tolist() != versions:
-                    sampled = rollout.completion_ids.tolist()
+                if rollout.sampled_ids.tolist() != versions:
+                    sampled = rollout.sampled_ids.tolist()
                     raise ViolationError("truth", f"group {group.number}: tokens of {sampled} are recorded as {versions}")
                 due = max(0, step - self._bound.max_staleness)
                 if max(abs(step - v) for v in versions) > self._bound.max_staleness or (

@@ -93,6 +93,8 @@ class Shape:
     """When files come into the spool, and with how many rows; without, all prompts are there."""
     chosen: int = 0
     """Prompts that a curriculum chooses among: all of the run's; of a spool those that have come. 0: there is no curriculum."""
+    plays: bool = False
+    """Rollouts are episodes of one to three turns."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -126,7 +128,7 @@ class Shape:
             faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
-        return _chosen(seed, _fed(seed, drawn))
+        return replace(_chosen(seed, _fed(seed, drawn)), plays=Random(f"episodes {seed}").random() < 1 / 4)
 
 
 def _fed(seed: int, shape: Shape) -> Shape:
@@ -190,6 +192,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
         ActorRole(
             f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
             group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
+            plays=shape.plays,
         )
         for i in range(shape.actors)
     ]  # fmt: skip
@@ -313,6 +316,7 @@ def story(result: Result, last: int = 60) -> str:
         f"save every {shape.save_every}, keep {shape.keep_last}, network {'wild' if shape.wild else 'tcp'}, weights "
         f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
         f"{f', fed {shape.fed}' if shape.fed else ''}{f', chosen among {shape.chosen}' if shape.chosen else ''}"
+        f"{', episodes' if shape.plays else ''}"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]
     lines += [f"  the hub at the end: {result.hub}"]
