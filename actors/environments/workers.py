@@ -244,7 +244,8 @@ class EpisodeWorkers:
             self._fell(worker, f"it was retired and has not drained within {DRAIN_S:g} s", ())
         elif self._book.num_busy(worker) and (blocked := process.blocked()) is not None:
             reason, cause = blocked
-            self._fell(worker, reason, _known(cause))
+            # Of a retired process the cause is known: it has failed already.
+            self._fell(worker, reason, () if worker in self._retired else _known(cause))
 
     def _fell(self, worker: int, reason: str, causes: Collection[int] | None) -> None:
         """End a process and tell what becomes of its episodes. causes: as `EpisodeBook.died`."""

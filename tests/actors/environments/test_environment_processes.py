@@ -214,6 +214,18 @@ def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[...
     assert played.pool.counters.lost >= 3
 
 
+def test_an_observation_of_an_episode_that_is_lost_before_it_is_polled_is_not_shown(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous")
+    played.begin("a")
+    played.until(played.heard(1))
+    played.pool.reply("a", "")
+    inbox = played.pool._inbox
+    wait_for(lambda: inbox.qsize() == 1, "the observation")
+    os.kill(pid_of(played, "a"), signal.SIGKILL)
+    wait_for(lambda: inbox.qsize() == 2, "the loss")
+    assert played.pool.poll() == [Lost("a")] and played.pool.num_pending == 0
+
+
 def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
     played, path = bench("synchronous", timeout_s=1.0), tmp_path / "pid"
     played.begin("a", act="program", path=str(path))
