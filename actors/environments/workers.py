@@ -183,9 +183,10 @@ class EpisodeWorkers:
         self._book.forget(keys)
         for id in ids:
             self._unplaced.pop(id, None)
-            self._unsent.pop(id, None)
             worker = self._book.worker_of(id)
-            if worker is not None and self._book.phase(id) != "closing":
+            if isinstance(self._unsent.pop(id, None), BeginEpisode):
+                self._book.closed(id)
+            elif worker is not None and self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
                 self._send(worker, CloseEpisode(id=id))
 
