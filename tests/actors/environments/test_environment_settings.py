@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def test_a_file_of_the_configuration_names_an_environment_with_its_settings(fold
     assert spec.usable({"question": "?", "answer": "4", "level": 2, "prompt": "", "seed": 1}) == {
         "question": "?", "answer": "4", "level": 2}  # fmt: skip
     assert settings_of(load(spec)).timeout_s == 20
+    assert EnvironmentSpec(**json.loads(json.dumps(asdict(spec)))) == spec  # as it travels
 
 
 def test_a_function_that_is_given_in_python_is_named_by_its_file(folder: Path) -> None:
