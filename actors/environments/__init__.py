@@ -25,6 +25,7 @@ from async_rlhf.actors.environments.settings import (
     environment,
     settings_of,
 )
+from async_rlhf.actors.rewards import spec_of
 
 __all__ = [
     "FIELDS",
@@ -39,4 +40,5 @@ __all__ = [
     "load",
     "resolve",
     "settings_of",
+    "spec_of",
 ]

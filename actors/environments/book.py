@@ -1,14 +1,15 @@
 """Which process runs which episode, and what becomes of them when one ends. Pure: a few sets and their rules.
 
-An episode is `stepping` from begin or reply until it is answered, then `waiting` for the model, and `closing` once it has ended
-until its cleanup is done. When its process dies:
+An episode is `waiting` until it may step and while the model writes, `stepping` until the step is answered, and `closing` once
+it has ended until its cleanup is done. When its process dies:
 
-    closing                                  is over
-    waiting                                  is lost, and begun again: it cannot be the cause
-    stepping, another or nothing of it is the cause   is lost
-    stepping, it is the cause                has failed
-    stepping, the cause is not known         is suspect: lost the first time, failed the second
+    closing                                           is over
+    waiting                                           is lost, and begun again: it cannot be the cause
+    stepping, another or none of them is the cause    is lost
+    stepping, it is the cause                         has failed
+    stepping, the cause is not known                  is suspect: lost the first time, failed the second
 
+Of the suspects in a process one steps at a time, so that the second death accuses one and not all that happened to be there.
 A process that is retired takes no new episodes; it has drained when none is left in it.
 """
 
@@ -48,19 +49,29 @@ class EpisodeBook:
         self._seats[worker] = _Seat()
 
     def place(self, id: int, key: Hashable) -> int | None:
-        """The process that the episode begins in: the one with the fewest; None while none takes episodes."""
+        """The process that the episode is to begin in: the one with the fewest; None while none takes episodes."""
         taking = [worker for worker, seat in self._seats.items() if seat.takes]
         if not taking:
             return None
         worker = min(taking, key=lambda each: len(self._seats[each].phases))
-        self._seats[worker].phases[id] = "stepping"
+        self._seats[worker].phases[id] = "waiting"
         self._worker_of[id], self._keys[id] = worker, key
         return worker
 
     def worker_of(self, id: int) -> int | None:
         return self._worker_of.get(id)
 
-    def enter(self, id: int, phase: Phase) -> None:
+    def step(self, id: int) -> bool:
+        """Whether the episode may step now; it then does."""
+        phases = self._seats[self._worker_of[id]].phases
+        if self._keys[id] in self._suspects:
+            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
+            if any(key in self._suspects for key in stepping):
+                return False
+        phases[id] = "stepping"
+        return True
+
+    def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
         """An ended episode is closing, and no longer suspect."""
         self._seats[self._worker_of[id]].phases[id] = phase
         if phase == "closing":

@@ -130,7 +130,10 @@ class EpisodePool(Generic[Key]):
         self._workers.reply(id, text)
 
     def poll(self) -> list[Event[Key]]:
-        """What has come since the last poll. Never waits. Raises EpisodeError when no process can run the environment."""
+        """What has come since the last poll; of an episode that was lost meanwhile only that. Never waits.
+
+        Raises EpisodeError when no process can run the environment.
+        """
         self._workers.check()
         events: list[Event[Key]] = []
         # Only what is there now: environments that answer faster than this loop must not block the actor.
@@ -140,7 +143,8 @@ class EpisodePool(Generic[Key]):
                 self._count_cleanup(message)
             elif id in self._pending:  # Else it was discarded.
                 events.append(self._event(id, message))
-        return events
+        lost = {event.key for event in events if isinstance(event, Lost)}
+        return [event for event in events if not isinstance(event, Observation) or event.key not in lost]
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Close these episodes; unknown keys are ignored. Their generators are closed as soon as their steps end."""

@@ -47,8 +47,6 @@ from async_rlhf.buffers.errors import EpisodeError
 GRACE_S = 2.0
 # How often the loop shows that it turns.
 PULSE_S = 0.2
-# Stacks of threads count as memory of the process; Python code needs less than the system's 8 MiB.
-_STACK_BYTES = 2 << 20
 
 
 class Limits(NamedTuple):
@@ -66,7 +64,7 @@ def serve(connection: Connection, spec: EnvironmentSpec, limits: Limits, watchdo
         function = load(spec)
     except EpisodeError as error:
         connection.send_bytes(pack(StartFailed(reason=_plain(str(error)))))
-        return
+        os._exit(1)  # whatever else the import has begun
     asyncio.run(_Worker(connection, spec, limits, function, watchdog, pulse).run())
 
 
@@ -103,7 +101,6 @@ class _Worker:
     ) -> None:
         self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
         self._watchdog, self._pulse = watchdog, pulse
-        threading.stack_size(_STACK_BYTES)
         self._threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
         self._places = asyncio.Semaphore(limits.max_concurrency)
         self._episodes: dict[int, _Episode] = {}
@@ -125,9 +122,7 @@ class _Worker:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, BeginEpisode):
-            task = asyncio.get_running_loop().create_task(self._attend(message.id, message.fields))
-            self._tasks.add(task)
-            task.add_done_callback(self._done)
+            self._begin(message.id, message.fields)
         elif isinstance(message, Reply) and message.id in self._episodes:
             self._episodes[message.id].replies.put_nowait(message.text)
         elif isinstance(message, CloseEpisode) and message.id in self._episodes:
@@ -139,15 +134,28 @@ class _Worker:
             traceback.print_exception(error)
             os._exit(1)
 
-    async def _attend(self, id: int, fields: Mapping[str, Any]) -> None:
-        """One episode, from its first step to the end of its cleanup."""
+    def _begin(self, id: int, fields: Mapping[str, Any]) -> None:
+        """At once, because a message to close it may come before its task runs."""
         try:
-            episode = self._episodes[id] = self._begin(id, fields)
+            generator = self._function(**{**fields, **self._spec.options})
         except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
             now = time.time()
             self._send(_ended(id, raised(error), now, now))
             self._send(EpisodeClosed(id=id, failure="", retire=False))
             return
+        steps: Steps = (
+            AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
+        )
+        limit_s = self._spec.episode_timeout_s
+        ends_at = float("inf") if limit_s is None else time.monotonic() + limit_s
+        self._episodes[id] = _Episode(id, steps, ends_at)
+        task = asyncio.get_running_loop().create_task(self._attend(self._episodes[id]))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _attend(self, episode: _Episode) -> None:
+        """One episode, from its first step to the end of its cleanup."""
+        id = episode.id
         turn, sent = 0, None
         while not episode.is_closed:
             came, began = await self._step(episode, sent, turn)
@@ -163,14 +171,6 @@ class _Worker:
         failure = await self._close(episode)
         del self._episodes[id]
         self._send(EpisodeClosed(id=id, failure=_plain(failure), retire=episode.is_stuck or episode.retires))
-
-    def _begin(self, id: int, fields: Mapping[str, Any]) -> _Episode:
-        generator = self._function(**{**fields, **self._spec.options})
-        steps: Steps = (
-            AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
-        )
-        limit_s = self._spec.episode_timeout_s
-        return _Episode(id, steps, float("inf") if limit_s is None else time.monotonic() + limit_s)
 
     async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
         """What one step of the environment came to, and when it began."""

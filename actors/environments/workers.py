@@ -64,6 +64,7 @@ class EpisodeWorkers:
         self._retired: dict[int, float] = {}
         self._num_started = self._failed_starts = 0
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
+        self._unsent: dict[int, BeginEpisode | Reply] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker = Waker()
         self._closing_by: float | None = None
@@ -138,6 +139,7 @@ class EpisodeWorkers:
         for worker in tuple(self._processes):
             self._look(worker)
         self._place()
+        self._step()
 
     def _patience_s(self) -> float:
         if self._closing_by is not None:
@@ -158,28 +160,33 @@ class EpisodeWorkers:
 
     def _place(self) -> None:
         for id, (key, message) in tuple(self._unplaced.items()):
-            worker = self._book.place(id, key)
-            if worker is None:
+            if self._book.place(id, key) is None:
                 return
             del self._unplaced[id]
-            try:
-                self._send(worker, message)
-            except WireError as error:
-                self._book.closed(id)
-                self._heard(id, _failed(id, "not readable", str(error)))
+            self._unsent[id] = message
 
     def _reply(self, message: Reply) -> None:
-        worker = self._book.worker_of(message.id)
-        if worker is not None and self._book.phase(message.id) == "waiting":  # Else it has just been lost.
-            self._book.enter(message.id, "stepping")
-            self._send(worker, message)
+        if self._book.phase(message.id) == "waiting":  # Else it has just been lost.
+            self._unsent[message.id] = message
+
+    def _step(self) -> None:
+        """Send what may be sent: begin episodes, and go on with them."""
+        for id, message in tuple(self._unsent.items()):
+            worker = self._book.worker_of(id)
+            if worker is None:  # It has been lost, while another's message was sent.
+                self._unsent.pop(id, None)
+            elif self._book.step(id):
+                del self._unsent[id]
+                self._send(worker, message)
 
     def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._book.forget(keys)
         for id in ids:
             self._unplaced.pop(id, None)
             worker = self._book.worker_of(id)
-            if worker is not None and self._book.phase(id) != "closing":
+            if isinstance(self._unsent.pop(id, None), BeginEpisode):
+                self._book.closed(id)
+            elif worker is not None and self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
                 self._send(worker, CloseEpisode(id=id))
 
@@ -187,6 +194,10 @@ class EpisodeWorkers:
         process = self._processes[worker]
         try:
             process.send(message)
+        except WireError as error:  # of an episode that is to begin
+            assert isinstance(message, BeginEpisode)
+            self._book.closed(message.id)
+            self._heard(message.id, _failed(message.id, "not readable", str(error)))
         except BlockingIOError:
             self._fell(worker, f"its process took no message for {GRACE_S:g} s", _known(process.running()))
         except OSError:
@@ -244,7 +255,8 @@ class EpisodeWorkers:
             self._fell(worker, f"it was retired and has not drained within {DRAIN_S:g} s", ())
         elif self._book.num_busy(worker) and (blocked := process.blocked()) is not None:
             reason, cause = blocked
-            self._fell(worker, reason, _known(cause))
+            # Of a retired process the cause is known: it has failed already.
+            self._fell(worker, reason, () if worker in self._retired else _known(cause))
 
     def _fell(self, worker: int, reason: str, causes: Collection[int] | None) -> None:
         """End a process and tell what becomes of its episodes. causes: as `EpisodeBook.died`."""

@@ -14,7 +14,7 @@ from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.score import Score
 
 Reason = Literal["scored", "returned", "max_turns", "failed"]
-Kind = Literal["", "raised", "timed out", "died", "not readable", "too large", "no turn", "scored so"]
+Kind = Literal["", "raised", "timed out", "died", "not readable", "too large", "no turn", "reported"]
 """Of a failure, to count by."""
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -86,7 +86,7 @@ def _end(given: Score, turn: int) -> End:
         return fails("no turn", "it ended before the model wrote anything")
     answer = read(given)
     if answer.failure is not None:
-        return End("failed", Score(failure=answer.failure, metrics=dict(answer.metrics)), "scored so")
+        return End("failed", Score(failure=answer.failure, metrics=dict(answer.metrics)), "reported")
     return End("scored", answer.score())
 
 

@@ -68,7 +68,7 @@ class Output:
         self._began, self._left, self._dropped = time.monotonic(), OUTPUT_BYTES, 0
 
     def _note(self, text: str) -> None:
-        _write(2, f"\nreward worker {os.getpid()}: {text}\n".encode())
+        _write(2, f"\nworker {os.getpid()}: {text}\n".encode())
 
 
 def main(life: int, started: int, command: list[str]) -> None:

@@ -94,7 +94,7 @@ class GuardedPopen(popen_spawn_posix.Popen):
             return int(pid)
         os.kill(self._guard, signal.SIGKILL)
         os.waitpid(self._guard, 0)
-        raise OSError(f"the guard of a reward worker did not start within {_GUARD_START_S:.0f} s")
+        raise OSError(f"the guard of a worker process did not start within {_GUARD_START_S:.0f} s")
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None:

@@ -38,7 +38,7 @@ class Books(RuleBasedStateMachine):
         assert (worker is None) == (not sizes)
         if worker is not None:
             assert sizes[worker] == min(sizes.values())
-            self.phase[self.next_id], self.worker[self.next_id], self.key[self.next_id] = "stepping", worker, key
+            self.phase[self.next_id], self.worker[self.next_id], self.key[self.next_id] = "waiting", worker, key
 
     @precondition(lambda self: self.phase)
     @rule(data=st.data(), ends=st.booleans())
@@ -48,11 +48,24 @@ class Books(RuleBasedStateMachine):
             self.book.closed(id)
             self.drop(id)
             return
-        after = "closing" if ends else "waiting" if self.phase[id] == "stepping" else "stepping"
-        self.phase[id] = after
-        self.book.enter(id, after)  # type: ignore[arg-type]
         if ends:
+            self.phase[id] = "closing"
+            self.book.enter(id, "closing")
             self.suspected.pop(self.key[id], None)
+        elif self.phase[id] == "stepping":
+            self.phase[id] = "waiting"
+            self.book.enter(id, "waiting")
+        elif self.book.step(id):
+            self.phase[id] = "stepping"
+        else:
+            assert self.suspected.get(self.key[id]) and self.suspects_in(self.worker[id])
+
+    def suspects_in(self, worker: int) -> int:
+        """Suspects that step in a process."""
+        return sum(
+            self.worker[id] == worker and phase == "stepping" and bool(self.suspected.get(self.key[id]))
+            for id, phase in self.phase.items()
+        )
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -96,6 +109,7 @@ class Books(RuleBasedStateMachine):
         for worker in self.open:
             inside = sum(at == worker for at in self.worker.values())
             assert self.book.num_busy(worker) == inside
+            assert self.suspects_in(worker) <= 1
             assert self.book.has_drained(worker) == (worker in self.retired and not inside)
 
 
@@ -107,4 +121,5 @@ def test_an_episode_that_is_in_a_step_at_two_unexplained_deaths_has_failed() -> 
     for attempt in (1, 2):
         book.open(attempt)
         book.place(attempt, "a")
+        assert book.step(attempt)
         assert book.died(attempt, None) == (((), (1,)) if attempt == 1 else ((2,), ()))

@@ -219,8 +219,13 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
     for key in range(2000):
         bench.begin(key, act="count", n=key % 4, question=str(key))
     dropped = range(0, 2000, 50)
+
+    def model(key: int, turn: int) -> str:
+        return f"{key}"
+
+    bench.until(bench.heard(1), model)  # so that some have begun
     bench.pool.discard(dropped)
-    bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: f"{key}")
+    bench.until(lambda: bench.pool.num_pending == 0, model)
     for key, events in bench.events.items():
         if key not in dropped:
             *observed, end = events
@@ -228,8 +233,10 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
                 str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
             assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
     ends = bench.pool.counters.episodes
-    assert ends == {"max_turns": 500 - len([k for k in dropped if k % 4 == 3]), "scored": ends["scored"]}
-    assert ends.total() == 2000 - len(dropped) and bench.pool.counters.lost == 0
+    assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
+    assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
+    workers = bench.pool._workers
+    wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
     bench.pool.close()
 
 

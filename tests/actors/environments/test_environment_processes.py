@@ -85,14 +85,14 @@ def lost(bench: Bench, key: Any) -> int:
 def test_a_synchronous_step_that_hangs_is_failed_and_its_process_goes_when_the_others_have_ended(
     bench: Callable[..., Bench],
 ) -> None:
-    played = bench("synchronous", timeout_s=0.5)
+    played = bench("synchronous", timeout_s=1.0)
     played.begin("hangs", act="sleep")
     played.begin("other")
     played.until(played.heard(2))
     old = psutil.Process(pid_of(played, "other"))
     played.pool.reply("hangs", "")
     played.until(lambda: played.ended("hangs") is not None)
-    assert played.failure("hangs") == "timed out after 0.5 s (timeout_s)"
+    assert played.failure("hangs") == "timed out after 1 s (timeout_s)"
     assert played.pool.counters.failed == {"timed out": 1}
     played.begin("new")
     played.until(lambda: len(played.events["new"]) == 1)
@@ -107,7 +107,7 @@ def test_a_retired_process_that_does_not_drain_is_killed_at_its_bound(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "DRAIN_S", 0.3)
-    played = bench("synchronous", timeout_s=0.3)
+    played = bench("synchronous", timeout_s=1.0)
     played.begin("hangs", act="sleep")
     played.begin("other")
     played.until(played.heard(2))
@@ -119,11 +119,11 @@ def test_a_retired_process_that_does_not_drain_is_killed_at_its_bound(
 def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
-    played = bench("asynchronous", timeout_s=0.5)
+    played = bench("asynchronous", timeout_s=1.0)
     played.begin("waits", act="wait", path=str(tmp_path / "log"))
     played.begin("other")
     played.until(lambda: played.ended("waits") is not None, lambda key, turn: "" if key == "waits" else None)
-    assert played.failure("waits") == "timed out after 0.5 s (timeout_s)"
+    assert played.failure("waits") == "timed out after 1 s (timeout_s)"
     assert (tmp_path / "log").read_text() == "closed"
     played.begin("new")
     played.until(lambda: len(played.events["new"]) == 1)
@@ -131,20 +131,20 @@ def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
 
 
 def test_an_asynchronous_step_that_refuses_to_be_cancelled_retires_its_process(bench: Callable[..., Bench]) -> None:
-    played = bench("asynchronous", timeout_s=0.3)
+    played = bench("asynchronous", timeout_s=1.0)
     played.begin("refuses", act="refuse")
     played.until(lambda: played.ended("refuses") is not None, lambda key, turn: "")
-    assert played.failure("refuses") == "timed out after 0.3 s (timeout_s)"
+    assert played.failure("refuses") == "timed out after 1 s (timeout_s)"
     played.begin("new")
     played.until(lambda: len(played.events["new"]) == 1)
     assert pid_of(played, "new") != pid_of(played, "refuses")
 
 
 def test_an_episode_has_a_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:
-    played = bench("asynchronous", episode_timeout_s=0.5, timeout_s=1000.0)
+    played = bench("asynchronous", episode_timeout_s=1.0, timeout_s=1000.0)
     played.begin("a", act="wait")
     played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
-    assert played.failure("a") == "the episode took longer than 0.5 s (episode_timeout_s)"
+    assert played.failure("a") == "the episode took longer than 1 s (episode_timeout_s)"
 
 
 def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_are_only_lost(
@@ -170,13 +170,13 @@ def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_ar
     ("act", "reason"),
     [
         ("abort", "its worker process ended with exit code -6"),
-        ("sleep", "timed out: it blocked the event loop for more than 0.5 s (timeout_s)"),
+        ("sleep", "timed out: it blocked the event loop for more than 1 s (timeout_s)"),
     ],
 )
 def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone(
     bench: Callable[..., Bench], act: str, reason: str
 ) -> None:
-    played = bench("asynchronous", timeout_s=0.5)
+    played = bench("asynchronous", timeout_s=1.0)
     played.begin("other")
     played.until(played.heard(1))
     played.begin("cause", act=act)
@@ -186,11 +186,11 @@ def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone
 
 
 def test_a_step_that_keeps_the_interpreter_to_itself_ends_its_process(bench: Callable[..., Bench]) -> None:
-    played = bench("synchronous", timeout_s=0.3)
+    played = bench("synchronous", timeout_s=1.0)
     played.begin("regex", act="regex")
     played.until(lambda: played.ended("regex") is not None, lambda key, turn: "")
     assert played.failure("regex") == (
-        "its process ended twice while it was in a step: its process did not answer for more than 0.3 s (timeout_s)"
+        "its process ended twice while it was in a step: its process did not answer for more than 1 s (timeout_s)"
     )
 
 
@@ -214,6 +214,18 @@ def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[...
     assert played.pool.counters.lost >= 3
 
 
+def test_an_observation_of_an_episode_that_is_lost_before_it_is_polled_is_not_shown(bench: Callable[..., Bench]) -> None:
+    played = bench("synchronous")
+    played.begin("a")
+    played.until(played.heard(1))
+    played.pool.reply("a", "")
+    inbox = played.pool._inbox
+    wait_for(lambda: inbox.qsize() == 1, "the observation")
+    os.kill(pid_of(played, "a"), signal.SIGKILL)
+    wait_for(lambda: inbox.qsize() == 2, "the loss")
+    assert played.pool.poll() == [Lost("a")] and played.pool.num_pending == 0
+
+
 def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
     played, path = bench("synchronous", timeout_s=1.0), tmp_path / "pid"
     played.begin("a", act="program", path=str(path))
@@ -232,7 +244,7 @@ def test_a_step_that_runs_out_of_memory_fails_and_its_process_is_replaced(bench:
 
 
 def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callable[..., Bench]) -> None:
-    played = bench("synchronous", timeout_s=0.3)
+    played = bench("synchronous", timeout_s=1.0)
     played.begin("a", act="slow cleanup")
     played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
     played.until(lambda: played.pool.counters.cleanups_failed == 1)

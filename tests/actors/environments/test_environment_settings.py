@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from async_rlhf import environment
 from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, load, resolve, settings_of
+from async_rlhf.actors.environments import spec_of as target_of
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 SOURCE = """
@@ -51,6 +54,13 @@ def test_a_file_of_the_configuration_names_an_environment_with_its_settings(fold
     assert spec.usable({"question": "?", "answer": "4", "level": 2, "prompt": "", "seed": 1}) == {
         "question": "?", "answer": "4", "level": 2}  # fmt: skip
     assert settings_of(load(spec)).timeout_s == 20
+    assert EnvironmentSpec(**json.loads(json.dumps(asdict(spec)))) == spec  # as it travels
+
+
+def test_a_function_that_is_given_in_python_is_named_by_its_file(folder: Path) -> None:
+    function = load(spec_of(folder, "calculator"))
+    target = target_of(function)
+    assert target == f"{folder / 'tasks.py'}:calculator" and load(resolve(target, Path("/"))) is function
 
 
 def test_an_environment_may_take_every_column_and_be_an_object(folder: Path) -> None:
