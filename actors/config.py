@@ -175,7 +175,8 @@ class EngineConfig(Section):
     that are being decoded."""
     kv_bytes: int | None = Field(default=None, ge=1)
     """Most bytes of keys and values; where they run out the newest sequences wait and are computed again later, losing
-    nothing. `"none"`: as much as `slots` sequences take."""
+    nothing. `"none"`: as much as `slots` sequences take. What is held between the turns of episodes takes as much again at
+    most."""
     cuda_graphs: bool = False
     """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
     batch_invariant: bool | None = None

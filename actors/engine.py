@@ -119,7 +119,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Partial:
-    """What there is of a completion that is still being written: int32 [T] tokens."""
+    """What there is of a completion that is still being written: int32 [T] tokens, of its own turn."""
 
     key: RolloutKey
     token_ids: Int32Array

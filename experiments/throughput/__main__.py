@@ -33,6 +33,7 @@ PARTS = {
     "engine": "generation beside transformers' generate",
     "invariance": "processor time of batch-invariant decoding over plain decoding",
     "updates": "the gap at a weight update in each mode; sharing a prompt",
+    "continuation": "first token of a later turn, held beside computed again",
     "dispatch": "decode steps under each order of waiting requests",
     "vllm_side": "generation beside vLLM",
     "vllm_updates": "the gap at a weight update with vLLM",

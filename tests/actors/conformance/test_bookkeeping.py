@@ -6,6 +6,7 @@ Else the simulation would prove something about actors whose engines behave as n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,20 @@ def test_what_is_aborted_is_forgotten_and_what_is_unknown_ignored(any_engine: En
     assert any_engine.abort([request.key for request in requests]) == 0
     any_engine.submit(requests[:1])
     assert len(run(any_engine)) == 1, "an aborted key may come again"
+
+
+def test_a_turn_that_ended_is_not_unfinished_and_its_key_goes_on(any_engine: Engine) -> None:
+    (request,) = asked(1)
+    any_engine.submit([replace(request, hold=True)])
+    (first,) = run(any_engine)
+    assert any_engine.num_unfinished == 0
+    any_engine.submit([replace(request, context=(*first.token_ids.tolist(), 13), seed=1)])
+    assert any_engine.num_unfinished == 1
+    (second,) = run(any_engine)
+    assert 1 <= len(second.token_ids) <= request.max_new_tokens, "its own turn alone"
+    any_engine.submit([replace(request, hold=True)])
+    run(any_engine)
+    assert any_engine.abort([request.key]) == 0
 
 
 @pytest.mark.parametrize(
