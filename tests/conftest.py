@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -171,6 +172,15 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port of this machine that is given to no other process while the block runs; a listener of ours may share it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def has_ended(process: psutil.Process) -> bool:

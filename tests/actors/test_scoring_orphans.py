@@ -37,8 +37,10 @@ def main(act):
     pool = ScoringPool(specs, ScoringConfig(timeout_s=600), wake=answered.set)
     pool.submit("key", {"completion": "3"})
     if act == "score":
-        answered.wait(60)
-        print(pool.poll()[0].scores["mine"].value)
+        while not (scored := pool.poll()):
+            answered.wait(1)
+            answered.clear()
+        print(scored[0].scores["mine"].value)
     else:
         sys.stdin.readline()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli.commands import app
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import Command, wait_for
+from tests.conftest import Command, kept_port, wait_for
 
 
 @pytest.fixture
@@ -28,10 +27,9 @@ def key_directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_ranks_are_given_one_free_port_of_the_address(
 ) -> None:
     process, _ = start("echo $6 $7; exec sleep 1000", "echo $6 $7; exec sleep 1000")
     logs = [tmp_path / f"{name}.log" for name in ("learner", "learner-rank-1")]
-    wait_for(lambda: all(log.read_text() for log in logs), "what they were given")
+    wait_for(lambda: all(log.read_text().endswith("\n") for log in logs), "what they were given")
     process.kill()
     (hub, meeting), (rank, same) = (log.read_text().split() for log in logs)
     assert (hub, rank) == ("ipc:///nowhere", "1") and meeting == same and meeting.startswith(f"{LOOPBACK}:")

@@ -98,7 +98,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
         return [entry.state for entry in queue.entries()]
 
     daemon = shell.start(serve)
-    wait_for(first.exists, "the first run")
+    wait_for(lambda: RunDir(first).exists, "the first run")
     watch, listing, status, tail = map(shell.start, lines(SEE))
     page = url(watch)
     assert "first" in listing.finish()[1]

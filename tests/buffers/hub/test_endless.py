@@ -13,6 +13,7 @@ import pytest
 
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import DEADLINE_S, Place, until
+from tests.conftest import kept_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has received")
 MAX_FRAME = 1 << 20
@@ -36,13 +37,11 @@ def by_hand(address: str) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Place]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    place = Place(tmp_path, address, Bound(1, 1, 8), max_frame_bytes=MAX_FRAME)
-    place.begin()
-    yield place
-    place.close()
+    with kept_port() as port:
+        place = Place(tmp_path, f"tcp://127.0.0.1:{port}", Bound(1, 1, 8), max_frame_bytes=MAX_FRAME)
+        place.begin()
+        yield place
+        place.close()
 
 
 def test_a_message_that_does_not_end_is_cut_and_the_others_are_answered_meanwhile(hub: Place) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.buffers.hub.place import (
     tensors,
     until,
 )
+from tests.conftest import kept_port
 
 BOUND = Bound(groups_per_batch=2, max_staleness=1, num_groups=8)
 LEASE_S = 0.6
@@ -145,14 +147,13 @@ def test_a_group_without_progress_goes_to_another_although_its_actor_beats(make:
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux says how many bytes a connection has received")
 def test_bytes_that_still_arrive_keep_a_lease(make: Callable[..., Place]) -> None:
     """A large group over a slow uplink, with the beats behind it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1)
-    slow = SlowUplink(port)
-    anna, learner = Actor(hub), learner_of(hub)
-    far = Actor(hub, "far", address=f"tcp://127.0.0.1:{slow.port}")
-    with peers(anna, learner, far):
+    with ExitStack() as stack:
+        port = stack.enter_context(kept_port())
+        hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1)
+        slow = SlowUplink(port)
+        anna, learner = Actor(hub), learner_of(hub)
+        far = Actor(hub, "far", address=f"tcp://127.0.0.1:{slow.port}")
+        stack.enter_context(peers(anna, learner, far))
         anna.capacity = 0
         learner.publish(0, tensors(0))
         until(holds(far, 0), far, anna)

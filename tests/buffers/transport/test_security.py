@@ -25,6 +25,7 @@ from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport import keys, link, roles
+from tests.conftest import kept_port
 
 BOUND = Bound(groups_per_batch=4, max_staleness=1, num_groups=64, publish_every=1, window=1, exact=False)
 COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes")
@@ -34,16 +35,15 @@ class Served:
     """A hub in a thread, and questions to it by somebody who is allowed in."""
 
     def __init__(self, directory: Path, key_directory: Path | None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._closing = ExitStack()
+        self.address = f"tcp://127.0.0.1:{self._closing.enter_context(kept_port())}"
         self.connect = link.connector(key_directory)
         access = None if key_directory is None else keys.load_hub(key_directory)
         config = QueueConfig(max_frame_bytes=1 << 20)
         self.hub = Hub(self.address, directory, config, BOUND, access=access)
         self.thread = threading.Thread(target=self.hub.run)
         self.thread.start()
-        self._closing = ExitStack()  # one connection for all questions, so that none of them is counted as an end
+        # One connection for all questions, so that none of them is counted as an end.
         self.asked = self._closing.enter_context(control(self.address, 20.0, self.connect))
 
     def counters(self) -> dict[str, int]:
