@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
-from async_rlhf.actors.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
+from async_rlhf.actors.data.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
 from async_rlhf.actors.prompts import Row

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from async_rlhf.actors.config import TASK_PREFIX, Source
+from async_rlhf.actors.data.config import TASK_PREFIX, Source
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 

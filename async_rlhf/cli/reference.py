@@ -34,6 +34,7 @@ _PAGES = {
     "data": "[data.md](data.md)",
     "generation": "[generation.md](generation.md)",
     "engine": "[generation.md](generation.md)",
+    "environment": "[environments.md](environments.md)",
     "rewards": "[rewards.md](rewards.md)",
     "scoring": "[rewards.md](rewards.md)",
     "actors": "[queue.md](queue.md)",

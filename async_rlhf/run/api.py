@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from async_rlhf.actors.config import CALLER_ROWS
+from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.run.caller_rewards import served, split

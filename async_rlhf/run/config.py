@@ -14,15 +14,8 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from async_rlhf.actors.config import (
-    ActorsConfig,
-    DataConfig,
-    EngineConfig,
-    GenerationConfig,
-    RewardsConfig,
-    ScoringConfig,
-    anchor_source,
-)  # fmt: skip
+from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
+from async_rlhf.actors.data.config import DataConfig, anchor_source
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig

@@ -57,6 +57,7 @@ def check(config: Config) -> None:
     )
     check_machine(config.learner, config.groups_per_batch, config.max_steps)
     check_learning(config.learner, config.advantage, config.loss, config.guard, data)
+    _check_episodes(config)
     _check_security(config.security)
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
@@ -80,6 +81,20 @@ def _check_curriculum(config: Config) -> None:
         raise ConfigError(
             f"queue.exact = true with data.curriculum and data.source = {data.source!r}: which prompt comes next would "
             "depend on when rows come in. Set queue.exact = false, or name data that are all there"
+        )
+
+
+def _check_episodes(config: Config) -> None:
+    length, turn = config.generation.max_episode_length, config.generation.max_completion_length
+    if length is not None and not config.environment.function:
+        raise ConfigError(
+            f"generation.max_episode_length = {length} and no environment: completions have one turn. Name one in "
+            "environment.function, or leave it out; generation.max_completion_length bounds a completion"
+        )
+    if length is not None and length < turn:
+        raise ConfigError(
+            f"generation.max_episode_length = {length} is below generation.max_completion_length = {turn}, which one turn may "
+            f"have; lowest: {turn}"
         )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, from_json, prompt_number
 from async_rlhf.buffers.curriculum.order import Order

@@ -33,6 +33,12 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
             f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
             f'{spec.name!r}; rename one (environment.function = "other_name=...")'
         )
+    limit = config.queue.progress_timeout_s
+    if spec is not None and spec.timeout_s >= limit:
+        raise ConfigError(
+            f"environment {spec.name!r} may take {spec.timeout_s:g} s a step (timeout_s), and a group without progress for "
+            f"{limit:g} s is given to another actor; raise queue.progress_timeout_s above it, or lower environment.timeout_s"
+        )
     return spec
 
 

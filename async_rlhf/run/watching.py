@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rlhf.actors.config import TASK_PREFIX, DataConfig
+from async_rlhf.actors.data.config import TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Section
 from async_rlhf.learner.checkpoint.evaluated import num_since_best
 

@@ -16,7 +16,7 @@ from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.engines import load_engine
 from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
-from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.run.config import Config
@@ -40,6 +40,8 @@ def fresh_groups(
     """
     from transformers import AutoTokenizer
 
+    if config.environment.function:
+        raise ConfigError("fresh completions of a run with an environment are not made; take a run whose rewards judge alone")
     model = str(checkpoint / "model")
     work = make_work(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)

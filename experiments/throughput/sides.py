@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.run.api import run

@@ -54,7 +54,7 @@ HABITS: dict[str, tuple[float, Callable[[str, Random], str]]] = {
 
 def load_words(size: int) -> tuple[list[str], list[str]]:
     """(words for demonstrations, held-out words) of the task, as a run with default `[data]` gives them."""
-    from async_rlhf.actors.config import DataConfig
+    from async_rlhf.actors.data.config import DataConfig
     from async_rlhf.actors.data.rows import load_rows
 
     training, held_out = load_rows(DataConfig(source=TASK, options=OPTIONS, size=size))

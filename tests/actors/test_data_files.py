@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.files import plain, read_file
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row

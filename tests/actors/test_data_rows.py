@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.config import DataConfig, MixedSource
+from async_rlhf.actors.data.config import DataConfig, MixedSource
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError

@@ -54,6 +54,16 @@ CASES = {
         {"learner.backend": "deepspeed", "learner.ranks": 3, "learner.tensor_parallel": 3},
         "learner.tensor_parallel = 3 does not divide all of the model's num_attention_heads = 4.*; choose 1, 2, 4",
     ),
+    "episodes without an environment": ({"generation.max_episode_length": 64}, "and no environment.*environment.function"),
+    "episodes shorter than a turn": (
+        {"environment": "configs/environments/guessing.py:guessing", "generation.max_episode_length": 8},
+        "max_episode_length = 8 is below generation.max_completion_length = 12.*lowest: 12",
+    ),
+    "no such environment": ({"environment": "nowhere.py:f"}, "environment.function.*nowhere.py"),
+    "an environment slower than what is waited for": (
+        {"environment": "configs/environments/guessing.py:guessing", "environment.timeout_s": 400.0},
+        "'guessing' may take 400 s a step.*without progress for 300 s.*progress_timeout_s above it",
+    ),
     "name with a slash": ({"name": "a/b"}, "name = 'a/b'"),
 }
 

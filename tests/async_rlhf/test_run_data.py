@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.prompts import Row, prompt_number
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.inspect.rollouts import records

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.experiments.warm_start.demonstrations import (
     HABITS,
