@@ -21,17 +21,18 @@ from tests.watch import browser
 
 PLACE = "/srv/rl"
 SUBMIT, SEE, FEED, AGAIN, END, BEST, FORK = blocks((REPOSITORY / "docs" / "daemon.md").read_text(), "## The walk")
+NUM_ROWS = 120
 # All that a command of the test has and the document's has not.
 SIZES = " ".join(
     f"--set {size}"
     for size in (
-        "generation.group_size=4", "engine.slots=16", "learner.batch_size=16", "checkpoint.save_every=2", "queue.lease_s=5.0",
+        "generation.group_size=4", "engine.slots=16", "learner.batch_size=16", "checkpoint.save_every=4", "queue.lease_s=5.0",
         "evaluation.at_start=false", "evaluation.at_end=false", "queue.keep_rollouts=true",
     )
 )  # fmt: skip
 MORE = {
     "--set name=first": f" {SIZES} --set max_steps=3",
-    "--set name=second": f" {SIZES} --set evaluation.every=30",
+    "--set name=second": f" {SIZES} --set evaluation.every=20",
     "async-rlhf watch": " --address 127.0.0.1:0",
 }
 # What a name is in a shell of somebody who has installed the package; a process of the document is the shell's own.
@@ -89,6 +90,8 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     init, submit_first, submit_second, serve = lines(SUBMIT)
     shell.run(init)
     shell.folder /= "problems"
+    words = (shell.folder / "words.jsonl").read_text().splitlines()[:NUM_ROWS]
+    (shell.folder / "words.jsonl").write_text("\n".join(words) + "\n")
     for line in (submit_first, submit_second):
         assert "it waits for: async-rlhf serve" in shell.run(line)
     queue = QueueDir.existing(place)
@@ -105,13 +108,12 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     assert "finished, step 3" in status.finish()[1]
     assert tail.process.stdout is not None and any("all steps done: 3 steps" in line for line in tail.process.stdout)
 
-    put, change = lines(FEED)
+    change, put = lines(FEED)
     wait_for(lambda: RunDir(second).exists and RunDir(second).read_ledger().get("lacks_prompts"), "a run without prompts")
     if browser.found():
         assert_both_are_shown(page)
-    words = (shell.folder / "words.jsonl").read_text().splitlines()
-    assert f"{len(words)} rows" in shell.run(put)
     shell.run(change)
+    assert f"{NUM_ROWS} rows" in shell.run(put)
     wait_for(lambda: steps(second) >= 4, "step 4 of the second run")
     kill_everything([daemon, watch, tail])
     assert states() == ["finished", "running"]
