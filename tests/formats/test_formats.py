@@ -1,7 +1,8 @@
 """What earlier versions left on disk is read by this one; what a newer one left is refused by name and stays as it is.
 
-`run-1` is a run directory of format 1: three steps of a random model, with its journal kept and `@HERE@` for the folder that it
-lies in. To be kept as it is: a change that cannot read it raises `oldest` in `async_rlhf/buffers/formats.py`, and adds another.
+`run-N` is a run directory of format N: three steps of a random model, with its journal kept and `@HERE@` for the folder that it
+lies in; that of format 2 has an environment. To be kept as they are: a change that cannot read one raises `oldest` in
+`async_rlhf/buffers/formats.py`, and adds another.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -29,12 +31,12 @@ from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError
 from async_rlhf.run.config import override
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from tests.formats.sample import SAMPLE, copied
+from tests.formats.sample import SAMPLES, copied
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return copied(tmp_path)
+@pytest.fixture(params=SAMPLES)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
+    return copied(tmp_path, request.param)
 
 
 def content(run: RunDir) -> dict[str, bytes]:
@@ -46,7 +48,7 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     training, held_out = RunData(run.path, config.data).rows
     assert (len(training), len(held_out)) == (config.data.size, config.data.held_out)
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
-    assert json.loads((run.path / "manifest.json").read_text())["format"] == 1
+    assert json.loads((run.path / "manifest.json").read_text())["format"] == int(run.path.name.removeprefix("run-"))
     checkpoint = newest(run.path)
     assert checkpoint is not None and checkpoint[1]["step"] == 2 and checkpoint[1]["schema"] == 2
     weights = WeightStore(run.path / "weights").get(2)
@@ -67,10 +69,13 @@ def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_
     from async_rlhf.learner.loop.source import ArchiveSource
     from async_rlhf.run.learning import backend_of, make_trainer
 
-    config = run.config()
-    with backend_of(config, "") as backend:
-        make_trainer(run, config, ArchiveSource(run.path / "queue"), backend).run()
-    before, after = json.loads((SAMPLE / "metrics.jsonl").read_text().splitlines()[2]), run.read_metrics()[2]
+    def train_again(run: RunDir) -> list[dict[str, Any]]:
+        config = run.config()
+        with backend_of(config, "") as backend:
+            make_trainer(run, config, ArchiveSource(run.path / "queue"), backend).run()
+        return run.read_metrics()
+
+    before, after = run.read_metrics()[2], train_again(run)[2]
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
     assert after["groups"] == before["groups"] and after["loss"] == pytest.approx(before["loss"], abs=1e-4)
     checkpoint = newest(run.path)
@@ -85,7 +90,10 @@ def test_a_run_directory_of_a_newer_format_is_refused_by_every_command_and_left_
     words = ["train", str(config), *verb.split()[1:]] if verb.startswith("train") else [*verb.split(), str(run.path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 3, result.output
-    assert f"{run.path}: a run directory of format 2, this version of async-rlhf reads 1. Nothing was changed" in result.output
+    assert (
+        f"{run.path}: a run directory of format 3, this version of async-rlhf reads 1 to 2. Nothing was changed"
+        in result.output
+    )
     assert content(run) == before
 
 
@@ -118,8 +126,12 @@ def newer_checkpoint(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("make", "read", "words"),
     [
-        (newer_journal, lambda run: Journal(run.path / "queue"), "a journal of format 2, this version of async-rlhf reads 1"),
-        (newer_journal, lambda run: list(read_batches(run.path / "queue")), "a journal of format 2"),
+        (
+            newer_journal,
+            lambda run: Journal(run.path / "queue"),
+            "a journal of format 3, this version .* reads 1 to 2",
+        ),
+        (newer_journal, lambda run: list(read_batches(run.path / "queue")), "a journal of format 3"),
         (newer_weights, lambda run: WeightStore(run.path / "weights"), r"00000003\.weights: a weight set of format 2"),
         (newer_checkpoint, lambda run: newest(run.path), "has schema 3, this version reads up to 2"),
     ],
