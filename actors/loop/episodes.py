@@ -42,6 +42,15 @@ class Play:
     max_length: int
     at_limit: Score
 
+    def counted(self) -> dict[str, float]:
+        """As in `wire.Telemetry`."""
+        counters = self.pool.counters
+        return {
+            "episodes_failed_total": float(counters.episodes["failed"]),
+            "episodes_lost_total": float(counters.lost),
+            "cleanups_failed_total": float(counters.cleanups_failed),
+        }
+
 
 @dataclass(frozen=True)
 class Played:

@@ -337,6 +337,7 @@ class Worker:
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
+            **({} if self._work.play is None else self._work.play.counted()),
         )
 
 

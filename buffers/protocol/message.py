@@ -41,6 +41,8 @@ class Telemetry(MessageBase):
     """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
 
     scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
+    episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
+    whose `finally` failed.
     selection_*: how much what is trained differs in length from what was begun (see `async_rlhf.actors.loop.length_bias`).
     """
 
@@ -61,3 +63,6 @@ class Telemetry(MessageBase):
     scores_asked_again_total: Amount = 0.0
     shown_total: Amount = 0.0
     shown_not_read_total: Amount = 0.0
+    episodes_failed_total: Amount = 0.0
+    episodes_lost_total: Amount = 0.0
+    cleanups_failed_total: Amount = 0.0

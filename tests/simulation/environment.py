@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Event, Lost, Observation
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Play
 from async_rlhf.buffers.record import Score
@@ -23,7 +23,7 @@ class FakeEnvironment:
     """Answers after none or a few polls. Which turns an episode has follows from its key, as from seeds."""
 
     def __init__(self, rng: Random) -> None:
-        self._rng = rng
+        self._rng, self.counters = rng, EpisodeCounters()
         self._turns: dict[RolloutKey, int] = {}
         self._waiting: dict[RolloutKey, int] = {}  # polls until it answers
 
