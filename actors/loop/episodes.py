@@ -74,7 +74,10 @@ class Played:
     @property
     def fields(self) -> dict[str, Any]:
         """What rewards may ask for where there is an environment."""
-        return {"messages": [*self.messages], "turns": [*self.turns]} if self.messages else {}
+        if not self.messages:
+            return {}
+        sampled = [span.version is not None for span in self.completion.spans for _ in range(span.num_tokens)]
+        return {"messages": [*self.messages], "turns": [*self.turns], "sampled": sampled}
 
 
 @dataclass(eq=False)

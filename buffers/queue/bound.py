@@ -21,6 +21,8 @@ Claim: every token of group n has staleness at most S at the moment it is traine
     2. Sampling. Versions an actor serves only rise while a group is in flight (going back to an older version, after
        the learner was restored, cancels the groups in flight). The first token has version >= low(n), so all have.
     3. Therefore step - version <= last(n) - low(n) <= S.  A number that dies later only lowers the step.        QED
+    An episode's later turns are sampled after its first, so 2 holds for them as it stands, however long an environment takes
+    between two turns: no clock enters. What an environment said was sampled by no version, and bears no loss.
     Strict order is W = 1, where last(n) = (n - q) div B is the step of n itself and, when nothing dies, the bound is
     reached by equality.
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.worker import rollout_of
 from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.actors.rewards.builtins.text import length, overlong
+from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import Score, Span
+from async_rlhf.buffers.record import SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling
+from tests.actors.vllm_model import make_model, raw_weights, save_model
 
 ROW = Row("row", {"answer": "4"})
 PROMPT = (7, 8)
@@ -94,17 +102,23 @@ class ScriptedPool:
 
 
 class Characters:
-    """A token is the code of a character."""
+    """A token is the code of a character, below `vocabulary`."""
+
+    def __init__(self, vocabulary: int = 256) -> None:
+        self._vocabulary = vocabulary
+
+    def _encode(self, content: Content) -> Rendered:
+        return Rendered(str(content), [ord(letter) % self._vocabulary for letter in str(content)])
 
     def prompt(self, content: Content) -> Rendered:
         if not content:
             raise EpisodeError("the prompt has no tokens")
-        return Rendered(str(content), [ord(letter) for letter in str(content)])
+        return self._encode(content)
 
     def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
         if content == "?":
             raise EpisodeError("no template takes a question mark")
-        return Rendered(str(content), [ord(letter) for letter in str(content)])
+        return self._encode(content)
 
 
 class Scene:
@@ -302,3 +316,108 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
             given, at = tokens[at : at + span.num_tokens], at + span.num_tokens
             assert all((token == key.member + 1) == (span.version is not None) for token in given)
         assert at == len(tokens)
+
+
+class Talker:
+    """An environment that says the same at once, and lets every episode have three turns."""
+
+    def __init__(self) -> None:
+        self._turns: dict[RolloutKey, int] = {}
+        self._events: list[Event] = []
+        self.counters = EpisodeCounters()
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        self._turns[key] = 0
+        self._events.append(Observation(key, "go", None, 0.0, 0.0))
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        self._turns[key] += 1
+        done = self._turns[key] == 3
+        self._events.append(Ended(key, RIGHT, "scored", 0.0, 0.0) if done else Observation(key, "and on", 0.5, 0.0, 0.0))
+
+    def poll(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def discard(self, keys: Sequence[RolloutKey]) -> None: ...
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(on_update: Any, top_k: int, tmp_path: Path) -> None:
+    """The real engine; new weights come between turns and within them. An independent reading of the whole row."""
+    models = [make_model(seed) for seed in range(3)]
+    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
+    play = Play("talk", cast(EpisodePool[RolloutKey], Talker()), cast(Renderer, Characters(90)), 6, 40, Score(0.0))
+    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), play)
+    sampling = Sampling(temperature=0.8, top_k=top_k)
+    keys = [RolloutKey(group, 0, member) for group in range(2) for member in range(3)]
+    for group in range(2):
+        own = [
+            Request(key, PROMPT, 4 + key.member, sampling, seed=key.member + 9 * group) for key in keys if key.group == group
+        ]
+        episodes.begin([(ROW, 1, own)])
+    done: list[Played] = []
+    for step in range(400):
+        if step in (6, 13):
+            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
+        done += episodes.step()
+        if len(done) == len(keys):
+            break
+    assert sorted(played.completion.key for played in done) == keys and engine.num_unfinished == 0
+    versions = {version for played in done for span in played.completion.spans if (version := span.version) is not None}
+    assert len(versions) > 1
+    for played in done:
+        completion = played.completion
+        at, row = 0, completion.token_ids.tolist()
+        said = iter(completion.logprobs.tolist())
+        masks = None if completion.sampling_mask is None else np.split(
+            completion.sampling_mask.ids, np.cumsum(completion.sampling_mask.sizes)[:-1]
+        )  # fmt: skip
+        assert (masks is not None) == (top_k > 0)
+        assert [span.version is None for span in completion.spans].count(True) == 2
+        number = 0
+        for span in completion.spans:
+            for index in range(at, at + span.num_tokens):
+                if span.version is None:
+                    continue
+                logits = plain_logits(models[span.version], [*played.prompt_ids, *row[:index]]) / 0.8
+                if masks is not None:
+                    kept = torch.full_like(logits, -torch.inf)
+                    kept[masks[number].tolist()] = logits[masks[number].tolist()]
+                    logits = kept
+                expected, found = float(torch.log_softmax(logits, -1)[row[index]]), next(said)
+                if span.cache_version is None:
+                    assert found == pytest.approx(expected, abs=2e-4)
+                number += 1
+            at += span.num_tokens
+        if on_update != "keep":
+            assert all(span.cache_version is None for span in completion.spans)
+
+
+@torch.no_grad()
+def plain_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """Of the token that follows."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+    return logits
+
+
+def test_lengths_count_what_was_sampled() -> None:
+    sampled = [True, False, False, True]
+    assert length([1, 2, 3, 4], target=2, tolerance=2, sampled=sampled).value == 1.0
+    assert overlong([1, 2, 3, 4], max_length=4, buffer=2, sampled=sampled) == 0.0 > overlong([1, 2, 3, 4], 4, 2)
+
+
+def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_reference() -> None:
+    mask = SamplingMask(np.array([2, 1], np.int32), np.array([5, 6, 7], np.int32))
+    spans = (Span(0, 1), Span(None, 2), Span(0, 1))
+    ids = np.array([5, 90, 91, 7], np.int32)
+    completion = Completion(RolloutKey(0, 0, 0), ids, np.zeros(2, np.float32), spans, "stop", mask)
+    sizes, kept = fields_of(ROW, [1], completion, "")["sampling_mask"]
+    assert np.frombuffer(sizes, "<i4").tolist() == [2, 1, 1, 1] and np.frombuffer(kept, "<i4").tolist() == [5, 6, 90, 91, 7]
+    assert rollout_of(
+        Played(completion, (1,), "", ("",), score=RIGHT),
+        Scored(completion.key, {}, 0.0, reference=np.array([-1, -2, -3, -4], np.float32)),
+        Play("talk", cast(Any, None), cast(Any, None), 1, 1, Score(0.0)),
+        {},
+    ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

@@ -31,21 +31,26 @@ def regex(completion: str, pattern: str, whole: bool = False) -> float:
 
 
 @reward
-def length(completion_ids: list[int], target: int, tolerance: int) -> Score:
-    """1.0 at `target` tokens, falling evenly to 0.0 at `tolerance` tokens more or less. Metric: `length`."""
+def length(completion_ids: list[int], target: int, tolerance: int, sampled: list[bool] | None = None) -> Score:
+    """1.0 at `target` sampled tokens, falling evenly to 0.0 at `tolerance` tokens more or less. Metric: `length`."""
     if tolerance < 1:
         raise ValueError(f"tolerance = {tolerance}; at least 1 token is needed")
-    num_tokens = len(completion_ids)
+    num_tokens = _num_sampled(completion_ids, sampled)
     return Score(max(0.0, 1.0 - abs(num_tokens - target) / tolerance), metrics={"length": num_tokens})
 
 
 @reward
-def overlong(completion_ids: list[int], max_length: int, buffer: int) -> float:
-    """The soft over-long penalty: 0 up to `max_length - buffer` tokens, then falling evenly to -1 at `max_length` and beyond.
+def overlong(completion_ids: list[int], max_length: int, buffer: int, sampled: list[bool] | None = None) -> float:
+    """The soft over-long penalty: 0 up to `max_length - buffer` sampled tokens, then falling evenly to -1 from `max_length` on.
 
     Source: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13.
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"buffer = {buffer}; between 1 and max_length = {max_length} is needed")
-    over = len(completion_ids) - (max_length - buffer)
+    over = _num_sampled(completion_ids, sampled) - (max_length - buffer)
     return -min(1.0, max(0.0, over / buffer))
+
+
+def _num_sampled(completion_ids: list[int], sampled: list[bool] | None) -> int:
+    """sampled: which of the tokens were, of an episode."""
+    return len(completion_ids) if sampled is None else sum(sampled)
