@@ -43,7 +43,7 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     spool, run = tmp_path / "spool", tmp_path / "runs" / "quick"
-    settings = fed(spool, **{"data.epochs": 2, "queue.keep_rollouts": True, "queue.max_staleness": 2, "stall_timeout_s": 30.0})
+    settings = fed(spool, **{"data.epochs": 2, "queue.keep_rollouts": True, "queue.max_staleness": 2})
     started = command(*small_arguments(**settings))
 
     def lacks_prompts() -> bool:
@@ -66,7 +66,7 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
     wait_for(lambda: has_ended(learner), "the learner's end")
     end(spool)
     code, output = started.finish()
-    assert code == 0 and "all data used" in output and "waiting for prompts" in output, output
+    assert code == 0 and "all data used" in output, output
 
     finished = RunDir(run)
     of_group = {record["group"]: record["columns"] for record in records(finished)}
