@@ -124,9 +124,11 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.actors.loop.episodes import Episodes
     from async_rlhf.actors.prompts import encode, rollout_seed
     from async_rlhf.buffers.model_directory import from_pretrained
+    from async_rlhf.learner.model.gguf import model_directory
     from async_rlhf.run.playing import environment_of
 
     rows, _ = rows_of(config, limit)
+    config = config.model_copy(update={"model": model_directory(config.model)})
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine, generation = load_engine(config.model, config.served_engine, version=0), config.generation
 
