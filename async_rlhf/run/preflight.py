@@ -1,6 +1,7 @@
 """Everything about a run that can be found wrong before it begins: its data, rewards, packages, devices, the model's files.
 
-Without torch, but where a setting asks for a device other than the CPU. Nothing is written and no process is started.
+Without torch, but where a setting asks for a device other than the CPU or for episodes of chat messages. Nothing is written and no
+process is started.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from pathlib import Path
 
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
+from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.buffers.model_directory import check_stop_strings
+from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.learner.check import remarks
 from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
@@ -127,6 +129,7 @@ def check_model(config: Config, rows: Rows) -> Prepared:
     """The model directory by its files, and whether it can take the prompts. Raises ConfigError."""
     check_model_files(Path(config.model))
     check_adapters(config)
+    _check_rendering(config)
     limit, setting = longest_prompt(config)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
@@ -150,6 +153,15 @@ def check_model(config: Config, rows: Rows) -> Prepared:
         of_learner=remarks(config.learner),
         endless=not stop_strings(config) and not names_end(Path(config.model)),
     )
+
+
+def _check_rendering(config: Config) -> None:
+    """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
+    if config.environment.function and config.data.chat:
+        from transformers import AutoTokenizer
+
+        tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
+        Renderer(tokenizer, chat=True, render=config.environment.render).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:

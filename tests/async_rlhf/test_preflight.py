@@ -146,3 +146,16 @@ def test_check_says_what_it_found(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "own.toml: good. 20 training prompts, 0 held out; 1 groups of 8 in at most 1 steps." in result.output
     assert "20 prompts have characters that the model has no token for, and does not see: é" in result.output
+
+
+def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(small: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{{ messages | length }} messages. {% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (tmp_path / "talk.py").write_text("def talk(prompt):\n    yield prompt\n")
+    settings = {"model": str(model), "environment": str(tmp_path / "talk.py:talk"), "rewards.functions": [], "data.chat": True}
+    with pytest.raises(ConfigError, match=r"rewrites what was said before.*'by_message'"):
+        preflight(small(**settings))
+    assert preflight(small(**settings, **{"environment.render": "by_message"})).num_prompts > 0
