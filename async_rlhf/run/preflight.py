@@ -1,7 +1,7 @@
 """Everything about a run that can be found wrong before it begins: its data, rewards, packages, devices, the model's files.
 
-Without torch, but where a setting asks for a device other than the CPU or for episodes of chat messages. Nothing is written and no
-process is started.
+Without torch, but where a setting asks for a device other than the CPU or for episodes of chat messages. Nothing is written
+and no process is started.
 """
 
 from __future__ import annotations
