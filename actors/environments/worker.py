@@ -165,7 +165,7 @@ class _Worker:
         self._send(EpisodeClosed(id=id, failure=_plain(failure), retire=episode.is_stuck or episode.retires))
 
     def _begin(self, id: int, fields: Mapping[str, Any]) -> _Episode:
-        generator = self._function(**{**fields, **self._spec.options})
+        generator = self._function(**fields)
         steps: Steps = (
             AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
         )
