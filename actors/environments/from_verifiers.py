@@ -15,11 +15,22 @@ from typing import Any
 from async_rlhf.actors.environments.adapters import MAX_TURNS, Adapted, Target
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, Message
-from async_rlhf.actors.environments.tool_calls import read_turn
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, read_turn
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
-_NEEDED = ("init_state", "setup_state", "is_completed", "get_prompt_messages", "add_trajectory_step", "render_completion")
+_NEEDED = (
+    "env_response",
+    "setup_state",
+    "get_prompt_messages",
+    "add_trajectory_step",
+    "render_completion",
+    "rubric",
+    "oai_tools",
+)
+
+# What parsers of rubrics look for in a content stays there: reasoning too.
+_TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["fields"].items() if name != "reasoning_content"}}
 
 
 def from_verifiers(target: Target, options: Mapping[str, Any]) -> Adapted:
@@ -30,13 +41,13 @@ def from_verifiers(target: Target, options: Mapping[str, Any]) -> Adapted:
         env = target.found(**options)
     except Exception as error:  # the environment's own code
         raise ConfigError(f"environment {target.place}:{target.name} raised {type(error).__name__}: {error}") from error
-    if lacking := [name for name in (*_NEEDED, "rubric") if not hasattr(env, name)]:
+    if lacking := [name for name in _NEEDED if not hasattr(env, name)]:
         raise ConfigError(
             f"environment {target.place}:{target.name} gave a {type(env).__name__}, which has no {lacking[0]!r}; a "
             "MultiTurnEnv of verifiers 0.1.9 was expected"
         )
     most = getattr(env, "max_turns", -1)
-    tools = tuple(getattr(env, "oai_tools", None) or ())
+    tools = tuple(env.oai_tools or ())
 
     async def play(prompt: str | list[Message], seed: int, **columns: Any) -> AsyncGenerator[Any, str]:
         is_chat = env.message_type == "chat"
@@ -52,7 +63,7 @@ def from_verifiers(target: Target, options: Mapping[str, Any]) -> Adapted:
                     continue
                 if messages[: len(said)] != said:
                     raise ValueError("it changes messages that the model has read; episodes only go on")
-                turn = read_turn((yield messages[len(said) :]), tools if is_chat else ())
+                turn = read_turn((yield messages[len(said) :]), tools if is_chat else (), _TEMPLATE)
                 unparsed += turn.is_unparsed
                 written = [_openai(turn.message, len(state["trajectory"]))] if is_chat else turn.message["content"]
                 await env.add_trajectory_step(state, _step(messages, written, state["trajectory_id"]))

@@ -115,7 +115,7 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
         except ConfigError as error:
             raise EpisodeError(str(error)) from error
     function = _function(spec.target)
-    return lambda **fields: function(**{**fields, **spec.options})
+    return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
 
 
 def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str, ...] | None]:
