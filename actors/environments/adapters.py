@@ -29,13 +29,15 @@ MAX_TURNS = 64
 class Adapted:
     """A generator of ours, called with the fields of an episode, and what its foreign object says of itself.
 
-    required: columns that every row must have. tools: what the model's chat template is given.
+    required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
+    score; else rewards must.
     """
 
     function: EnvironmentFunction
     settings: Declaration
     required: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
+    judges: bool = True
 
 
 @dataclass(frozen=True)

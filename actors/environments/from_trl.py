@@ -77,6 +77,7 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
         Declaration(name=target.name, max_turns=MAX_TURNS),
         tuple(dict.fromkeys(needed)),
         schemas,
+        judges=bool(rewards) or "get_reward" in methods,
     )
 
 

@@ -33,7 +33,8 @@ class EnvironmentSpec(EnvironmentSettings):
 
     target: `package.module:name` or `/absolute/file.py:name`, with its form before it (`trl:`) where it is of another system.
     kind: async for an asynchronous generator. required: parameters without a default. fields: the fields and columns it takes,
-    None for all. options: values of its other parameters. tools: those that the model is shown.
+    None for all. options: values of its other parameters. tools: those that the model is shown. judges: False where it never
+    gives a score, so that rewards must.
     """
 
     name: str
@@ -43,6 +44,7 @@ class EnvironmentSpec(EnvironmentSettings):
     fields: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tools: tuple[Tool, ...] = field(default=(), hash=False)
+    judges: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +98,7 @@ def resolve(
         fields,
         dict(options or {}),
         found.tools,
+        found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
     )
     if columns is not None:

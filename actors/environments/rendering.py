@@ -55,8 +55,8 @@ class Renderer:
         self._looks_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def check(self) -> None:
-        """Before a run with `data.chat`: raises ConfigError for a template that observations cannot be appended to."""
-        if self._chat:
+        """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
+        if self._chat or self._tools:
             self._probed  # noqa: B018  it raises
 
     def is_chat(self, prompt: Content) -> bool:

@@ -83,6 +83,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     else:
         _check_rewards(config, [*rows[0], *rows[1]])
         config.rewards.check_sources(row.columns for row in rows[0])
+    _check_judged(config)
     config.rewards.composition.check(score_names(config))
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
@@ -185,6 +186,15 @@ def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
             raise
         number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
         raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def _check_judged(config: Config) -> None:
+    environment = environment_spec(config)
+    if environment is not None and not environment.judges and not config.rewards.functions:
+        raise ConfigError(
+            f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+            "get_reward method"
+        )
 
 
 def _check_packages(config: Config) -> None:

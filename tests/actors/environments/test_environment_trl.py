@@ -20,6 +20,9 @@ from async_rlhf.actors.environments.tool_calls import read_turn
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
+from async_rlhf.inspect.episodes import configuration
+from async_rlhf.run.playing import environment_of
+from async_rlhf.run.preflight import preflight
 from tests.actors.environments.played import Bench
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 
@@ -99,6 +102,7 @@ SCRIPT = (
     call("wait"),
     "it is done",
 )
+SHOWS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace("messages[0].role != 'system'", "false")
 QUESTION = [{"role": "user", "content": "Count."}]
 
 
@@ -221,13 +225,22 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
 
 def test_the_template_gets_the_tools_and_one_that_leaves_them_out_is_refused(folder: Path) -> None:
     tools = spec_of(folder, "TOOLS").tools
-    shows = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace("messages[0].role != 'system'", "false")
-    assert '"name": "double"' in Renderer(tokenizer(shows), chat=True, tools=tools).prompt(QUESTION).text
+    assert '"name": "double"' in Renderer(tokenizer(SHOWS), chat=True, tools=tools).prompt(QUESTION).text
     with pytest.raises(ConfigError, match="leaves out the tool 'double'"):
         Renderer(tokenizer(CHATML), chat=True, tools=tools).check()
-    refuses = shows.replace("<|im_start|>{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
+    refuses = SHOWS.replace("<|im_start|>{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
     with pytest.raises(ConfigError, match=r"answers of tools cannot be rendered.*no tools"):
         Renderer(tokenizer(refuses), chat=True, tools=tools).check()
+
+
+def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> None:
+    (folder / "data.jsonl").write_text('{"prompt": "twice 4", "answer": "8"}\n')
+    config = configuration(f"trl:{folder / 'tasks.py'}:TOOLS", str(folder / "data.jsonl"), None, {})
+    with environment_of(config, tokenizer(SHOWS)) as play:
+        assert play is not None and play.name == "TOOLS"
+        assert '"name": "double"' in play.rendering.prompt(QUESTION).text
+    with pytest.raises(ConfigError, match="'TOOLS' gives no score, and no reward is named"):
+        preflight(config)
 
 
 @pytest.mark.parametrize(
