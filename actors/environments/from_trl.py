@@ -56,8 +56,7 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
             raise ConfigError(
                 f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL asks for one"
             )
-        # A method's schema is that of its parameters without the first: what it is bound to does not matter.
-        shown = [MethodType(each, kind) for name, each in methods.items() if name not in _RESERVED]
+        shown = [_bound(kind, name) for name in methods if name not in _RESERVED]
     else:
         hint = "; several environments of one run are not told apart, name one" if isinstance(found, Mapping) else ""
         raise ConfigError(
@@ -69,7 +68,7 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
     player = _Player(
         make, {each.__name__: each for each in functions}, rewards, schemas, options.get("response_template", TEMPLATE)
     )
-    needed = [*_required(MethodType(reset, kind))] if reset is not None else []
+    needed = [*_required(_bound(kind, "reset"))] if reset is not None else []
     needed += [name for reward in rewards.values() for name in _required(reward) if name not in _GIVEN]
     is_async = any(map(inspect.iscoroutinefunction, [*methods.values(), *functions, *rewards.values()]))
     return Adapted(
@@ -164,6 +163,12 @@ def _methods(world: Any) -> dict[str, Callable[..., Any]]:
     """Of its class, so that no property is asked."""
     names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)] if world is not None else []
     return {name: getattr(world, name) for name in names if name not in _RESERVED and not name.startswith("_")}
+
+
+def _bound(kind: type, name: str) -> Callable[..., Any]:
+    """A method without its first parameter: what it is bound to does not matter to who only reads its signature."""
+    found = inspect.getattr_static(kind, name)
+    return found.__func__ if isinstance(found, staticmethod) else MethodType(found, kind)
 
 
 def _schema(tool: Callable[..., Any]) -> Tool:

@@ -65,6 +65,11 @@ class Silent:
         self.moves.append(where)
         return where
 
+    @staticmethod
+    def look() -> str:
+        """Looks."""
+        return "a wall"
+
 
 def moved(prompts, completions, environments, answer, **kwargs):
     assert completions[0][0]["tool_calls"] and prompts[0][-1]["role"] == "user"
@@ -202,8 +207,11 @@ async def test_a_call_that_cannot_be_parsed_ends_the_episode_and_is_counted(fold
 async def test_rewards_beside_it_get_the_environment(folder: Path) -> None:
     spec = spec_of(folder, "Silent", rewards=["moved"])
     assert spec.kind == "sync" and spec.required == ("answer",)
-    read, score = await played(spec, call("move", where="north"), "there", prompt="Walk.", answer="north")
-    assert read == [[{"role": "user", "content": "Walk."}], [{"role": "tool", "name": "move", "content": "north"}]]
+    read, score = await played(spec, call("move", where="north") + call("look"), "there", prompt="Walk.", answer="north")
+    assert [[(message["role"], message["content"]) for message in each] for each in read] == [
+        [("user", "Walk.")],
+        [("tool", "north"), ("tool", "a wall")],
+    ]
     assert score.value == 1.0
 
 
