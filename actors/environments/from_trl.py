@@ -24,7 +24,7 @@ from typing import Any
 from async_rlhf.actors.environments.adapters import MAX_TURNS, Adapted, Target
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
-from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, read_turn
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.score import Score
 
@@ -64,10 +64,9 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
             f"expected{hint}"
         )
     schemas = tuple(map(_schema, shown))
+    template = checked(options["response_template"]) if "response_template" in options else TEMPLATE
     functions = [] if make is not None else shown
-    player = _Player(
-        make, {each.__name__: each for each in functions}, rewards, schemas, options.get("response_template", TEMPLATE)
-    )
+    player = _Player(make, {each.__name__: each for each in functions}, rewards, schemas, template)
     needed = [*_required(_bound(kind, "reset"))] if reset is not None else []
     needed += [name for reward in rewards.values() for name in _required(reward) if name not in _GIVEN]
     is_async = any(map(inspect.iscoroutinefunction, [*methods.values(), *functions, *rewards.values()]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.environments.settings import Message
+from async_rlhf.buffers.errors import ConfigError
 
 Tool = dict[str, Any]
 """A tool as JSON schema: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
@@ -44,6 +45,18 @@ class Turn:
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
         return self.message.get("tool_calls") or ()
+
+
+def checked(template: Any) -> Mapping[str, Any]:
+    """A response template of the user's own. Raises ConfigError for one that transformers does not take."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(template)
+    except ValueError as error:
+        raise ConfigError(f"environment.options.response_template: {error}") from error
+    found: Mapping[str, Any] = template
+    return found
 
 
 def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> Turn:

@@ -204,6 +204,17 @@ async def test_a_call_that_cannot_be_parsed_ends_the_episode_and_is_counted(fold
     assert score == Score(1.0, metrics={"tool_calls": 0, "tool_failures": 0, "unparsed_turns": 1})
 
 
+async def test_a_model_may_write_its_calls_in_another_form(folder: Path) -> None:
+    called = {"open": "[call]", "close": "[end]", "repeats": True, "content": "json"}
+    fields = {
+        "tool_calls": {**called, "transform": {"type": "function", "function": "{content}"}},
+        "content": {"close": "[stop]", "content": "text"},
+    }
+    spec = spec_of(folder, "TOOLS", response_template={"start_anchor": "[model]", "fields": fields})
+    read, _ = await played(spec, 'so: [call]{"name": "double", "arguments": {"a": 21}}[end]', "42")
+    assert read[1][0]["content"] == "42"
+
+
 async def test_rewards_beside_it_get_the_environment(folder: Path) -> None:
     spec = spec_of(folder, "Silent", rewards=["moved"])
     assert spec.kind == "sync" and spec.required == ("answer",)
@@ -259,6 +270,7 @@ def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> 
         ("MANY", {}, "is dict; an environment_factory .* name one"),
         ("Counter", {"reward": ["moved"]}, "environment.options.reward: .* 'rewards'"),
         ("Counter", {"rewards": ["move"]}, "no 'move' at the top level .* 'moved'"),
+        ("TOOLS", {"response_template": {"feelds": {}}}, "environment.options.response_template: .*'feelds'"),
         ("Counter", {"rewards": ["wants_state"]}, "'wants_state' asks for 'trainer_state'"),
     ],
 )
