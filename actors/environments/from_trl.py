@@ -50,12 +50,9 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
         make, shown, methods, reset = None, list(found), {}, None
     elif callable(found):
         make = found
-        kind = found if isinstance(found, type) else type(found())
+        kind = _kind(target)
         methods = {name: each for name, each in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
-        if (reset := methods.get("reset")) is None:
-            raise ConfigError(
-                f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL asks for one"
-            )
+        reset = methods["reset"]
         shown = [_bound(kind, name) for name in methods if name not in _RESERVED]
     else:
         hint = "; several environments of one run are not told apart, name one" if isinstance(found, Mapping) else ""
@@ -106,9 +103,9 @@ class _Player:
         values = await self._judged(world, {**row, "prompt": messages}, said)
         known = [value for value in values.values() if value is not None]
         metrics = {name: value for name, value in values.items() if value is not None and len(values) > 1}
-        yield Score(sum(known) if known else None, metrics={**metrics, **counts})
         if world is not None:
-            self.idle.append(world)  # Only of an episode that came to its end.
+            self.idle.append(world)  # Only of an episode that came to its end: nothing of it runs on.
+        yield Score(sum(known) if known else None, metrics={**metrics, **counts})
 
     async def _judged(self, world: Any, row: Mapping[str, Any], said: list[Message]) -> dict[str, float | None]:
         """By the environment itself, and by the rewards, each with weight 1."""
@@ -162,6 +159,17 @@ def _methods(world: Any) -> dict[str, Callable[..., Any]]:
     """Of its class, so that no property is asked."""
     names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)] if world is not None else []
     return {name: getattr(world, name) for name in names if name not in _RESERVED and not name.startswith("_")}
+
+
+def _kind(target: Target) -> type:
+    """Of the environments that a factory makes."""
+    try:
+        kind = target.found if isinstance(target.found, type) else type(target.found())
+    except Exception as error:  # the factory is the user's own code
+        raise ConfigError(f"environment {target.name!r} raised {type(error).__name__}: {error}") from error
+    if not inspect.isfunction(getattr(kind, "reset", None)):
+        raise ConfigError(f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL asks for one")
+    return kind
 
 
 def _bound(kind: type, name: str) -> Callable[..., Any]:

@@ -55,6 +55,9 @@ class Counter:
 
 
 class Silent:
+    made = 0
+
+    def __init__(self): Silent.made += 1
     def reset(self, **row): self.moves = []
     def move(self, where: str) -> str:
         """Moves.
@@ -68,7 +71,7 @@ class Silent:
     @staticmethod
     def look() -> str:
         """Looks."""
-        return "a wall"
+        return f"environment {Silent.made}"
 
 
 def moved(prompts, completions, environments, answer, **kwargs):
@@ -86,6 +89,9 @@ def double(a: int) -> int:
     return 2 * a
 
 def undescribed(a): return a
+
+def made(): return Silent()
+def broken(): raise OSError("no licence")
 
 class Resetless:
     def step(self): ...
@@ -221,9 +227,14 @@ async def test_rewards_beside_it_get_the_environment(folder: Path) -> None:
     read, score = await played(spec, call("move", where="north") + call("look"), "there", prompt="Walk.", answer="north")
     assert [[(message["role"], message["content"]) for message in each] for each in read] == [
         [("user", "Walk.")],
-        [("tool", "north"), ("tool", "a wall")],
+        [("tool", "north"), ("tool", "environment 1")],
     ]
     assert score.value == 1.0
+
+
+def test_a_function_may_make_the_environments(folder: Path) -> None:
+    spec = spec_of(folder, "made")
+    assert [tool["function"]["name"] for tool in spec.tools] == ["look", "move"] and not spec.judges
 
 
 async def test_without_a_reward_of_its_own_it_leaves_the_judgement_to_others(folder: Path) -> None:
@@ -236,7 +247,8 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
     bench = Bench(folder / "tasks.py", "Silent", function=f"trl:{folder / 'tasks.py'}:Silent", options={"rewards": ["moved"]})
     try:
         for _ in range(2):
-            *_, end = bench.play(call("move", where="4"), "there")
+            _, read, end = bench.play(call("move", where="4") + call("look"), "there")
+            assert read[1]["content"] == "environment 1"
             assert isinstance(end, Ended) and end.score is not None and end.score.value == 1.0
     finally:
         bench.pool.close()
@@ -266,6 +278,7 @@ def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> 
     ("name", "options", "message"),
     [
         ("Resetless", {}, "Resetless, which has no method 'reset'"),
+        ("broken", {}, "'broken' raised OSError: no licence"),
         ("BAD_TOOLS", {}, "tool 'undescribed' cannot be described"),
         ("MANY", {}, "is dict; an environment_factory .* name one"),
         ("Counter", {"reward": ["moved"]}, "environment.options.reward: .* 'rewards'"),
