@@ -40,7 +40,7 @@ def test_every_setting_that_the_guide_for_newcomers_calls_ours_exists() -> None:
     guide = (REPOSITORY / "docs" / "coming-from.md").read_text()
     tables = re.findall(r"(?ms)^\|[^|\n]* setting \|.*?(?=^[^|]|\Z)", guide)
     ours = [name for table in tables for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[2])]
-    assert len(tables) == 4 and len(ours) > 80
+    assert len(tables) == 5 and len(ours) > 80
     for setting in ours:
         key, equals, value = setting.partition(" = ")
         kind: Any = Config

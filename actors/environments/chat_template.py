@@ -73,6 +73,19 @@ def probe(render: Render, by_message: bool) -> None:
                 _check(render, (*history, turn, observed), delta, by_message)
 
 
+def probe_tools(render: Render, names: Sequence[str]) -> None:
+    """Raises ConfigError for a template that does not show these tools to the model, or does not take what they answer."""
+    text = _rendered(render, (_QUESTION,)) or ""
+    if missing := [name for name in names if name not in text]:
+        raise ConfigError(f"the chat template leaves out the tool {missing[0]!r}; give the model a template that takes tools")
+    try:
+        delta_of(render, [_TOOL])
+    except EpisodeError as error:
+        raise ConfigError(
+            f"the answers of tools cannot be rendered: {error}; give the model a template that takes them"
+        ) from error
+
+
 def _check(render: Render, conversation: Sequence[Message], delta: str, by_message: bool) -> None:
     """The text of a conversation that goes on begins with the text that the model has continued, and ends with the delta."""
     *history, turn, _ = conversation

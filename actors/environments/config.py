@@ -17,10 +17,10 @@ class EnvironmentConfig(Section):
     """What answers the model between its turns. A text alone stands for `function`."""
 
     function: str = ""
-    """An import path (`package.module:name`) or a file (`path.py:name`); `own_name=...` before either. Empty: completions have
-    one turn."""
+    """An import path (`package.module:name`) or a file (`path.py:name`); `own_name=...` before either, then `trl:` or
+    `verifiers:` for an environment of these. Empty: completions have one turn."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Values for those of its parameters that are no columns."""
+    """Values for those of its parameters that are no columns; of another system's, `docs/environments.md` says which."""
     max_turns: int | None = Field(default=None, ge=1)
     """Turns of the model in an episode. `"none"`: as `@environment` says."""
     timeout_s: float | None = Field(default=None, gt=0)

@@ -13,7 +13,9 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
 
+from async_rlhf.actors.environments.adapters import Adapted, adapted, form_of
 from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
+from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.actors.rewards.importing import found_in
 from async_rlhf.actors.rewards.signature import Signature
@@ -29,9 +31,10 @@ _FORM = "an environment is a generator: it yields the prompt, and gets what the 
 class EnvironmentSpec(EnvironmentSettings):
     """An environment by name, and how its episodes are bounded. Plain data.
 
-    target: `package.module:name` or `/absolute/file.py:name`. kind: async for an asynchronous generator.
-    required: parameters without a default. fields: the fields and columns it takes, None for all. options: values of its other
-    parameters.
+    target: `package.module:name` or `/absolute/file.py:name`, with its form before it (`trl:`) where it is of another system.
+    kind: async for an asynchronous generator. required: parameters without a default. fields: the fields and columns it takes,
+    None for all. options: values of its other parameters. tools: those that the model is shown. judges: False where it never
+    gives a score, so that rewards must.
     """
 
     name: str
@@ -40,11 +43,14 @@ class EnvironmentSpec(EnvironmentSettings):
     required: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tools: tuple[Tool, ...] = field(default=(), hash=False)
+    judges: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # A spec is written as JSON on its way to an actor, which turns tuples into lists.
         object.__setattr__(self, "required", tuple(self.required))
+        object.__setattr__(self, "tools", tuple(self.tools))
         object.__setattr__(self, "fields", None if self.fields is None else tuple(self.fields))
 
     def check(self, columns: AbstractSet[str]) -> None:
@@ -82,17 +88,17 @@ def resolve(
     Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, and as `check` does.
     """
     own_name, _, target = absolute(target, base_dir).rpartition("=")
-    function = _function(target)
-    given = replace(settings_of(function), **(settings or {}))
-    signature = _signature(target, function)
-    name = own_name or given.name or target.rpartition(":")[2].rpartition(".")[2]
+    found, fields = _found(target, options or {})
+    given = replace(found.settings, **(settings or {}))
     spec = EnvironmentSpec(
-        name,
+        own_name or given.name or target.rpartition(":")[2].rpartition(".")[2],
         target,
-        "async" if _is(inspect.isasyncgenfunction, function) else "sync",
-        signature.required,
-        None if signature.any_column else (*signature.required, *signature.optional),
+        "async" if _is(inspect.isasyncgenfunction, found.function) else "sync",
+        found.required,
+        fields,
         dict(options or {}),
+        found.tools,
+        found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
     )
     if columns is not None:
@@ -101,8 +107,29 @@ def resolve(
 
 
 def load(spec: EnvironmentSpec) -> EnvironmentFunction:
-    """The function itself, in the process that will run it. Raises EpisodeError when it cannot be had."""
-    return _function(spec.target)
+    """The function itself, called with the fields of an episode alone, in the process that will run it.
+
+    Raises EpisodeError when it cannot be had.
+    """
+    form, rest = form_of(spec.target)
+    if form:
+        try:
+            return adapted(form, rest, spec.options).function
+        except ConfigError as error:
+            raise EpisodeError(str(error)) from error
+    function = _function(spec.target)
+    return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
+
+
+def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str, ...] | None]:
+    """What the target is, and the fields that it takes (None: all)."""
+    form, rest = form_of(target)
+    if form:
+        return adapted(form, rest, options), None
+    function = _function(target)
+    signature = _signature(target, function)
+    fields = None if signature.any_column else (*signature.required, *signature.optional)
+    return Adapted(function, settings_of(function), signature.required), fields
 
 
 def _function(target: str) -> EnvironmentFunction:

@@ -20,8 +20,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from async_rlhf.actors.environments.chat_template import delta_of, probe
+from async_rlhf.actors.environments.chat_template import delta_of, probe, probe_tools
 from async_rlhf.actors.environments.settings import Content, Message
+from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
@@ -36,23 +37,26 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """Turns yields into tokens. chat: text is given as a user message. render: as `EnvironmentConfig.render`."""
+    """Turns yields into tokens. chat: text is given as a user message. render: as `EnvironmentConfig.render`. tools: those that
+    the template is given, as JSON schemas."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat: bool,
         render: Literal["conversation", "by_message"] = "conversation",
+        tools: Sequence[Tool] = (),
     ) -> None:
         self._tokenizer, self._chat, self._by_message = tokenizer, chat, render == "by_message"
+        self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
         longest_first = sorted(filter(None, self._special.values()), key=len, reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def check(self) -> None:
-        """Before a run with `data.chat`: raises ConfigError for a template that observations cannot be appended to."""
-        if self._chat:
+        """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
+        if self._chat or self._tools:
             self._probed  # noqa: B018  it raises
 
     def is_chat(self, prompt: Content) -> bool:
@@ -138,10 +142,15 @@ class Renderer:
             raise ConfigError(
                 "an episode is given as chat messages, but the tokenizer has no chat template; yield text, without data.chat"
             )
+        if self._tools is not None:
+            probe_tools(self._apply, [tool["function"]["name"] for tool in self._tools])
         probe(self._apply, self._by_message)
 
     def _apply(self, messages: Sequence[Message], begins_turn: bool) -> str:
-        return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=begins_turn, tokenize=False))
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, add_generation_prompt=begins_turn, tokenize=False
+        )
+        return str(text)
 
 
 def as_messages(content: Content) -> list[Message]:

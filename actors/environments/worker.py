@@ -137,7 +137,7 @@ class _Worker:
     def _begin(self, id: int, fields: Mapping[str, Any]) -> None:
         """At once, because a message to close it may come before its task runs."""
         try:
-            generator = self._function(**{**fields, **self._spec.options})
+            generator = self._function(**fields)
         except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
             now = time.time()
             self._send(_ended(id, raised(error), now, now))

@@ -78,9 +78,8 @@ class Signature:
         known = FIELDS | columns | options | self._renamed.keys()
         for parameter in self.required:
             if self.form == "list" and parameter in _TRL_ONLY - columns - options:
-                raise ConfigError(
-                    f"reward {name!r} requires TRL's {parameter!r}, which an actor does not have; give it a default of None"
-                )
+                way = "name it in environment.options.rewards" if parameter == "environments" else "give it a default of None"
+                raise ConfigError(f"reward {name!r} requires TRL's {parameter!r}, which an actor does not have; {way}")
             if parameter not in known:
                 raise ConfigError(
                     f"reward {name!r} asks for {parameter!r}, which is neither a field of a completion "

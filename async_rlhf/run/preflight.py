@@ -85,6 +85,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     else:
         _check_rewards(config, [*rows[0], *rows[1]])
         config.rewards.check_sources(row.columns for row in rows[0])
+    _check_judged(config)
     names = score_names(config)
     config.rewards.composition.check(names)
     if (judge := config.data.curriculum.reward) and judge not in names:
@@ -157,11 +158,12 @@ def check_model(config: Config, rows: Rows) -> Prepared:
 
 def _check_rendering(config: Config) -> None:
     """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
-    if config.environment.function and config.data.chat:
+    spec = environment_spec(config)
+    if spec is not None and (config.data.chat or spec.tools):
         from transformers import AutoTokenizer
 
         tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        Renderer(tokenizer, chat=True, render=config.environment.render).check()
+        Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
@@ -200,6 +202,15 @@ def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
             raise
         number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
         raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def _check_judged(config: Config) -> None:
+    environment = environment_spec(config)
+    if environment is not None and not environment.judges and not config.rewards.functions:
+        raise ConfigError(
+            f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+            "get_reward method"
+        )
 
 
 def _check_packages(config: Config) -> None:

@@ -23,7 +23,7 @@ from tests.formats.sample import copied
 @pytest.fixture
 def source(tmp_path: Path) -> RunDir:
     """A run with checkpoints of steps 2 and 3, of which neither was evaluated."""
-    run = copied(tmp_path)
+    run = copied(tmp_path, 1)
     shutil.copytree(run.path / "checkpoints" / "step_000002", run.path / "checkpoints" / "step_000003")
     return run
 

@@ -20,7 +20,7 @@ class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
 
     def __init__(self, source: Path, name: str, **settings: Any) -> None:
-        config = EnvironmentConfig(function=f"{source}:{name}", **settings)
+        config = EnvironmentConfig(**{"function": f"{source}:{name}", **settings})
         spec = config.spec(source.parent, COLUMNS)
         assert spec is not None
         self.woken = threading.Event()
