@@ -95,7 +95,7 @@ class EpisodePool(Generic[Key]):
     """Runs the episodes of one environment; its methods are called from one thread."""
 
     def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, wake: Callable[[], None] = lambda: None) -> None:
-        self._wake = wake
+        self._wake, self._is_awake = wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
@@ -136,6 +136,7 @@ class EpisodePool(Generic[Key]):
         """
         self._workers.check()
         events: list[Event[Key]] = []
+        self._is_awake = False
         # Only what is there now: environments that answer faster than this loop must not block the actor.
         for _ in range(self._inbox.qsize()):
             id, message = self._inbox.get_nowait()
@@ -161,7 +162,9 @@ class EpisodePool(Generic[Key]):
     def _heard(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
         """Called from the thread of the processes."""
         self._inbox.put((id, message))
-        self._wake()
+        if not self._is_awake:  # else there has been no poll since
+            self._is_awake = True
+            self._wake()
 
     def _event(self, id: int, message: Observed | EpisodeEnded | None) -> Event[Key]:
         pending = self._pending[id]
