@@ -38,7 +38,7 @@ def episodes(
 
 
 def instant_tools(bench: Bench, slots: int) -> Row:
-    first, measured = bench.size((8, 32), (1, 1))
+    first, measured = bench.size((4, 16), (1, 1))
     with actor(Episode(TURNS, "instant"), slots) as several, actor(Episode(1), slots) as single:
         sides = {"turns": partial(several.play, first, measured), "one turn": partial(single.play, first, measured)}
         found = alternate(sides, bench.num_turns(7), bench.size(1, 0))
@@ -50,7 +50,7 @@ def instant_tools(bench: Bench, slots: int) -> Row:
 
 
 def slow_tools(bench: Bench, slots: int) -> Iterator[Row]:
-    groups = bench.size(4, 1) * GROUPS_PER_BATCH
+    groups = bench.size(2, 1) * GROUPS_PER_BATCH
     with actor(Episode(TURNS, "slow"), slots) as ours:
         batches = BatchLoop(Episode(TURNS), slots)
         sides = {"ours": partial(ours.play, groups // 2, groups), "batch after batch": partial(batches.play, 1)}
