@@ -134,9 +134,9 @@ class EpisodePool(Generic[Key]):
 
         Raises EpisodeError when no process can run the environment.
         """
+        self._is_awake = False  # first of all, so that nothing comes unseen and without a call of `wake`
         self._workers.check()
         events: list[Event[Key]] = []
-        self._is_awake = False
         # Only what is there now: environments that answer faster than this loop must not block the actor.
         for _ in range(self._inbox.qsize()):
             id, message = self._inbox.get_nowait()
