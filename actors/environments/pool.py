@@ -95,7 +95,7 @@ class EpisodePool(Generic[Key]):
     """Runs the episodes of one environment; its methods are called from one thread."""
 
     def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, wake: Callable[[], None] = lambda: None) -> None:
-        self._wake = wake
+        self._wake, self._is_awake = wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
@@ -134,6 +134,7 @@ class EpisodePool(Generic[Key]):
 
         Raises EpisodeError when no process can run the environment.
         """
+        self._is_awake = False  # first of all, so that nothing comes unseen and without a call of `wake`
         self._workers.check()
         events: list[Event[Key]] = []
         # Only what is there now: environments that answer faster than this loop must not block the actor.
@@ -161,7 +162,9 @@ class EpisodePool(Generic[Key]):
     def _heard(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
         """Called from the thread of the processes."""
         self._inbox.put((id, message))
-        self._wake()
+        if not self._is_awake:  # else there has been no poll since
+            self._is_awake = True
+            self._wake()
 
     def _event(self, id: int, message: Observed | EpisodeEnded | None) -> Event[Key]:
         pending = self._pending[id]

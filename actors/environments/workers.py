@@ -66,7 +66,7 @@ class EpisodeWorkers:
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
         self._unsent: dict[int, BeginEpisode | Reply] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waker = Waker()
+        self._waker, self._is_rung = Waker(), False
         self._closing_by: float | None = None
         self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
@@ -110,7 +110,9 @@ class EpisodeWorkers:
 
     def _call(self, act: Callable[[], None]) -> None:
         self._inbox.put(act)
-        self._waker.ring()
+        if not self._is_rung:  # else the thread has not looked into its inbox since
+            self._is_rung = True
+            self._waker.ring()
 
     # -- its thread --------------------------------------------------------------------------------------------------
 
@@ -131,6 +133,7 @@ class EpisodeWorkers:
         ready = wait([*by_connection, self._waker.descriptor], self._patience_s())
         if self._waker.descriptor in ready:
             self._waker.clear()
+            self._is_rung = False
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
         for connection, worker in by_connection.items():

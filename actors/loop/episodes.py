@@ -99,6 +99,8 @@ class _Episode:
     transcript: Transcript = field(default_factory=Transcript)
     failed: Score | None = None
     """Why there is no environment any more."""
+    texts: list[str] = field(default_factory=list)
+    """What the model wrote in each of its turns."""
     read: list[Content] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -111,6 +113,9 @@ class Episodes:
         """decode: token ids to what the environment is given as the model's turn."""
         self._engine, self._decode, self._play = engine, decode, play
         self._episodes: dict[RolloutKey, _Episode] = {}
+        # What the engine is told at the end of `hear`, all at once: turns that may begin, and keys that it may still hold.
+        self._beginning: list[Request] = []
+        self._over: list[RolloutKey] = []
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
         """Begin the members of groups: of each its row, its environments' seed, and requests with the prompt of the row."""
@@ -145,6 +150,10 @@ class Episodes:
             else:
                 episode.steps.append((event.began, event.ended))
                 played.append(self._ended(event, episode))
+        self._submit(self._beginning)
+        if self._over:
+            self._engine.abort(self._over)
+        self._beginning, self._over = [], []
         return [each for each in played if each is not None]
 
     def discard(self, keys: Sequence[RolloutKey]) -> list[int]:
@@ -178,7 +187,8 @@ class Episodes:
         episode.transcript.add_turn(turn)
         if self._play is None or episode.failed is not None:
             return self._end(turn.key, episode, turn.finish_reason, episode.failed)
-        self._play.pool.reply(turn.key, self._decode(turn.token_ids.tolist()))
+        episode.texts.append(self._decode(turn.token_ids.tolist()))
+        self._play.pool.reply(turn.key, episode.texts[-1])
         return None
 
     def _observed(self, event: Observation[RolloutKey], episode: _Episode) -> Played | None:
@@ -210,7 +220,7 @@ class Episodes:
             seed=turn_seed(first.seed, len(episode.transcript.turns)),
             hold=True,
         )
-        self._submit([following])
+        self._beginning.append(following)
         return None
 
     def _ended(self, event: Ended[RolloutKey], episode: _Episode) -> Played | None:
@@ -226,19 +236,19 @@ class Episodes:
         """Its process ended, and the environment with it: the same from the beginning."""
         assert self._play is not None
         self._engine.abort([key])
-        episode.transcript, episode.read, episode.scores, episode.steps = Transcript(), [], [], []
+        episode.transcript, episode.texts, episode.read, episode.scores, episode.steps = Transcript(), [], [], [], []
         self._play.pool.begin(key, _fields(episode.group))
 
     def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
         del self._episodes[key]
         if self._play is not None:
-            self._engine.abort([key])  # what it holds for a turn that will not come
+            self._over.append(key)  # what is held for a turn that will not come
         completion = episode.transcript.completion(key, reason)
         text = self._decode(completion.token_ids.tolist())
         played = Played(completion, episode.request.prompt_ids, text, (text,), score=score)
         if self._play is None:
             return played
-        turns = tuple(self._decode(turn.token_ids.tolist()) for turn in episode.transcript.turns)
+        turns = tuple(episode.texts) or (text,)  # of an environment that has failed before it began there is one turn
         prompt = episode.group.prompt or ""
         return replace(
             played,
@@ -268,7 +278,6 @@ class Episodes:
         if group.prompt is None:
             group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
         ids, failure = self._rendered(group)
-        requests = []
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
             if isinstance(said, Score):
@@ -280,10 +289,9 @@ class Episodes:
             episode.request = replace(episode.request, prompt_ids=ids or episode.request.prompt_ids)
             if episode.failed is not None:
                 self._play.pool.discard([key])
-                requests.append(replace(episode.request, max_new_tokens=1))
+                self._beginning.append(replace(episode.request, max_new_tokens=1))
             else:
-                requests.append(replace(episode.request, hold=True))
-        self._submit(requests)
+                self._beginning.append(replace(episode.request, hold=True))
 
     def _rendered(self, group: _Group) -> tuple[tuple[int, ...], str]:
         """Tokens of the group's prompt, or none and the reason."""

@@ -129,6 +129,7 @@ class Worker:
         self._open: dict[int, _Open] = {}
         self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
         self._told: tuple[int, int, int] | None = None  # fence, version, capacity
+        self._newest: ActorState | None = None
         self._count = dict.fromkeys(
             ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
         )
@@ -143,7 +144,8 @@ class Worker:
         """Hear the hub, decode one token of everything, pass on what ended."""
         began = time.monotonic()
         idle = not self._engine.num_unfinished
-        self._client.poll(self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
+        # As it was at the end of the turn before: nothing has changed since.
+        self._client.poll(self._newest or self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
         if (weights := self._client.weights()) is not None:
             self._adopt(weights)
         if credits := self._client.credits():
@@ -301,8 +303,9 @@ class Worker:
 
     def _state(self) -> ActorState:
         """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others."""
-        outside = sum(len(group.played) == self._work.group_size for group in self._open.values())
-        if self._work.play is not None:  # what the environment has takes no room either
+        if self._work.play is None:
+            outside = sum(len(group.played) == self._work.group_size for group in self._open.values())
+        else:  # what the environment has takes no room either
             outside = max(0, len(self._open) - -(-self._engine.num_unfinished // self._work.group_size))
         waiting = len(self._client.unacknowledged)
         return ActorState(
@@ -315,7 +318,7 @@ class Worker:
 
     def _tell(self) -> None:
         """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
-        state = self._state()
+        self._newest = state = self._state()
         self._client.works_on(state)
         news = (state.fence, state.version, state.capacity)
         if news != self._told:

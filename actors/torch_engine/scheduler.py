@@ -14,6 +14,7 @@ random histories.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -181,10 +182,9 @@ class Scheduler:
         for request in requests:
             hold = self._holds.continued_by(request)
             submission, number = (self._submissions, self._submitted) if hold is None else (hold.submission, hold.number)
-            self._waiting.append(_Entry(request, submission, number, hold))
+            self._wait(_Entry(request, submission, number, hold))
             self._submitted += 1
         self._submissions += 1
-        self._sort()
 
     def finish(self, rows: Iterable[int]) -> None:
         """These rows ended; they are holes until the next plan."""
@@ -210,8 +210,7 @@ class Scheduler:
             entry = self._entry(row)
             self._free(entry)
             entry.progress = sampled if len(sampled.token_ids) else None
-            self._waiting.append(entry)
-        self._sort()
+            self._wait(entry)
 
     def abort(self, keys: Collection[RolloutKey]) -> tuple[list[int], int]:
         """Forget these requests, held ones too; unknown keys are ignored.
@@ -220,7 +219,8 @@ class Scheduler:
         """
         self._holds.forget(keys)
         gone = [entry for entry in self._waiting if entry.request.key in keys]
-        self._waiting = deque(entry for entry in self._waiting if entry.request.key not in keys)
+        if gone:
+            self._waiting = deque(entry for entry in self._waiting if entry.request.key not in keys)
         rows = [row for row, entry in enumerate(self._rows) if entry is not None and entry.request.key in keys]
         self.finish(rows)
         return rows, sum(len(entry.progress.token_ids) for entry in gone if entry.progress is not None)
@@ -269,9 +269,9 @@ class Scheduler:
         self._waiting.extendleft(reversed(passed))
         return entering
 
-    def _sort(self) -> None:
-        """Put the waiting line into the order of submission."""
-        self._waiting = deque(sorted(self._waiting, key=lambda entry: entry.number))
+    def _wait(self, entry: _Entry) -> None:
+        """Into the waiting line, which is in the order of submission."""
+        insort(self._waiting, entry, key=lambda each: each.number)
 
     def _close_holes(self, holes: list[int], num_rows: int) -> tuple[tuple[int, int], ...]:
         """Move running rows at or above `num_rows` into holes below it, and set the table to that length."""
