@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -126,6 +125,8 @@ class Disk:
             for path in paths:
                 self.unlink(path)
             return
+        from concurrent.futures import ThreadPoolExecutor  # its `queue` would be a user's file of that name, read at import
+
         with ThreadPoolExecutor(_AT_A_TIME, "unlink") as pool:
             list(pool.map(self.unlink, paths))
 

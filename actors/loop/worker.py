@@ -37,6 +37,8 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
 _IDLE_WAIT_S = 0.2
+# The hub is told of room for further groups at most so often while something is being decoded.
+_ROOM_EVERY_S = 0.01
 # What is trained is compared with what was begun once in so many groups.
 _GROUPS_A_REPORT = 16
 
@@ -129,6 +131,7 @@ class Worker:
         self._open: dict[int, _Open] = {}
         self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
         self._told: tuple[int, int, int] | None = None  # fence, version, capacity
+        self._told_at = 0.0
         self._newest: ActorState | None = None
         self._count = dict.fromkeys(
             ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
@@ -320,9 +323,13 @@ class Worker:
         """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
         self._newest = state = self._state()
         self._client.works_on(state)
-        news = (state.fence, state.version, state.capacity)
-        if news != self._told:
-            self._told = news
+        news, now = (state.fence, state.version, state.capacity), time.monotonic()
+        if news == self._told:
+            return
+        # Where environments take episodes out of the engine and bring them back, room changes with nearly every token.
+        is_of_room = self._told is not None and news[:2] == self._told[:2] and self._engine.num_unfinished > 0
+        if not is_of_room or now - self._told_at >= _ROOM_EVERY_S:
+            self._told, self._told_at = news, now
             self._client.beat(state, self._telemetry())
 
     def _telemetry(self) -> Telemetry:

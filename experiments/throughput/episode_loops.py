@@ -31,6 +31,7 @@ from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
@@ -166,7 +167,7 @@ class Actor:
 @contextmanager
 def actor(episode: Episode, slots: int) -> Iterator[Actor]:
     """Its processes run until the end of the block."""
-    engine, tokenizer = make_engine(slots), AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    engine, tokenizer = make_engine(slots), from_pretrained(AutoTokenizer, MODEL)
     credits, scoring = Credits(), ScoringPool[RolloutKey]((), ScoringConfig())
     try:
         with _play_of(episode, tokenizer, credits) as play:
@@ -215,7 +216,7 @@ class BatchLoop:
 
     def __init__(self, episode: Episode, slots: int) -> None:
         self._episode, self._engine, self._batches = episode, make_engine(slots), 0
-        tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+        tokenizer = from_pretrained(AutoTokenizer, MODEL)
         self._prompts = [tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in PROMPTS]
         self._observation = tuple(tokenizer(OBSERVATION, add_special_tokens=False)["input_ids"])
 

@@ -34,6 +34,7 @@ CHAT: dict[str, Any] = {
 NOT_HERE = {"sweep", "watch"}
 
 JUDGE = "def judge(completion, answer):\n    return float(answer in completion)\n"
+GAME = "from async_rlhf import Score\n\n\ndef game(prompt, answer):\n    yield Score(float((yield prompt) == answer))\n"
 PROBLEMS = [{"prompt": "2 + 2", "completion": "it is 4", "answer": "4"}, {"prompt": "3", "completion": "four", "answer": "3"}]
 
 
@@ -59,6 +60,7 @@ def made(verb: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     """Of a user who has no clone; with the files that the README's relative paths lead to."""
     (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
     return tmp_path
 
@@ -67,7 +69,7 @@ def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand(folder: 
     run, shown = folder / "runs" / "quick", dict[str, str]()
     training: Any = None
     for arguments in commands("## Use it"):
-        verb = " ".join(arguments[:2]) if arguments[0] in ("rollouts", "rewards") else arguments[0]
+        verb = " ".join(arguments[:2]) if arguments[0] in ("rollouts", "rewards", "environments") else arguments[0]
         if verb in NOT_HERE:
             continue
         if verb == "chaos":

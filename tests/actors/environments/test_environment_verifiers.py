@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.config import DataConfig
+from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.buffers.errors import ConfigError
