@@ -18,7 +18,7 @@ from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, Sample
 from async_rlhf.actors.scoring.models import ReferenceModel
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
 from async_rlhf.learner.batch.rows import make_rows
@@ -76,7 +76,9 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
                 pool.poll()
                 answered.wait(0.01)
         for key, rollout in enumerate(group.rollouts):
-            pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": _plain(rollout.sampling_mask)})
+            mask = rollout.sampling_mask
+            packed = None if mask is None else (mask.sizes.astype("<i4").tobytes(), mask.ids.astype("<i4").tobytes())
+            pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": packed})
         found = wait_scored(pool, answered)
     finally:
         pool.close()

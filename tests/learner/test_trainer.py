@@ -296,7 +296,8 @@ def test_the_documentation_names_every_metric_of_a_step_and_no_other(tmp_path: P
     for life in lives:
         life.trainer.run()
         recorded |= life.metrics()[0].keys()
-    judge = [make_rollout(scores={"judge": Score(1.0, metrics={"words": 2.0})})]
+    of_episode = [(0, 2), (None, 3), (0, 4)]
+    judge = [make_rollout(9, spans=of_episode, scores={"judge": Score(1.0, metrics={"words": 2.0})})]
     recorded |= data_metrics([Group(0, 0, judge[0].completion_ids, tuple(judge), Sampling())], [[1.0]], 0, 1).keys()
     recorded |= stage_metrics([pack({"judge": StageTime(1.0, 2.0)}) | pack_ahead({"judge": 0.5})]).keys()
     patterns = {name: re.sub(r"<\w+>", "[^/]+", name) for name in documented}
