@@ -39,7 +39,7 @@ class EpisodeProcess:
         self.process = WorkerContext().Process(target=serve, args=arguments, name="episodes")
         try:
             self.process.start()
-        except BaseException:
+        except BaseException:  # an interrupt too: the pipe must not outlive a start that was given up
             self.connection.close()
             raise
         finally:

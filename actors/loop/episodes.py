@@ -113,7 +113,7 @@ class Episodes:
         """decode: token ids to what the environment is given as the model's turn."""
         self._engine, self._decode, self._play = engine, decode, play
         self._episodes: dict[RolloutKey, _Episode] = {}
-        # What the engine is told at the end of `hear`, all at once: turns that may begin, and keys that it may still hold.
+        # What goes to the engine at the end of `hear`, all at once: turns that may begin, and keys that it may still hold.
         self._beginning: list[Request] = []
         self._over: list[RolloutKey] = []
 
@@ -235,6 +235,7 @@ class Episodes:
     def _again(self, key: RolloutKey, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""
         assert self._play is not None
+        self._beginning = [request for request in self._beginning if request.key != key]
         self._engine.abort([key])
         episode.transcript, episode.texts, episode.read, episode.scores, episode.steps = Transcript(), [], [], [], []
         self._play.pool.begin(key, _fields(episode.group))

@@ -37,7 +37,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
 _IDLE_WAIT_S = 0.2
-# The hub is told of room for further groups at most so often while something is being decoded.
+# Room for further groups goes to the hub at most so often while something is being decoded.
 _ROOM_EVERY_S = 0.01
 # What is trained is compared with what was begun once in so many groups.
 _GROUPS_A_REPORT = 16

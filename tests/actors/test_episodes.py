@@ -265,6 +265,20 @@ def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> Non
     assert [played.completion.token_ids.tolist() for played in scene.hear()] == [[1]] and other in scene.engine.requests
 
 
+def test_one_that_is_lost_before_its_turn_has_gone_to_the_engine_has_one_turn(scene: Scene) -> None:
+    """Its group begins, and its process ends, in what is heard at once."""
+    one, other = scene.keys
+    scene.pool.says(one, "go")
+    scene.hear()
+    scene.pool.says(other, "go")
+    scene.pool.events.append(Lost(one))
+    scene.hear()
+    assert [request.key for request in scene.engine.submitted] == [other]
+    scene.pool.says(one, "go")
+    scene.hear()
+    assert [request.key for request in scene.engine.submitted] == [other, one]
+
+
 def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
     one, _ = scene.keys
     for key in scene.keys:
