@@ -9,7 +9,7 @@ exists is well formed. Made by actors, carried by the wire, read by the learner.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -143,7 +143,7 @@ class Rollout:
     @property
     def sampled(self) -> BoolArray:
         """bool [T]: which tokens were sampled."""
-        return np.repeat([span.version is not None for span in self.spans], [span.num_tokens for span in self.spans])
+        return sampled(self.spans)
 
     @property
     def sampled_ids(self) -> Int32Array:
@@ -155,6 +155,11 @@ class Rollout:
         """int32 [N]: the version that sampled each token."""
         versions, sizes = zip(*self.sampled_spans(), strict=True)
         return np.repeat(np.array(versions, np.int32), sizes)
+
+
+def sampled(spans: Sequence[Span]) -> BoolArray:
+    """bool [T]: which of the tokens that these spans cover were sampled."""
+    return np.repeat([span.version is not None for span in spans], [span.num_tokens for span in spans])
 
 
 def _check_logprobs(name: str, logprobs: Float32Array, num_tokens: int) -> None:

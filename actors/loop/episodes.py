@@ -27,7 +27,7 @@ from async_rlhf.actors.environments.rendering import Renderer, conversation
 from async_rlhf.actors.loop.transcript import Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import FinishReason, Score
+from async_rlhf.buffers.record import FinishReason, Score, sampled
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Played:
         """What rewards may ask for where there is an environment."""
         if not self.messages:
             return {}
-        sampled = [span.version is not None for span in self.completion.spans for _ in range(span.num_tokens)]
-        return {"messages": [*self.messages], "turns": [*self.turns], "sampled": sampled}
+        was_sampled = sampled(self.completion.spans).tolist()
+        return {"messages": [*self.messages], "turns": [*self.turns], "sampled": was_sampled}
 
 
 @dataclass(eq=False)

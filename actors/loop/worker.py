@@ -29,7 +29,7 @@ from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Rollout, Score
+from async_rlhf.buffers.record import Group, Rollout, Score, sampled
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -355,8 +355,7 @@ def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, ti
     """What goes into the record of a rollout that has been judged."""
     completion, reference = played.completion, scored.reference
     if reference is not None and len(reference) > len(completion.logprobs):
-        lengths = [span.num_tokens for span in completion.spans]
-        reference = reference[np.repeat([span.version is not None for span in completion.spans], lengths)]
+        reference = reference[sampled(completion.spans)]
     return Rollout(
         completion_ids=completion.token_ids,
         logprobs=completion.logprobs,

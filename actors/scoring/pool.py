@@ -25,7 +25,7 @@ from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, source_of
+from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, sampled, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -344,10 +344,9 @@ def _plain(completion: Completion) -> tuple[bytes, bytes] | None:
 
 def _of_all(mask: SamplingMask, completion: Completion) -> SamplingMask:
     """With a mask of one token for each that an environment gave, so that every token has one."""
-    lengths = [span.num_tokens for span in completion.spans]
-    sampled = np.repeat([span.version is not None for span in completion.spans], lengths)
-    sizes = np.ones(len(sampled), np.int32)
-    sizes[sampled] = mask.sizes
+    was_sampled = sampled(completion.spans)
+    sizes = np.ones(len(was_sampled), np.int32)
+    sizes[was_sampled] = mask.sizes
     ids = np.repeat(completion.token_ids, sizes)
-    ids[np.repeat(sampled, sizes)] = mask.ids
+    ids[np.repeat(was_sampled, sizes)] = mask.ids
     return SamplingMask(sizes, ids)
