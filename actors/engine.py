@@ -20,7 +20,7 @@ An engine is made by its module's `load_engine(model_dir, config, *, on_update, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -81,7 +81,7 @@ class Request:
         return f"{len(self.prompt_ids)} prompt{context} + {self.max_new_tokens} new tokens"
 
 
-def check_requests(requests: Sequence[Request], known: set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
+def check_requests(requests: Sequence[Request], known: Set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
     """The keys of these and of those known already; raises EngineError for the first request that cannot be served.
 
     `check` raises it for what only one engine knows; everything else is refused here.

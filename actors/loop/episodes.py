@@ -113,9 +113,15 @@ class Episodes:
         """decode: token ids to what the environment is given as the model's turn."""
         self._engine, self._decode, self._play = engine, decode, play
         self._episodes: dict[RolloutKey, _Episode] = {}
+        self._opening: set[RolloutKey] = set()
         # What goes to the engine at the end of `hear`, all at once: turns that may begin, and keys that it may still hold.
         self._beginning: list[Request] = []
         self._over: list[RolloutKey] = []
+
+    @property
+    def num_opening(self) -> int:
+        """Rollouts that wait for what the environments of their group say first."""
+        return len(self._opening)
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
         """Begin the members of groups: of each its row, its environments' seed, and requests with the prompt of the row."""
@@ -126,8 +132,7 @@ class Episodes:
             self._submit([episode.request for group in begun for episode in self._members(group)])
             return
         for group in begun:
-            for key in group.requests:
-                self._play.pool.begin(key, _fields(group))
+            self._open(group, group.requests)
 
     def step(self) -> list[Played]:
         """Decode a token of what runs; what has ended by then, and what the environment has ended."""
@@ -160,6 +165,7 @@ class Episodes:
         """Forget these; of each the tokens thrown away."""
         if self._play is not None:
             self._play.pool.discard(keys)
+        self._opening.difference_update(keys)
         known = [self._episodes.pop(key, None) for key in keys]
         before = [0 if episode is None else episode.transcript.num_sampled for episode in known]
         return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
@@ -234,11 +240,10 @@ class Episodes:
 
     def _again(self, key: RolloutKey, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""
-        assert self._play is not None
         self._beginning = [request for request in self._beginning if request.key != key]
         self._engine.abort([key])
         episode.transcript, episode.texts, episode.read, episode.scores, episode.steps = Transcript(), [], [], [], []
-        self._play.pool.begin(key, _fields(episode.group))
+        self._open(episode.group, [key])
 
     def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
         del self._episodes[key]
@@ -262,6 +267,12 @@ class Episodes:
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 
+    def _open(self, group: _Group, keys: Iterable[RolloutKey]) -> None:
+        assert self._play is not None
+        for key in keys:
+            self._opening.add(key)
+            self._play.pool.begin(key, {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed})
+
     def _members(self, group: _Group) -> list[_Episode]:
         return [self._episodes[key] for key in group.requests]
 
@@ -278,6 +289,7 @@ class Episodes:
         assert self._play is not None
         if group.prompt is None:
             group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
+        self._opening.difference_update(keys)
         ids, failure = self._rendered(group)
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
@@ -305,8 +317,3 @@ class Episodes:
             return (), f"its first observation has {len(ids)} tokens, the limit is {self._play.max_prompt_length}"
         group.text = text
         return tuple(ids), ""
-
-
-def _fields(group: _Group) -> dict[str, Any]:
-    """What an environment gets, the same for all members of a group."""
-    return {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed}

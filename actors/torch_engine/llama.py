@@ -27,8 +27,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import PaddedChunks, decode_mask
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, position_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.buffers.attention import FULL
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
@@ -72,6 +73,8 @@ class Product:
         return product.float()
 
 
+# Chunks after a turn of at most so many tokens are cheaper together with the rows, with a copy of their keys and values.
+_SHORT = 32
 # Rows are looked at in blocks of so many; what a segment costs beside reading, in rows x columns (measured on two cores).
 BLOCK, COST = 4, 128
 
@@ -151,6 +154,14 @@ class _Prefixes:
         return cls(padded, None if padded.continues is None else padded.mask(torch.float32))
 
 
+class _Part(NamedTuple):
+    """Tokens of the pass that attend together, P of each of B rows of the cache, and the mask [B J, P G, T]."""
+
+    tokens: slice
+    rows: slice | torch.Tensor
+    mask: torch.Tensor
+
+
 class LlamaForward:
     """Owns the packed weights (so all weights exist twice) and the table of rotations."""
 
@@ -159,6 +170,10 @@ class LlamaForward:
         self._model, self._cache = model, cache
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = model.model.layers[0].self_attn.head_dim
+        self._grouped, self._scale = (
+            (self._num_key_heads, self._num_heads // self._num_key_heads, self._width),
+            self._width**-0.5,
+        )
         self._epsilon = config.rms_norm_eps
         self._dtype = model.dtype
         self._layers: dict[int, _Layer] = {}
@@ -180,12 +195,14 @@ class LlamaForward:
         """As in `Forward`, in one pass."""
         num_rows = len(tokens)
         ids, at = tokens, positions
+        if chunks and all(chunk.sampled and len(chunk.ids) <= _SHORT for chunk in chunks):
+            return self._with_short(chunks, tokens, positions, length)
         prefixes = _Prefixes.of(chunks, tokens.device)
         if prefixes is not None:
             ids = torch.cat((tokens, prefixes.chunks.ids.flatten()))
             at = torch.cat((positions, prefixes.chunks.positions.flatten()))
         self._cache.begin_tokens(positions, length)
-        parts = [(segment, self._mask(positions, segment)) for segment in segments(positions.tolist())]
+        parts = self._row_parts(positions)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if prefixes is None:
@@ -198,6 +215,22 @@ class LlamaForward:
 
         self._extend_rotations(length)
         return self._pass(ids, at, num_rows, attend)
+
+    def _with_short(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """Short chunks after a turn travel like the tokens of rows, each chunk with a copy of its row's keys and values."""
+        rows, width = torch.tensor([chunk.rows[0] for chunk in chunks]), max(len(chunk.ids) for chunk in chunks)
+        # What pads a chunk is its last token, which is then written several times.
+        places = [[min(each, len(chunk.ids) - 1) for each in range(width)] for chunk in chunks]
+        added = torch.tensor([[chunk.start + each for each in own] for chunk, own in zip(chunks, places, strict=True)])
+        ids = torch.tensor([[chunk.ids[each] for each in own] for chunk, own in zip(chunks, places, strict=True)])
+        at = torch.cat((positions, added.flatten()))
+        self._cache.begin_tokens(at, length, torch.cat((torch.arange(len(tokens)), rows.repeat_interleave(width))))
+        parts = self._row_parts(positions)
+        parts.append(_Part(slice(len(tokens), len(at)), rows, self._mask(added, int(added.max()) + 1)))
+        self._extend_rotations(length)
+        return self._pass(
+            torch.cat((tokens, ids.flatten())), at, len(tokens), lambda index, q, k, v: self._attend_rows(index, q, k, v, parts)
+        )
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """As in `Forward`."""
@@ -239,23 +272,33 @@ class LlamaForward:
         qk.mul_(cos).addcmul_(rolled, sin)
         return qk[:, : self._num_heads], qk[:, self._num_heads :].to(self._dtype), v.to(self._dtype)
 
-    def _mask(self, positions: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """[N J, G, T] of a segment: what is added to the scores of every layer."""
+    def _row_parts(self, positions: torch.Tensor) -> list[_Part]:
+        return [
+            _Part(slice(start, stop), slice(start, stop), self._mask(positions[start:stop, None], length))
+            for start, stop, length in segments(positions.tolist())
+        ]
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """[B J, P G, length] for int64 [B, P]: what is added to the scores of every layer."""
+        rows, width = positions.shape
         heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
-        mask = decode_mask(positions[segment.start : segment.stop], segment.length, torch.float32)
-        return mask.expand(-1, heads, per_key, -1).reshape(-1, per_key, segment.length)
+        mask = position_mask(positions, length, torch.float32, FULL)[:, :, :, None]
+        return mask.expand(-1, heads, -1, per_key, -1).reshape(rows * heads, width * per_key, length)
 
     def _attend_rows(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[tuple[Segment, torch.Tensor]]
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[_Part]
     ) -> torch.Tensor:
-        """Each row's new token over its cache: [N, H, D] -> [N, H D]."""
+        """New tokens over the caches of their rows: [N, H, D] -> [N, H D]."""
         keys, values = self._cache.write_tokens(index, k, v)
         attended = []
-        for (start, stop, length), mask in parts:
-            row_keys, row_values = (part[start:stop, :, :length].flatten(0, 1) for part in (keys, values))
-            queries = q[start:stop].reshape(len(row_keys), -1, self._width)
-            scores = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5)
-            attended.append(torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(stop - start, -1))
+        for tokens, rows, mask in parts:
+            row_keys, row_values = (part[rows, :, : mask.shape[-1]].flatten(0, 1) for part in (keys, values))
+            # [B, J, P, G, D]: of a head the tokens of a row together.
+            queries = q[tokens].view(len(mask) // self._num_key_heads, -1, *self._grouped).transpose(1, 2)
+            queries_of_heads, row_keys = queries.reshape(len(mask), -1, self._width), self._widened(row_keys)
+            scores = torch.baddbmm(mask, queries_of_heads, row_keys.transpose(1, 2), alpha=self._width**-0.5)
+            answer = torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(queries.shape)
+            attended.append(answer.transpose(1, 2).reshape(-1, q.shape[1] * self._width))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _widened(self, kept: torch.Tensor) -> torch.Tensor:

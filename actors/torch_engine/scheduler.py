@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,7 @@ class Scheduler:
         self._slots, self._prefill_tokens = slots, prefill_tokens
         self._waiting: deque[_Entry] = deque()
         self._rows: list[_Entry | None] = []
+        self._unfinished: set[RolloutKey] = set()
         self._fills: list[_Fill] = []
         self._holds = Holds()
         self._submissions = self._submitted = 0
@@ -157,12 +158,11 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + sum(entry is not None for entry in self._rows)
+        return len(self._unfinished)
 
-    def unfinished_keys(self) -> set[RolloutKey]:
+    def unfinished_keys(self) -> Set[RolloutKey]:
         """Keys of all requests that wait or run."""
-        running = (entry.request.key for entry in self._rows if entry is not None)
-        return {entry.request.key for entry in self._waiting}.union(running)
+        return self._unfinished
 
     def request(self, row: int) -> Request:
         """The request that occupies `row`."""
@@ -183,13 +183,16 @@ class Scheduler:
             hold = self._holds.continued_by(request)
             submission, number = (self._submissions, self._submitted) if hold is None else (hold.submission, hold.number)
             self._wait(_Entry(request, submission, number, hold))
+            self._unfinished.add(request.key)
             self._submitted += 1
         self._submissions += 1
 
     def finish(self, rows: Iterable[int]) -> None:
         """These rows ended; they are holes until the next plan."""
         for row in rows:
-            self._free(self._entry(row))
+            entry = self._entry(row)
+            self._unfinished.discard(entry.request.key)
+            self._free(entry)
 
     def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int) -> None:
         """This row ended with these tokens, and may be continued; free it afterwards.
@@ -220,6 +223,7 @@ class Scheduler:
         self._holds.forget(keys)
         gone = [entry for entry in self._waiting if entry.request.key in keys]
         if gone:
+            self._unfinished.difference_update(entry.request.key for entry in gone)
             self._waiting = deque(entry for entry in self._waiting if entry.request.key not in keys)
         rows = [row for row, entry in enumerate(self._rows) if entry is not None and entry.request.key in keys]
         self.finish(rows)

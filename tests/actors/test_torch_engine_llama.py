@@ -56,7 +56,9 @@ def make_model(config: Any) -> PreTrainedModel:
 
 @torch.inference_mode()
 def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
-    """Logits over a history with admissions, a shared prompt, a refilled row and rows at different positions."""
+    """Logits over a history with admissions, a shared prompt, a refilled row, rows at different positions, and turns that go
+    on behind observations of different lengths: short ones alone, a long one, and one beside a new prompt."""
+    observed = {7: {0: 3, 2: 1}, 12: {3: 40, 1: 2}, 20: {0: 5}}
     draw = torch.Generator().manual_seed(1)
     prompts = [tuple(torch.randint(0, 30, (n,), generator=draw).tolist()) for n in (6, 1, 9, 4)]
     tokens = torch.tensor([prompts[0][-1], prompts[0][-1], prompts[1][-1]])
@@ -69,6 +71,13 @@ def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
             tokens = torch.cat((tokens, torch.tensor([prompts[3][-1]])))
             positions = torch.cat((positions, torch.tensor([3])))
             tokens[1], positions[1] = prompts[2][-1], 8
+        for row, length in observed.get(step, {}).items():
+            ids = torch.randint(0, 30, (length,), generator=draw).tolist()
+            chunks.append(Chunk((int(tokens[row]), *ids[:-1]), int(positions[row]), (row,), sampled=True))
+            tokens[row], positions[row] = ids[-1], positions[row] + length
+        if step == 20:
+            chunks.append(Chunk(prompts[2][:-1], 0, (1,)))
+            tokens[1], positions[1] = prompts[2][-1], len(prompts[2]) - 1
         seen.append(forward(chunks, tokens, positions, int(positions.max()) + 1))
         chunks, positions = [], positions + 1
         tokens = torch.randint(0, 30, (len(tokens),), generator=draw)

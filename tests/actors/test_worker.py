@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from transformers import AutoTokenizer
 
 from async_rlhf.actors.config import EngineConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Observation
+from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.loop.episodes import Play
 from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
@@ -19,7 +23,7 @@ from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -89,6 +93,27 @@ def worker(
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
         pool.close()
+
+
+class SilentPool:
+    """Of environments that say nothing until `talks`."""
+
+    def __init__(self) -> None:
+        self.begun: list[RolloutKey] = []
+        self.written: list[str] = []
+        self.talks = False
+        self.counters = EpisodeCounters()
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        self.begun.append(key)
+
+    def poll(self) -> list[Observation[RolloutKey]]:
+        said = [Observation(key, "ab", None, 1.0, 2.0) for key in self.begun] if self.talks else []
+        self.begun = [] if self.talks else self.begun
+        return said
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        self.written.append(text)
 
 
 def credit(number: int, attempt: int = 0) -> CreditItem:
@@ -190,3 +215,19 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
     along = [rollout.timings.get("reader.ahead_s") for rollout in rollouts if rollout.scores["reader"].metrics["read"]]
     assert all(seconds is not None for seconds in along)
     assert not actor._shown and not pool._streams and not pool._ahead_s
+
+
+def test_what_environments_have_makes_room_for_others_but_what_has_not_begun_only_once_over() -> None:
+    """20 groups of 2 are credited at once: 4 of them (the capacity) may wait for their first words beside 4 others."""
+    hub, environments = ScriptedHub([[credit(number) for number in range(20)]], wanted=1), SilentPool()
+    rendering = Renderer(AutoTokenizer.from_pretrained(MODEL), chat=False)
+    play = Play("game", cast(EpisodePool[RolloutKey], environments), rendering, 8, 30, Score(0.0))
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=40), version=0), play=play) as actor:
+        actor.turn()
+        assert hub.works[-1].capacity == 4 + 4
+        environments.talks = True
+        actor.turn()
+        assert hub.works[-1].capacity == 4  # all of them are the engine's
+        while len(environments.written) < 40:
+            actor.turn()
+        assert hub.works[-1].capacity == 4 + 20
