@@ -306,21 +306,23 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
             break
         turns = {key: sum(which == key for which, _ in scene.pool.replies) for key in scene.keys}
         waiting = [key for key in sorted(scene.pool.live) if answered[key] < turns[key]]
-        key = data.draw(st.sampled_from(sorted(waiting + list(scene.engine.requests))))
-        if key in scene.engine.requests:
-            most = min(3, scene.engine.requests[key].max_new_tokens)
-            scene.engine.end(key, [key.member + 1] * data.draw(st.integers(1, most)), version=len(scene.engine.submitted))
-            continue
-        answered[key] = turns[key]
-        what = data.draw(st.sampled_from(["says", "says", "ends", "fails", "lost"]))
-        if what == "says" or (what == "lost" and len(scene.pool.begun) > 12):
-            scene.pool.says(key, "go" if answered[key] == 0 else "a" * data.draw(st.integers(1, 3)))
-        elif what == "lost":
-            answered[key] = -1
-            scene.pool.replies = [reply for reply in scene.pool.replies if reply[0] != key]
-            scene.pool.events.append(Lost(key))
-        else:
-            scene.pool.ends(key, RIGHT if what == "ends" else Score(failure="raised"), "scored" if what == "ends" else "failed")
+        able = sorted(waiting + list(scene.engine.requests))
+        for key in data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True)):
+            if key in scene.engine.requests:
+                most = min(3, scene.engine.requests[key].max_new_tokens)
+                scene.engine.end(key, [key.member + 1] * data.draw(st.integers(1, most)), version=len(scene.engine.submitted))
+                continue
+            answered[key] = turns[key]
+            what = data.draw(st.sampled_from(["says", "says", "ends", "fails", "lost"]))
+            if what == "says" or (what == "lost" and len(scene.pool.begun) > 12):
+                scene.pool.says(key, "go" if answered[key] == 0 else "a" * data.draw(st.integers(1, 3)))
+            elif what == "lost":
+                answered[key] = -1
+                scene.pool.replies = [reply for reply in scene.pool.replies if reply[0] != key]
+                scene.pool.events.append(Lost(key))
+            else:
+                is_end = what == "ends"
+                scene.pool.ends(key, RIGHT if is_end else Score(failure="raised"), "scored" if is_end else "failed")
     assert ended.keys() == set(scene.keys)
     assert not scene.pool.live and not scene.engine.requests and not scene.engine.held
     for key, played in ended.items():
