@@ -26,6 +26,8 @@ ROOMS = {
         "buffers/transport/",
         "buffers/hub/hub.py",
         "buffers/weights/relay.py",
+        "actors/environments/remote.py",
+        "actors/environments/server.py",
         "actors/scoring/remote.py",
         "actors/scoring/remote_executor.py",
         "actors/scoring/server.py",

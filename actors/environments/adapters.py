@@ -3,6 +3,7 @@
     form        what the target is                                                        settings it reads
     trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
     verifiers   a `load_environment` that gives a `MultiTurnEnv` or a subclass of it         options are its arguments
+    remote      the address of a server that plays one (`server`)                            options.keys
 
 Each adapter makes a generator of ours from the foreign object, which stays unchanged. The form is named before the target:
 `trl:file.py:MyEnvironment`. The tools that the model is shown are known before the run, and travel with the environment's spec.
@@ -69,24 +70,37 @@ def adapted(form: str, target: str, options: Mapping[str, Any]) -> Adapted:
 
 @functools.lru_cache(maxsize=16)
 def _adapted(form: str, target: str, options: str) -> Adapted:
+    return ADAPTERS[form](target, json.loads(options))
+
+
+def _target(target: str) -> Target:
     place, _, name = target.rpartition(":")
     try:
-        found = found_in(place, name, "environment", target)
+        return Target(place, name, found_in(place, name, "environment", target))
     except RewardError as error:
         raise EpisodeError(str(error)) from error
-    return ADAPTERS[form](Target(place, name, found), json.loads(options))
 
 
-def _from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
+def _from_trl(target: str, options: Mapping[str, Any]) -> Adapted:
     from async_rlhf.actors.environments.from_trl import from_trl
 
-    return from_trl(target, options)
+    return from_trl(_target(target), options)
 
 
-def _from_verifiers(target: Target, options: Mapping[str, Any]) -> Adapted:
+def _from_verifiers(target: str, options: Mapping[str, Any]) -> Adapted:
     from async_rlhf.actors.environments.from_verifiers import from_verifiers
 
-    return from_verifiers(target, options)
+    return from_verifiers(_target(target), options)
 
 
-ADAPTERS: Mapping[str, Callable[[Target, Mapping[str, Any]], Adapted]] = {"trl": _from_trl, "verifiers": _from_verifiers}
+def _from_server(address: str, options: Mapping[str, Any]) -> Adapted:
+    from async_rlhf.actors.environments.remote import from_server
+
+    return from_server(address, options)
+
+
+ADAPTERS: Mapping[str, Callable[[str, Mapping[str, Any]], Adapted]] = {
+    "trl": _from_trl,
+    "verifiers": _from_verifiers,
+    "remote": _from_server,
+}

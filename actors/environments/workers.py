@@ -227,8 +227,9 @@ class EpisodeWorkers:
             self._processes[worker].failure = message.reason
         elif isinstance(message, Observed | EpisodeEnded):
             if self._book.phase(message.id) == "stepping":  # Else it has been discarded.
+                is_lost = isinstance(message, EpisodeEnded) and message.kind == "lost" and self._book.loses(message.id)
                 self._book.enter(message.id, "waiting" if isinstance(message, Observed) else "closing")
-                self._heard(message.id, message)
+                self._heard(message.id, None if is_lost else message)
         elif isinstance(message, EpisodeClosed):
             self._book.closed(message.id)
             if message.failure:

@@ -40,6 +40,19 @@ async def remote(address: str, keys: str = "", timeout_s: float = 30.0, reward_n
     return answer.score()
 
 
+def connect(socket: zmq.Socket[Any], address: str, keys: str, max_bytes: int) -> None:
+    """To a server, as a key directory allows ("": without). Raises ConfigError for keys that cannot be read, zmq.ZMQError."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    if keys:
+        own = load_peer(Path(keys))
+        socket.setsockopt(zmq.CURVE_SERVERKEY, own.hub_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own.secret))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.connect(address)
+
+
 @functools.cache
 def _server(address: str, keys: str) -> _Server:
     return _Server(address, keys)
@@ -50,15 +63,7 @@ class _Server:
 
     def __init__(self, address: str, keys: str) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, REWARD_CHANNEL.max_bytes)
-        if keys:
-            own = load_peer(Path(keys))
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, own.hub_public)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own.secret))
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-        self._socket.connect(address)
+        connect(self._socket, address, keys, REWARD_CHANNEL.max_bytes)
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._reader: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""Commands for machines: doctor, relay, serve-reward, keys."""
+"""Commands for machines: doctor, relay, serve-reward, serve-environment, keys."""
 
 from __future__ import annotations
 
@@ -48,6 +48,36 @@ def serve_reward(
         scoring = ScoringConfig.model_validate(given["scoring"])
         (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
         server = ScoringServer([spec], scoring, address, REWARD_SERVER, keys)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        typer.echo(f"{spec.name} is served at {server.address}")
+        server.run()
+        typer.echo(", ".join(f"{count} {name}" for name, count in server.counters.items()))
+
+
+@app.command("serve-environment")
+def serve_environment(
+    environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
+    address: Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the section environment, for example environment.workers=4."),
+    ] = None,
+) -> None:
+    """Play an environment for actors on this and other machines, who name it `remote:ADDRESS`. Ctrl-C ends it."""
+    with errors():
+        import signal
+
+        from async_rlhf.actors.environments import EnvironmentConfig
+        from async_rlhf.actors.environments.server import EnvironmentServer
+        from async_rlhf.run.config import parse_settings
+
+        given = parse_settings(("environment",), overrides or [])["environment"]
+        config = EnvironmentConfig.model_validate({**given, "function": environment})
+        spec = config.spec(Path.cwd())
+        assert spec is not None
+        server = EnvironmentServer(spec, config, address, keys)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
         typer.echo(f"{spec.name} is served at {server.address}")

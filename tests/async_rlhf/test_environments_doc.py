@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -79,3 +80,20 @@ def test_a_configuration_of_the_document_passes_the_check_before_a_run(folder: P
     own = {"environment": "double.py:double", "rewards.functions": [], "data": data}
     config = load(REPOSITORY / "configs" / "quick.toml", {**own, **given})
     assert preflight(config).num_prompts == 2
+
+
+def test_a_served_environment_is_played_by_another_process_and_ends_with_a_signal(folder: Path) -> None:
+    """The commands of the section about other machines."""
+    served, played = (block.strip() for kind, block in BLOCKS if kind == "sh")
+    command = [sys.executable, "-m", "async_rlhf", *shlex.split(served)[1:-1], "tcp://127.0.0.1:*"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[-1]
+            line = played.replace("tcp://127.0.0.1:5600", address).replace("async-rlhf ", f"{sys.executable} -m async_rlhf ")
+            done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)
+            assert "2 episodes: 2 scored" in done.stdout, done.stdout + done.stderr
+        finally:
+            server.terminate()
+        assert "2 episodes, 2 turns" in server.stdout.read()
+    assert server.returncode == 0

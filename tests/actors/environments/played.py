@@ -20,8 +20,10 @@ class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
 
     def __init__(self, source: Path, name: str, **settings: Any) -> None:
-        config = EnvironmentConfig(**{"function": f"{source}:{name}", **settings})
-        spec = config.spec(source.parent, COLUMNS)
+        """source: its file, or the folder from where another target is given by name."""
+        target = f"{source}:{name}" if source.suffix else name
+        config = EnvironmentConfig(**{"function": target, **settings})
+        spec = config.spec(source.parent if source.suffix else source, COLUMNS)
         assert spec is not None
         self.woken = threading.Event()
         self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set)

@@ -1,0 +1,263 @@
+"""An environment that a server plays (`server`, `async-rlhf serve-environment`), as one of ours: `remote:tcp://HOST:PORT`.
+
+    client -> server   Describe, Step, Leave, Beat
+    server -> client   Description, Stepped, Gone
+
+What the server says of its environment (its columns, limits and tools) is asked before the run. Then each episode here is a
+generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that is not
+answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is lost, and
+begun again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import msgpack
+import zmq
+import zmq.asyncio
+from pydantic import Field, TypeAdapter, ValidationError
+
+from async_rlhf.actors.environments.adapters import Adapted
+from async_rlhf.actors.environments.settings import Declaration, Feedback
+from async_rlhf.actors.scoring.remote import connect
+from async_rlhf.buffers.errors import ConfigError, EpisodeError, EpisodeLostError, WireError
+from async_rlhf.buffers.protocol.message import Count, MessageBase
+from async_rlhf.buffers.score import Score
+
+MAX_BYTES = 4 << 20
+BEAT_S = 10.0
+_PROTOCOL = 1
+_RESEND_S = 5.0
+_DESCRIBE_S = 10.0
+_SURROGATES = "surrogatepass"
+
+
+class Describe(MessageBase):
+    type: Literal["describe"] = "describe"
+
+
+class Description(MessageBase):
+    """What a run must know of the environment; as in `EnvironmentSpec`."""
+
+    type: Literal["description"] = "description"
+    name: str
+    max_turns: int
+    timeout_s: float
+    episode_timeout_s: float | None
+    at_limit: float | None
+    required: list[str]
+    fields: list[str] | None
+    tools: list[dict[str, Any]]
+    judges: bool
+
+
+class Step(MessageBase):
+    """The first one has the fields of the episode, each other what the model wrote in its turn. id: the client's own."""
+
+    type: Literal["step"] = "step"
+    id: Count
+    turn: Count
+    fields: dict[str, Any] | None
+    text: str | None
+
+
+class Leave(MessageBase):
+    """Nothing more is wanted of this episode."""
+
+    type: Literal["leave"] = "leave"
+    id: Count
+
+
+class Beat(MessageBase):
+    """open: all episodes that are wanted, of those that were begun before."""
+
+    type: Literal["beat"] = "beat"
+    open: list[Count]
+
+
+class Stepped(MessageBase):
+    """What the model reads next, and a score for its turn; or, without content, the end and its score."""
+
+    type: Literal["stepped"] = "stepped"
+    id: Count
+    turn: Count
+    content: str | list[dict[str, Any]] | None = None
+    score: float | None = None
+    scored: bool = False
+    value: float | None = None
+    failure: str | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Gone(MessageBase):
+    """The server does not know the episode, or its process died."""
+
+    type: Literal["gone"] = "gone"
+    id: Count
+    turn: Count
+
+
+Message = Describe | Description | Step | Leave | Beat | Stepped | Gone
+_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def pack(message: Message) -> bytes:
+    """Raises WireError for a message that is too large, and for a column that cannot travel."""
+    try:
+        packed: bytes = msgpack.packb([_PROTOCOL, dict(message)], unicode_errors=_SURROGATES)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"the columns of an episode cannot travel to its server ({error})") from error
+    if len(packed) > MAX_BYTES:
+        raise WireError(f"a message of an episode has {len(packed)} bytes; at most {MAX_BYTES} are sent")
+    return packed
+
+
+def unpack(data: bytes) -> Message:
+    """Raises WireError for anything that is not one of these."""
+    try:
+        protocol, fields = msgpack.unpackb(data, max_ext_len=0, unicode_errors=_SURROGATES)
+        if protocol != _PROTOCOL:
+            raise ValueError(f"protocol {str(protocol)[:40]}")
+        return _MESSAGES.validate_python(fields)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, ValidationError) as error:
+        raise WireError(f"what is no message of protocol {_PROTOCOL} of episodes: {str(error)[:200]}") from error
+
+
+def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
+    """The environment at this address. options: `keys`, a key directory, needed for a server on another machine.
+
+    Raises EpisodeError when it does not answer, ConfigError for other options.
+    """
+    if unknown := options.keys() - {"keys"}:
+        raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
+    keys = str(options.get("keys", ""))
+    told = _described(address, keys)
+
+    async def remote(**fields: Any) -> AsyncIterator[Feedback | Score]:
+        episode = _client(address, keys).begin()
+        try:
+            wanted = {name: value for name, value in fields.items() if told.fields is None or name in told.fields}
+            came = await episode.step(wanted, None)
+            if came.content is None:
+                raise EpisodeError(came.failure or "it ended before the model wrote anything")
+            while came.content is not None:
+                text = yield Feedback(came.content, came.score)
+                came = await episode.step(None, text)
+            if came.scored:
+                yield Score(came.value, came.failure, came.metrics)
+        finally:
+            await episode.leave()
+
+    settings = Declaration(
+        name=told.name,
+        max_turns=told.max_turns,
+        timeout_s=told.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
+        episode_timeout_s=told.episode_timeout_s,
+        at_limit=told.at_limit,
+    )
+    return Adapted(remote, settings, tuple(told.required), tuple(told.tools), told.judges)
+
+
+def _described(address: str, keys: str) -> Description:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        try:
+            connect(socket, address, keys, MAX_BYTES)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"environment remote:{address} has no address ({error}); use remote:tcp://HOST:PORT") from error
+        socket.send(pack(Describe()))
+        if not socket.poll(int(_DESCRIBE_S * 1000)):
+            keyed = "" if keys else ", without keys (environment.options.keys)"
+            raise EpisodeError(
+                f"no environment answers at {address} within {_DESCRIBE_S:g} s{keyed}; is it served (async-rlhf "
+                "serve-environment FILE:NAME --address ...)?"
+            )
+        try:
+            told = unpack(socket.recv())
+        except WireError as error:
+            raise EpisodeError(f"{address} answers with {error}") from error
+    if not isinstance(told, Description):
+        raise EpisodeError(f"{address} serves no environment")
+    return told
+
+
+@functools.cache
+def _client(address: str, keys: str) -> _Client:
+    return _Client(address, keys)
+
+
+class _Client:
+    """Owns a DEALER socket, and the tasks that read from it and show the server that this process lives."""
+
+    def __init__(self, address: str, keys: str) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        # The name by which the server knows its episodes, also over the next connection.
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        connect(self._socket, address, keys, MAX_BYTES)
+        self._ids = itertools.count()
+        self._asked: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
+        self._open: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self) -> _Episode:
+        """In the event loop."""
+        if not self._tasks or any(task.done() for task in self._tasks):
+            self._tasks = [asyncio.get_running_loop().create_task(work()) for work in (self._read, self._beat)]
+        id = next(self._ids)
+        self._open.add(id)
+        return _Episode(self, id)
+
+    async def ask(self, step: Step) -> Stepped | Gone:
+        """Waits for the answer; the caller's time-out ends it."""
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[step.id] = step.turn, answer
+        try:
+            while not answer.done():
+                await self._socket.send(pack(step))
+                await asyncio.wait({answer}, timeout=_RESEND_S)
+            found: Stepped | Gone = answer.result()
+            return found
+        finally:
+            del self._asked[step.id]
+
+    async def leave(self, id: int) -> None:
+        self._open.discard(id)
+        with suppress(zmq.ZMQError):  # A beat says it again.
+            await self._socket.send(pack(Leave(id=id)), zmq.DONTWAIT)
+
+    async def _read(self) -> None:
+        while True:
+            with suppress(WireError):
+                message = unpack(await self._socket.recv())
+                if isinstance(message, Stepped | Gone):
+                    turn, answer = self._asked.get(message.id, (-1, None))
+                    if answer is not None and turn == message.turn and not answer.done():
+                        answer.set_result(message)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            with suppress(zmq.ZMQError):
+                await self._socket.send(pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
+
+
+class _Episode:
+    def __init__(self, client: _Client, id: int) -> None:
+        self._client, self._id, self._turn = client, id, 0
+
+    async def step(self, fields: dict[str, Any] | None, text: str | None) -> Stepped:
+        """The next turn. Raises EpisodeLostError where the server does not know the episode, or has lost it itself."""
+        came = await self._client.ask(Step(id=self._id, turn=self._turn, fields=fields, text=text))
+        if isinstance(came, Gone):
+            raise EpisodeLostError("its server began anew, or lost the process that played it")
+        self._turn += 1
+        return came
+
+    async def leave(self) -> None:
+        await self._client.leave(self._id)
