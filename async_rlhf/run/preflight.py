@@ -37,7 +37,7 @@ class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
-    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while the run goes on,
+    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while it goes on,
     and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
