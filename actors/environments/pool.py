@@ -1,4 +1,4 @@
-"""The pool of episodes: what the actor's loop asks of environments.
+"""The pool of episodes: what the actor's loop needs of environments.
 
 The loop must never block: `begin`, `reply`, `discard` and `poll` return at once, and `wake` is called from another thread when
 a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended`
