@@ -91,10 +91,6 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
         if slot.host != name or slot.devices is None or (process == "evaluation" and _is_rare(config, placement)):
             continue
         context = {"context": memory.CONTEXT} if slot.devices else {}
-        if process.partition("-")[0] in _ENGINES and config.environment.function:
-            limit = config.environment.worker_memory_mb
-            one = Load(f"environment-of-{process}", {"process": memory.EPISODES}, None if limit is None else limit << 20)
-            found.setdefault(None, []).extend([one] * config.environment.workers)
         for part, on_device in _parts(config, shape, process.partition("-")[0], host):
             devices = (slot.devices if on_device == "all" else slot.devices[:1]) if on_device else (None,)
             for device in devices:
@@ -105,6 +101,10 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
                 else:
                     sums = {key: known.parts.get(key, 0) + part.get(key, 0) for key in {**known.parts, **part}}
                     loads[loads.index(known)] = Load(process, sums)
+        if process.partition("-")[0] in _ENGINES and config.environment.function:
+            limit = config.environment.worker_memory_mb
+            one = Load(f"environment-of-{process}", {"process": memory.EPISODES}, None if limit is None else limit << 20)
+            found.setdefault(None, []).extend([one] * config.environment.workers)
     return found
 
 

@@ -272,10 +272,10 @@ def test_with_an_environment_its_processes_are_counted_and_what_is_held_between_
     own = {"environment.function": str(tmp_path / "say.py:say"), "environment.workers": 2, "actors.count": 2}
     config = small(**own)
     (line,) = check_memory(config, box := (Host(cpus=8, memory=8 * GIB),), placement_of(config, box))
-    assert "environment 4 x 26 MiB (each at most 4.0 GiB)" in line
+    assert "environment 4 x 27 MiB (each at most 4.0 GiB)" in line
     config = small(**own, **{"environment.worker_memory_mb": "none", "evaluation.every": 5})
     (line,) = check_memory(config, box, placement_of(config, box))
-    assert "environment 6 x 26 MiB" in line and "at most" not in line
+    assert "environment 6 x 27 MiB" in line and "at most" not in line
     on_device = {**own, "engine.device": "cuda", "engine.slots": 4096, "actors.count": 1}
     box = (Host(devices=1, device_memory=2 * GIB, cpus=8, memory=8 * GIB),)
     with pytest.raises(
