@@ -232,7 +232,7 @@ class Worker:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
             play = self._work.play
-            turns = [1 if play is None else play.pool.num_turns(key) for key in keys]
+            turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
