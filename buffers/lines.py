@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_rlhf.buffers.files import DISK, File
+from async_rlhf.buffers.appending import Appending
+from async_rlhf.buffers.files import DISK
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16
@@ -43,9 +44,7 @@ class LineFile:
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self._path, self._max_bytes = path, max_bytes
-        self._file: File | None = None
-        self._end = 0  # of the last whole line
-        self._torn = False  # there may be something behind it
+        self._file = Appending(path)
 
     def cut(self, keep: Callable[[Line], bool] = lambda line: True) -> Cut:
         """End the file with its last whole line that `keep` keeps. To be called before the first `write`."""
@@ -57,46 +56,35 @@ class LineFile:
         return found
 
     def _cut(self, keep: Callable[[Line], bool]) -> Cut:
-        self._end, last = 0, None
         if not self._path.exists():
             return Cut(None, 0)
-        behind = size = DISK.size(self._path)
-        damaged = 0
+        behind, whole, last, damaged = DISK.size(self._path), 0, None, 0
         for start, end, line in _backwards(self._path):
             damaged += behind - end  # the beginning of a line
             behind = end
             if line is not None and keep(line):
-                self._end, last = end, line
+                whole, last = end, line
                 break
             damaged += 0 if line is not None else end - start
             behind = start
         else:
             damaged += behind
-        if self._end < size:
-            DISK.truncate(self._path, self._end)
+        self._file.cut(whole)
         return Cut(last, damaged)
 
     def write(self, line: str) -> None:
         """Append a line, given without its end. Raises OSError; nothing of it is then left when the next one is written."""
-        if self._max_bytes is not None and self._end >= self._max_bytes:
+        if self._max_bytes is not None and self._file.end >= self._max_bytes:
             self._begin_anew()
-        if self._file is None:
+        if not self._file.end:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = DISK.append(self._path)
-        if self._torn:
-            DISK.truncate(self._path, self._end)
-        self._torn = True
-        data = left = memoryview(f"{line}\n".encode())
-        while left:
-            left = left[self._file.write(left) :]
-        self._torn = False
-        self._end += len(data)
+        self._file.append(f"{line}\n".encode(), durable=False)
 
     def _begin_anew(self) -> None:
         self.sync()  # whoever syncs later knows this file alone
         self.close()
         DISK.replace(self._path, earlier(self._path))
-        self._file, self._end = None, 0
+        self._file = Appending(self._path)
 
     def sync(self) -> None:
         """What was written is durable when this returns; may be called by another thread. Raises OSError."""
@@ -105,8 +93,7 @@ class LineFile:
             DISK.sync_path(self._path.parent)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def earlier(path: Path) -> Path:

@@ -28,7 +28,7 @@ MAX_TURNS = 64
 
 @dataclass(frozen=True)
 class Adapted:
-    """A generator of ours, called with the fields of an episode, and what its foreign object says of itself.
+    """A generator of ours, called with the fields of an episode, and what its foreign object declares.
 
     required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
     score; else rewards must.

@@ -20,13 +20,13 @@ class EnvironmentConfig(Section):
     """An import path (`package.module:name`) or a file (`path.py:name`); `own_name=...` before either, then `trl:` or
     `verifiers:` for an environment of these. Empty: completions have one turn."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Values for those of its parameters that are no columns; of another system's, `docs/environments.md` says which."""
+    """Values for those of its parameters that are no columns; of another system's, see `docs/environments.md`."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Turns of the model in an episode. `"none"`: as `@environment` says."""
+    """Turns of the model in an episode. `"none"`: that of `@environment`."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds one step of the environment may take. `"none"`: as `@environment` says."""
+    """Seconds one step of the environment may take. `"none"`: that of `@environment`."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds a whole episode may take, the model's time included. `"none"`: as `@environment` says."""
+    """Seconds a whole episode may take, the model's time included. `"none"`: that of `@environment`."""
     workers: int = Field(default=1, ge=1)
     """Processes of each actor that run episodes."""
     max_concurrency: int = Field(default=64, ge=1)

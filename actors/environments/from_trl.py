@@ -4,8 +4,8 @@
     other methods    are tools, by their names, type hints and docstrings; so are the functions of a list
     get_reward()     the score, where there is one
 
-A turn with calls of tools is answered by one message of role `tool` for each call; one without ends the episode. What a tool
-raises, and a tool that is not there, is told to the model as `{'error': ...}`. Source of the rules: `GRPOTrainer.__init__`,
+A turn with calls of tools is answered by one message of role `tool` for each call; one without ends the episode. Where a tool
+raises, or there is none of that name, the model reads `{'error': ...}`. Source of the rules: `GRPOTrainer.__init__`,
 `_generate_and_score_completions` and `_tool_call_loop` of TRL 1.16. TRL itself is not needed.
 """
 
@@ -55,7 +55,7 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
         reset = methods["reset"]
         shown = [_bound(kind, name) for name in methods if name not in _RESERVED]
     else:
-        hint = "; several environments of one run are not told apart, name one" if isinstance(found, Mapping) else ""
+        hint = "; a run has one environment: name one" if isinstance(found, Mapping) else ""
         raise ConfigError(
             f"environment {target.name!r} is {type(found).__name__}; an environment_factory or a list of tools was "
             f"expected{hint}"
@@ -120,7 +120,7 @@ class _Player:
 
 
 def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
-    """The prompt, with what the environment says behind it. Its `reset` gets the seed where it names one."""
+    """The prompt, and behind it what `reset` returned. It gets the seed where it names one."""
     given = {**row, "seed": seed} if "seed" in inspect.signature(world.reset).parameters else row
     observed = world.reset(**_taken(world.reset, given))
     *before, last = row["prompt"]
@@ -143,7 +143,7 @@ async def _answers(turn: Turn, tools: Mapping[str, Callable[..., Any]], counts: 
                 raise ValueError(f"Tool {name} not found.")
             result = tools[name](**arguments)
             (waiting if inspect.iscoroutine(result) else results).append((name, result))
-        except Exception as error:  # noqa: BLE001  the model is told what a tool raises
+        except Exception as error:  # noqa: BLE001  the model reads what a tool raises
             results.append((name, error))
     awaited = await asyncio.gather(*(result for _, result in waiting), return_exceptions=True) if waiting else ()
     results += [(name, result) for (name, _), result in zip(waiting, awaited, strict=True)]
@@ -168,7 +168,7 @@ def _kind(target: Target) -> type:
     except Exception as error:  # the factory is the user's own code
         raise ConfigError(f"environment {target.name!r} raised {type(error).__name__}: {error}") from error
     if not inspect.isfunction(getattr(kind, "reset", None)):
-        raise ConfigError(f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL asks for one")
+        raise ConfigError(f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL needs one")
     return kind
 
 

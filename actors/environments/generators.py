@@ -34,7 +34,7 @@ class Steps(Protocol):
 
 
 class AsyncSteps:
-    """Of an asynchronous generator. The watchdog knows whose step the loop runs."""
+    """Of an asynchronous generator. The watchdog shows whose step the loop runs."""
 
     stoppable = True
 

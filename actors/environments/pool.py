@@ -1,4 +1,4 @@
-"""The pool of episodes: what the actor's loop asks of environments.
+"""The pool of episodes: what the actor's loop needs of environments.
 
 The loop must never block: `begin`, `reply`, `discard` and `poll` return at once, and `wake` is called from another thread when
 a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended`
@@ -89,6 +89,7 @@ class EpisodeCounters:
 class _Pending(Generic[Key]):
     key: Key
     writes: bool = False
+    turns: int = 0
 
 
 class EpisodePool(Generic[Key]):
@@ -107,6 +108,11 @@ class EpisodePool(Generic[Key]):
     def num_pending(self) -> int:
         """Episodes that were begun and have neither ended nor been lost or discarded."""
         return len(self._pending)
+
+    def num_turns(self, key: Key) -> int:
+        """Turns that the model may have begun in an episode; 0 where none is pending by this key."""
+        pending = self._pending.get(self._id_of.get(key, -1))
+        return 0 if pending is None else pending.turns
 
     def begin(self, key: Key, fields: Mapping[str, Any]) -> None:
         """Begin an episode, or begin a lost one again.
@@ -172,6 +178,7 @@ class EpisodePool(Generic[Key]):
             self.counters.seconds += message.ended - message.began
         if isinstance(message, Observed):
             pending.writes = True
+            pending.turns += 1
             return Observation(pending.key, message.content, message.score, message.began, message.ended)
         del self._pending[id]
         del self._id_of[pending.key]

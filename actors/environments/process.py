@@ -24,7 +24,7 @@ _OVERHEAD_BYTES = 1 << 20
 class EpisodeProcess:
     """One process and its connection. Whatever it started is killed with it (`async_rlhf.actors.scoring.guard`).
 
-    is_ready: its environment is imported. failure: why that cannot be, "" where it did not say. ready_by: monotonic seconds.
+    is_ready: its environment is imported. failure: why that cannot be, "" where no reason came. ready_by: monotonic seconds.
     """
 
     def __init__(self, spec: EnvironmentSpec, limits: Limits) -> None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+from dataclasses import dataclass
+from typing import Any
 
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.actors.rewards.declaring import declared, declares
+from async_rlhf.buffers.errors import ConfigError
 
 EnvironmentFunction = Callable[..., Any]
-Decorated = TypeVar("Decorated", bound=EnvironmentFunction)
-Parameters = ParamSpec("Parameters")
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and whatever else the model's chat template reads. JSON data."""
 Content = str | list[Message]
 """What the model is given to read."""
-
-SETTINGS = "__environment_settings__"
 
 
 @dataclass(frozen=True)
@@ -71,38 +68,14 @@ class Declaration(EnvironmentSettings):
     name: str | None = None
 
 
-class _Decorator(Protocol[Parameters]):
-    """`@environment`, or `@environment(...)` with the parameters of `Declaration`."""
-
-    @overload
-    def __call__(self, function: Decorated, /) -> Decorated: ...
-    @overload
-    def __call__(self, *args: Parameters.args, **settings: Parameters.kwargs) -> Callable[[Decorated], Decorated]: ...
-
-
-def _with_parameters_of(declared: Callable[Parameters, Declaration]) -> Callable[[Any], _Decorator[Parameters]]:
-    return lambda decorator: cast(_Decorator[Parameters], decorator)
-
-
-@_with_parameters_of(Declaration)
-def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> Any:
+@declares(Declaration)
+def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> None:
     """Mark a generator function as an environment, as `@environment` or `@environment(max_turns=4)`.
 
     It stays callable as it was. The settings are those of `Declaration`. Raises ConfigError.
     """
-    known = [each.name for each in fields(Declaration)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"@environment({name}=...): there is no such setting; {did_you_mean(name, known)}")
-
-    def mark(marked: EnvironmentFunction) -> EnvironmentFunction:
-        setattr(marked, SETTINGS, Declaration(**settings))
-        return marked
-
-    return mark if function is None else mark(function)
 
 
 def settings_of(function: EnvironmentFunction) -> Declaration:
     """What `@environment` left on the function, else the defaults."""
-    found = getattr(function, SETTINGS, None)
-    return found if isinstance(found, Declaration) else Declaration()
+    return declared(function, Declaration)

@@ -204,7 +204,7 @@ class EpisodeWorkers:
         except BlockingIOError:
             self._fell(worker, f"its process took no message for {GRACE_S:g} s", _known(process.running()))
         except OSError:
-            pass  # It has ended, as its connection will say.
+            pass  # It has ended, as its connection will show.
 
     def _receive(self, worker: int) -> None:
         process = self._processes[worker]

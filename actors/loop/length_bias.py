@@ -1,7 +1,8 @@
-"""Length bias: how much the trained completions differ in length from the dispatched ones. Pure.
+"""Length bias: how much the trained completions differ from the dispatched ones, in tokens and in turns. Pure.
 
 The *dispatched* cohort is every completion that was begun, the *trained* one those that were used. Where completions are
-dropped because they took too long, short ones remain, and the policy learns brevity.
+dropped because they took too long, short ones remain, and the policy learns brevity: few tokens, or few turns. Without an
+environment all have one turn, and nothing is found in turns.
 """
 
 from __future__ import annotations
@@ -18,21 +19,33 @@ import numpy.typing as npt
 ALARM_ERRORS = 4.0
 
 
+Length = tuple[int, int]
+"""Of a completion: the tokens that were sampled, and the turns that were begun."""
+
+
 @dataclass(frozen=True)
-class Report:
-    """Of a window of completions.
+class Bias:
+    """Of lengths of one kind.
 
     ks: Kolmogorov-Smirnov distance between the lengths dispatched and trained, 0 to 1. mean_ratio: mean length trained
     over mean length dispatched. correlation: of length with being dropped (point-biserial), 0 where all or none were.
-    alarm: the correlation is positive and no accident. oldest_s: age of the oldest prompt begun and not yet decided.
+    alarm: the correlation is positive and no accident.
     """
 
-    dispatched: int
-    dropped: int
     ks: float
     mean_ratio: float
     correlation: float
     alarm: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of a window of completions. oldest_s: age of the oldest prompt begun and not yet decided."""
+
+    dispatched: int
+    dropped: int
+    tokens: Bias
+    turns: Bias
     oldest_s: float
 
 
@@ -43,19 +56,19 @@ class LengthBiasMonitor:
     """
 
     def __init__(self, window: int = 4096) -> None:
-        self._fates: deque[tuple[int, bool]] = deque(maxlen=window)
+        self._fates: deque[tuple[Length, bool]] = deque(maxlen=window)
         self._begun: dict[int, float] = {}
 
     def begin(self, group: int, now: float) -> None:
         """A group begins; a repeated one keeps its age, because its prompt has waited all the while."""
         self._begun.setdefault(group, now)
 
-    def trained(self, group: int, lengths: Iterable[int]) -> None:
+    def trained(self, group: int, lengths: Iterable[Length]) -> None:
         """The group's completions are used."""
         self._begun.pop(group, None)
         self._fates += ((length, False) for length in lengths)
 
-    def dropped(self, group: int, lengths: Iterable[int], *, again: bool) -> None:
+    def dropped(self, group: int, lengths: Iterable[Length], *, again: bool) -> None:
         """The group's completions are not used. again: its prompt will be repeated."""
         if not again:
             self._begun.pop(group, None)
@@ -63,18 +76,26 @@ class LengthBiasMonitor:
 
     def report(self, now: float) -> Report:
         """Of the window. Nothing dispatched: no distance, ratio 1."""
-        lengths = np.array([length for length, _ in self._fates], np.float64)
+        tokens, turns = np.array([length for length, _ in self._fates], np.float64).reshape(-1, 2).T
         dropped = np.array([fate for _, fate in self._fates], np.bool_)
-        correlation = correlate(lengths, dropped)
         return Report(
-            dispatched=len(lengths),
+            dispatched=len(dropped),
             dropped=int(dropped.sum()),
-            ks=ks_distance(lengths, lengths[~dropped]),
-            mean_ratio=float(lengths[~dropped].mean() / lengths.mean()) if (~dropped).any() and lengths.any() else 1.0,
-            correlation=correlation,
-            alarm=correlation > 0 and is_no_accident(correlation, len(lengths)),
+            tokens=bias(tokens, dropped),
+            turns=bias(turns, dropped),
             oldest_s=max((now - begun for begun in self._begun.values()), default=0.0),
         )
+
+
+def bias(lengths: npt.NDArray[np.float64], dropped: npt.NDArray[np.bool_]) -> Bias:
+    """Of completions with these lengths, some of which were dropped."""
+    correlation = correlate(lengths, dropped)
+    return Bias(
+        ks=ks_distance(lengths, lengths[~dropped]),
+        mean_ratio=float(lengths[~dropped].mean() / lengths.mean()) if (~dropped).any() and lengths.any() else 1.0,
+        correlation=correlation,
+        alarm=correlation > 0 and is_no_accident(correlation, len(lengths)),
+    )
 
 
 def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:

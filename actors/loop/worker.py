@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
-from async_rlhf.actors.loop.length_bias import LengthBiasMonitor
+from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
 from async_rlhf.actors.prompts import Row, environment_seed, from_json, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
@@ -231,14 +231,16 @@ class Worker:
         for number in numbers:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
+            play = self._work.play
+            turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
             for key in keys:
                 self._shown.pop(key, None)
-            ended = {member: len(played.completion.logprobs) for member, (played, *_) in group.played.items()}
-            lengths = [ended.get(member, num_tokens) for member, num_tokens in enumerate(thrown_away)]
-            self._length_bias.dropped(number, filter(None, lengths), again=again)
+            lengths = dict(enumerate(zip(thrown_away, turns, strict=True)))
+            lengths |= {member: _length(played) for member, (played, *_) in group.played.items()}
+            self._length_bias.dropped(number, (length for length in lengths.values() if length[0]), again=again)
 
     def _show(self) -> None:
         """Offers grown completions to incremental scoring; nothing waits for it."""
@@ -271,7 +273,7 @@ class Worker:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
-            self._account(number, [rollout.num_tokens for rollout in group.rollouts.values()])
+            self._account(number, [_length(each) for each, _ in group.played.values()])
             refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
             self._client.put(
                 Group(
@@ -296,13 +298,15 @@ class Worker:
         seconds, hidden = (sum(getattr(step, name) for step in steps) for name in ("seconds", "hidden_s"))
         return {self._work.play.name: StageTime(ended - seconds, ended, hidden)}
 
-    def _account(self, number: int, lengths: Sequence[int]) -> None:
+    def _account(self, number: int, lengths: Sequence[Length]) -> None:
         """The group goes off; now and then, what became of the others."""
         self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
             before, self._bias = self._bias, self._length_bias.report(time.monotonic())
-            if self._bias.alarm and not before.alarm:
+            if self._bias.tokens.alarm and not before.tokens.alarm:
                 _log.warning("long completions are dropped more often than short ones: %s", self._bias)
+            if self._bias.turns.alarm and not before.turns.alarm:
+                _log.warning("episodes of many turns are dropped more often than those of few: %s", self._bias)
 
     def _state(self) -> ActorState:
         """Groups that only wait for scores take no room in the engine, nor do rollouts that an environment has at the moment:
@@ -338,10 +342,8 @@ class Worker:
         return Telemetry(
             **self._count,
             canary_drift=self._canary_drift,
-            selection_ks=self._bias.ks,
-            selection_mean_ratio=self._bias.mean_ratio,
-            selection_correlation=self._bias.correlation,
-            selection_alarm=float(self._bias.alarm),
+            **{f"selection_{name}": float(value) for name, value in asdict(self._bias.tokens).items()},
+            **{f"selection_turns_{name}": float(value) for name, value in asdict(self._bias.turns).items()},
             oldest_group_age=self._bias.oldest_s,
             scoring=float(self._scoring.num_pending),
             scores_failed_total=float(sum(counter.failed for counter in counters)),
@@ -350,6 +352,10 @@ class Worker:
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
             **({} if self._work.play is None else self._work.play.counted()),
         )
+
+
+def _length(played: Played) -> Length:
+    return len(played.completion.logprobs), len(played.turns)
 
 
 def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, timings: Mapping[str, float]) -> Rollout:

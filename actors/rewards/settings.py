@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.actors.rewards.declaring import declared, declares
+from async_rlhf.buffers.errors import ConfigError, RewardError
 
 RewardFunction = Callable[..., Any]
-Decorated = TypeVar("Decorated", bound=RewardFunction)
-Parameters = ParamSpec("Parameters")
 Scope = Literal["completion", "group"]
-
-SETTINGS = "__reward_settings__"
 
 
 class TransientError(RewardError):
@@ -123,38 +120,14 @@ class Declaration(RewardSettings):
     stream: Stream | None = None
 
 
-class _Decorator(Protocol[Parameters]):
-    """`@reward`, or `@reward(...)` with the parameters of `Declaration`."""
-
-    @overload
-    def __call__(self, function: Decorated, /) -> Decorated: ...
-    @overload
-    def __call__(self, *args: Parameters.args, **settings: Parameters.kwargs) -> Callable[[Decorated], Decorated]: ...
-
-
-def _with_parameters_of(declared: Callable[Parameters, Declaration]) -> Callable[[Any], _Decorator[Parameters]]:
-    return lambda decorator: cast(_Decorator[Parameters], decorator)
-
-
-@_with_parameters_of(Declaration)
-def reward(function: RewardFunction | None = None, /, **settings: Any) -> Any:
+@declares(Declaration)
+def reward(function: RewardFunction | None = None, /, **settings: Any) -> None:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
 
     The settings are those of `RewardSettings` and `Declaration`. Raises ConfigError.
     """
-    known = [each.name for each in fields(Declaration)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"@reward({name}=...): there is no such setting; {did_you_mean(name, known)}")
-
-    def mark(marked: RewardFunction) -> RewardFunction:
-        setattr(marked, SETTINGS, Declaration(**settings))
-        return marked
-
-    return mark if function is None else mark(function)
 
 
 def settings_of(function: RewardFunction) -> Declaration:
     """What `@reward` left on the function, else the defaults."""
-    found = getattr(function, SETTINGS, None)
-    return found if isinstance(found, Declaration) else Declaration()
+    return declared(function, Declaration)

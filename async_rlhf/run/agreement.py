@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.scoring import environment_names, stage_specs
+from async_rlhf.run.scoring import environment_spec, score_names, stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -52,13 +52,13 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
 
 def schema(config: Config) -> GroupSchema:
     """What a group must be to be of any use to this run's learner."""
-    generation = config.generation
+    generation, scores = config.generation, score_names(config, environment_spec(config))
     return GroupSchema(
         group_size=generation.group_size,
         vocabulary=_vocabulary(config),
         max_prompt_length=generation.max_prompt_length,
         max_completion_length=generation.longest_completion,
-        rewards=frozenset(spec.name for spec in stage_specs(config)).union(environment_names(config)),
+        rewards=frozenset(spec.name for spec in stage_specs(config)).union(scores),
         environment=bool(config.environment.function),
         sampling=generation.sampling,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.config import REFERENCE
+from async_rlhf.actors.config import REFERENCE, EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import tensor_shapes
 from async_rlhf.launch.placement import Host, Inventory, Placement
@@ -23,15 +23,17 @@ from async_rlhf.run.placing import model_devices
 
 _LASTING = ("weights", "gradients", "optimizer")
 _ENGINES = ("actor", "evaluation")
-_OF_ENGINE = ("weights", "keys and values", "activations")
+_CACHES = ("keys and values", "held between turns")
+_OF_ENGINE = ("weights", *_CACHES, "activations")
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one process takes of one device, or of its host's memory."""
+    """What one process takes of one device, or of its host's memory. most: bytes to which it is limited, where it is."""
 
     process: str
     parts: Parts
+    most: int | None = None
 
     @property
     def role(self) -> str:
@@ -71,10 +73,14 @@ def _line(host: Host, device: int | None, size: int | None, held: Sequence[Load]
     total, known = sum(load.total for load in held), "" if size is None else f" of {written(size)}"
     if device is not None:
         return f"memory of {where}: about {written(total)}{known}: {'; '.join(map(str, held))}"
-    by_role: dict[str, list[int]] = {}
+    by_role: dict[str, list[Load]] = {}
     for load in held:
-        by_role.setdefault(load.role, []).append(load.total)
-    each = (f"{role} {f'{len(all_)} x ' if len(all_) > 1 else ''}{written(all_[0])}" for role, all_ in by_role.items())
+        by_role.setdefault(load.role, []).append(load)
+    each = (
+        f"{role} {f'{len(all_)} x ' if len(all_) > 1 else ''}{written(all_[0].total)}"
+        f"{'' if all_[0].most is None else f' (each at most {written(all_[0].most)})'}"
+        for role, all_ in by_role.items()
+    )
     return f"memory of {where}: about {written(total)}{known}, beside the libraries: {', '.join(each)}"
 
 
@@ -95,6 +101,10 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
                 else:
                     sums = {key: known.parts.get(key, 0) + part.get(key, 0) for key in {**known.parts, **part}}
                     loads[loads.index(known)] = Load(process, sums)
+        if process.partition("-")[0] in _ENGINES and config.environment.function:
+            limit = config.environment.worker_memory_mb
+            one = Load(f"environment-of-{process}", {"process": memory.EPISODES}, None if limit is None else limit << 20)
+            found.setdefault(None, []).extend([one] * config.environment.workers)
     return found
 
 
@@ -111,7 +121,7 @@ def _parts(config: Config, shape: Shape, role: str, host: Host) -> Iterator[tupl
         yield parts, "" if config.learner.device == "cpu" else "all"
     if role in _ENGINES:
         yield (
-            memory.engine(config.served_engine, shape, config.generation, _engine_limit(config, host)),
+            _engine(config, config.served_engine, shape, _engine_limit(config, host)),
             "" if config.engine.device == "cpu" else "all",
         )
     if role in (*_ENGINES, "scorer"):
@@ -120,6 +130,10 @@ def _parts(config: Config, shape: Shape, role: str, host: Host) -> Iterator[tupl
                 continue
             if role == "evaluation" or config.scoring.in_process(name) == (role == "scorer"):
                 yield _judge(config, name), "" if device == "cpu" else "first"
+
+
+def _engine(config: Config, engine: EngineConfig, shape: Shape, most: int | None) -> Parts:
+    return memory.engine(engine, shape, config.generation, most, holds=bool(config.environment.function))
 
 
 def _judge(config: Config, name: str) -> Parts:
@@ -213,24 +227,25 @@ def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
 
 def _nearest_engine(config: Config, shape: Shape, host: Host, left: int) -> str:
     """left: bytes of a device for the engine itself."""
-    engine, generation = config.served_engine, config.generation
+    engine = config.served_engine
     if engine.kind == "vllm":
         limit = min(left, _engine_limit(config, host) or left)
         for size in range(engine.vllm.tensor_parallel_size, 9):
             spread = engine.vllm.model_copy(update={"tensor_parallel_size": size})
             changed = engine.model_copy(update={"vllm": spread})
-            if sum(memory.engine(changed, shape, generation, limit).values()) <= limit and shape.heads % size == 0:
+            if sum(_engine(config, changed, shape, limit).values()) <= limit and shape.heads % size == 0:
                 if size > engine.vllm.tensor_parallel_size:
                     return f"nearest that fits: engine.vllm.tensor_parallel_size = {size}"
                 share = math.floor(100 * left / (host.device_memory or left)) / 100
                 return f"nearest that fits: engine.vllm.arguments.gpu_memory_utilization = {share:g}"
         return "use a smaller model, or larger devices"
-    parts = memory.engine(engine, shape, generation, left)
-    room = left - (sum(parts.values()) - parts["keys and values"])
+    parts = _engine(config, engine, shape, left)
+    rest = sum(size for name, size in parts.items() if name not in _CACHES)
+    room = (left - rest) // sum(name in _CACHES for name in parts)
     if room > 0:
         return f"nearest that fits: engine.kv_bytes = {room}"
     return (
-        f"without keys and values it takes {written(left - room)}: use engine.dtype = 'bfloat16', vLLM over several "
+        f"without keys and values it takes {written(rest)}: use engine.dtype = 'bfloat16', vLLM over several "
         "devices, or a smaller model"
     )
 

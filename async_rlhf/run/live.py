@@ -21,7 +21,7 @@ from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import score_names
+from async_rlhf.run.scoring import environment_spec, score_names
 
 LIVE = (
     "learner.learning_rate",
@@ -49,7 +49,7 @@ def present(run: RunDir) -> dict[str, Any]:
     config = effective(run)
     names = dict.fromkeys(config.rewards.weights)
     with suppress(ConfigError):  # rewards that cannot be loaded from here
-        names = dict.fromkeys(score_names(config))
+        names = dict.fromkeys(score_names(config, environment_spec(config)))
     return {key: _value(config, key) for key in (*LIVE, *(f"{_WEIGHTS}{name}" for name in names))}
 
 
@@ -92,7 +92,7 @@ def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int)
     """The line that asks a run of this configuration for these values; None where it has them. Raises ConfigError."""
     new = override(config, given)
     if any(key.startswith(_WEIGHTS) for key in given):
-        new.rewards.composition.check(score_names(new))
+        new.rewards.composition.check(score_names(new, environment_spec(new)))
     _check_evaluation(run, config, new)
     pairs = {key: (_value(config, key), _value(new, key)) for key in given}
     values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}

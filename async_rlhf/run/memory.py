@@ -1,8 +1,8 @@
 """How much memory each process of a run takes on its device, estimated from the configuration and the model's shape. Pure.
 
 A learner's is counted at its peak: in the backward pass of a micro-batch, while gradients of those before it are held. It is
-what tests measure of `Policy` on made-up tensors, within 15 %; of ZeRO, engines and scorers it is arithmetic. Not counted: what
-an allocator keeps in pieces that are too small.
+what tests measure of `Policy` on made-up tensors, within 15 %; of ZeRO, engines and scorers it is arithmetic. A process of an
+environment is counted as one that imports nothing heavy. Not counted: what an allocator keeps in pieces that are too small.
 
 Axes of the sums: T padded tokens of a micro-batch, D width, I width within an MLP, H all query heads, K all key heads,
 V vocabulary, P parameters.
@@ -22,6 +22,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIB = 1 << 20
 # A CUDA process before its first tensor: the driver's context, and kernels that are loaded.
 CONTEXT = 512 * _MIB
+# A process of an environment and its guard before the environment's own imports: what they share with no other process.
+EPISODES = 27 * _MIB
 # What vLLM takes of a GPU when nothing is set (0.32).
 VLLM_SHARE = 0.92
 # Elements that DeepSpeed reduces at once, twice (`learner.step.deepspeed_machine`).
@@ -147,8 +149,9 @@ def _adapters(config: LearnerConfig, shape: Shape) -> int:
     return config.lora.rank * shape.layers * (7 * d + 2 * h + 2 * k + 3 * i)
 
 
-def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, most: int | None) -> Parts:
-    """Of one engine, on each of its devices. most: bytes it may take, for vLLM on CUDA, which takes all."""
+def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, most: int | None, *, holds: bool) -> Parts:
+    """Of one engine, on each of its devices. most: bytes it may take, for vLLM on CUDA, which takes all. holds: with several
+    turns a completion, between which the torch engine holds keys and values of as many tokens as its rows have room for."""
     size, spread = _BYTES[config.dtype], 1
     if config.kind == "vllm":
         spread = config.vllm.tensor_parallel_size
@@ -160,7 +163,8 @@ def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, mos
         return {"weights": weights, "keys and values": max(token * longest, room)}
     working = size * config.prefill_tokens * (8 * shape.width + 3 * shape.mlp) + 3 * 4 * config.slots * shape.vocabulary
     limit = config.slots * longest * token if config.kv_bytes is None else config.kv_bytes
-    return {"weights": weights, "keys and values": limit, "activations": working}
+    held = {"held between turns": limit} if holds and config.kind == "torch" else {}
+    return {"weights": weights, "keys and values": limit, **held, "activations": working}
 
 
 def judge(parameters: int, dtype: str, cache_bytes: int) -> Parts:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
+from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.config import check_installed
@@ -35,13 +36,15 @@ _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
-    num_prompts: of one epoch. unknown: characters the vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks.
-    of_spool: where prompts come from while the run goes on, and are not here yet.
+    num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
+    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while it goes on,
+    and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
 
     rows: Rows
     num_prompts: int
+    environment: EnvironmentSpec | None = None
     dropped: int = 0
     unknown: Sequence[str] = ()
     num_unknown: int = 0
@@ -79,28 +82,29 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_hooks(config.hooks)
     spool = config.data.spool
     remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
+    environment = environment_spec(config)
     if spool is not None:
-        stage_specs(config)  # what they want of a row is looked at when it comes
-        environment_spec(config)
+        stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
-        _check_rewards(config, [*rows[0], *rows[1]])
+        _check_columns(config, [*rows[0], *rows[1]], environment)
         config.rewards.check_sources(row.columns for row in rows[0])
-    _check_judged(config)
-    names = score_names(config)
+    _check_judged(config, environment)
+    names = score_names(config, environment)
     config.rewards.composition.check(names)
     if (judge := config.data.curriculum.reward) and judge not in names:
         raise ConfigError(f"data.curriculum.reward = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
-    num_prompts = len(epoch_of(config.data, rows[0]))
-    prepared = check_model(config, rows) if converted else Prepared(rows, num_prompts, of_learner=remarks(config.learner))
+    prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, of_learner=remarks(config.learner))
+    if converted:
+        prepared = check_model(config, rows, environment)
     check_stop_strings(stop_strings(config), Path(config.model))
-    _check_evaluation(config, rows[1], converted)
+    _check_evaluation(config, rows[1], environment, converted)
     config.bound(prepared.num_prompts).check()
     return replace(prepared, of_spool=remarks_of_spool)
 
 
-def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) -> None:
+def _check_evaluation(config: Config, held_out: Sequence[Row], environment: EnvironmentSpec | None, converted: bool) -> None:
     """Whether there is something to evaluate on, and it can be. converted: the model is there to look into."""
     evaluation = config.evaluation
     if (own := evaluation.data(config.data)) is not None:
@@ -108,9 +112,9 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) 
             if own.spool is not None:
                 raise ConfigError("an evaluation has the same prompts every time, and a spool's are used up; name a file")
             rows, _ = load_rows(own)
-            _check_rewards(config, rows)
+            _check_columns(config, rows, environment)
             if converted:
-                check_model(config.model_copy(update={"data": own}), (rows, []))
+                check_model(config.model_copy(update={"data": own}), (rows, []), environment)
         except ConfigError as error:
             message = _OF_SOURCE.sub("evaluation.", str(error))  # which speaks of the settings of a run's own prompts
             raise ConfigError(f"evaluation.source: {message}") from error
@@ -126,11 +130,11 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], converted: bool) 
         )
 
 
-def check_model(config: Config, rows: Rows) -> Prepared:
+def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
     """The model directory by its files, and whether it can take the prompts. Raises ConfigError."""
     check_model_files(Path(config.model))
     check_adapters(config)
-    _check_rendering(config)
+    _check_rendering(config, environment)
     limit, setting = longest_prompt(config)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
@@ -148,6 +152,7 @@ def check_model(config: Config, rows: Rows) -> Prepared:
     return Prepared(
         kept,
         len(epoch_of(config.data, kept[0])),
+        environment,
         len(found.too_long),
         tuple(found.unknown),
         found.num_unknown,
@@ -156,14 +161,13 @@ def check_model(config: Config, rows: Rows) -> Prepared:
     )
 
 
-def _check_rendering(config: Config) -> None:
+def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:
     """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
-    spec = environment_spec(config)
-    if spec is not None and (config.data.chat or spec.tools):
+    if environment is not None and (config.data.chat or environment.tools):
         from transformers import AutoTokenizer
 
         tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools).check()
+        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
@@ -190,12 +194,13 @@ def common_columns(rows: Iterable[Row]) -> set[str]:
     return set(frozenset.intersection(*kinds)) if kinds else set()
 
 
-def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
+def _check_columns(config: Config, rows: Sequence[Row], environment: EnvironmentSpec | None) -> None:
+    """Whether these rows have what rewards and environment ask for. Raises ConfigError."""
     common = common_columns(rows)
-    given = common | OF_EPISODES if config.environment.function else common
     try:
-        stage_specs(config, given)
-        environment_spec(config, common)
+        stage_specs(config, common if environment is None else common | OF_EPISODES)
+        if environment is not None:
+            environment.check(common)
     except ConfigError as error:
         lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
         if not lacking:
@@ -204,8 +209,7 @@ def _check_rewards(config: Config, rows: Sequence[Row]) -> None:
         raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
 
 
-def _check_judged(config: Config) -> None:
-    environment = environment_spec(config)
+def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
     if environment is not None and not environment.judges and not config.rewards.functions:
         raise ConfigError(
             f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "

@@ -211,7 +211,7 @@ def _checked(config: Config, rows: Rows | None) -> tuple[Config, Prepared]:
     if model == config.model:
         return config, prepared
     config = config.model_copy(update={"model": model})  # converted from a file, in which `preflight` cannot look
-    return config, check_model(config, prepared.rows)
+    return config, check_model(config, prepared.rows, prepared.environment)
 
 
 def as_rewards_want(config: Config) -> Config:

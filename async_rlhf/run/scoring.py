@@ -43,15 +43,9 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
     return spec
 
 
-def environment_names(config: Config) -> tuple[str, ...]:
-    """The name of the environment's score, where there is an environment."""
-    spec = environment_spec(config)
-    return () if spec is None else (spec.name,)
-
-
-def score_names(config: Config) -> tuple[str, ...]:
-    """Of all that make the reward."""
-    return (*(spec.name for spec in reward_specs(config)), *environment_names(config))
+def score_names(config: Config, environment: EnvironmentSpec | None) -> tuple[str, ...]:
+    """Of all that make the reward. environment: the run's, where it has one."""
+    return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))
 
 
 def stop_strings(config: Config) -> tuple[str, ...]:

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.buffers.appending import Appending
 from async_rlhf.buffers.curriculum.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.pools import Pools
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.files import DISK, File, Files
+from async_rlhf.buffers.files import DISK, Files
 
 FILE_NAME = "order.jsonl"
 
@@ -55,8 +56,7 @@ class Order:
         """How many batches have been counted."""
         self._unwritten = b""  # decided, and not on disk yet
         self._decided: _Line | None = None
-        self._end = 0
-        self._file: File | None = None
+        self._file = Appending(self._path, files)
         try:
             files.make(directory)
             if self._path.name in files.names(directory):
@@ -107,8 +107,7 @@ class Order:
         return self._pools.choose(len(self._places)) is None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
@@ -143,35 +142,25 @@ class Order:
         """What was decided goes to disk, and exists then. Raises OSError."""
         if self._decided is None:
             return
-        if self._file is None:
-            self._file = self._files.append(self._path)
-        if self._files.size(self._path) > self._end:  # a write broke off
-            self._files.truncate(self._path, self._end)
-        left = memoryview(self._unwritten)
-        while left:
-            left = left[self._file.write(left) :]
-        self._files.sync(self._file)
-        if not self._end:
-            self._files.sync_path(self._path.parent)
-        self._end += len(self._unwritten)
+        self._file.append(self._unwritten)
         self._bind(self._decided)
         self._decided = None
 
     def _read(self) -> None:
-        data = self._files.read(self._path)
-        while self._end < len(data):
-            end = data.find(b"\n", self._end) + 1
-            line = _parsed(data[self._end : end])
+        data, start = self._files.read(self._path), 0
+        while start < len(data):
+            end = data.find(b"\n", start) + 1
+            line = _parsed(data[start:end])
             if line is None and end in (0, len(data)):
-                self._files.truncate(self._path, self._end)
                 break
             if line is None or line.first != len(self._places):
-                raise DamagedError(f"{self._path} is damaged at byte {self._end}. Restore it from a copy")
+                raise DamagedError(f"{self._path} is damaged at byte {start}. Restore it from a copy")
             self._learn(line.step, line.outcomes, line.known)
             for place in line.places:
                 self._pools.use(place)
             self._bind(line)
-            self._end = end
+            start = end
+        self._file.cut(start)
         self._files.sync_path(self._path)
 
 

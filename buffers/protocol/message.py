@@ -43,7 +43,8 @@ class Telemetry(MessageBase):
     scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
     episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
     whose `finally` failed.
-    selection_*: how much what is trained differs in length from what was begun (see `async_rlhf.actors.loop.length_bias`).
+    selection_*: how much what is trained differs in length from what was begun, in tokens, and in turns (see
+    `async_rlhf.actors.loop.length_bias`).
     """
 
     busy_s: Amount = 0.0
@@ -57,6 +58,10 @@ class Telemetry(MessageBase):
     selection_mean_ratio: Amount = 0.0
     selection_correlation: Amount = 0.0
     selection_alarm: Amount = 0.0
+    selection_turns_ks: Amount = 0.0
+    selection_turns_mean_ratio: Amount = 0.0
+    selection_turns_correlation: Amount = 0.0
+    selection_turns_alarm: Amount = 0.0
     oldest_group_age: Amount = 0.0
     scoring: Amount = 0.0
     scores_failed_total: Amount = 0.0

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rlhf.buffers.appending import Appending
 from async_rlhf.buffers.errors import DamagedError, JournalError
 from async_rlhf.buffers.files import DISK, File, Files, write_whole
 from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES
@@ -39,10 +40,8 @@ class Stream:
         self._path, self._marker = directory / "stream.jsonl", directory / "ended"
         self.repeat, self._files = repeat, files
         self._starts = array("Q")
-        self._end = 0
-        self._file: File | None = None
+        self._file = Appending(self._path, files)
         self._reader: File | None = None
-        self._torn = False  # an append broke off: what is behind the end goes before the next
         self.tail: Place = (0, 0)
         """The place of the newest row."""
         try:
@@ -69,22 +68,11 @@ class Stream:
         lines = [b'{"claim":%d,"line":%d%b%b}\n' % (*place, _ROW, row.encode()) for place, row in rows]
         data = b"".join(lines)
         assert len(data) <= MAX_APPEND_BYTES
-        if self._torn and self._path.name in self._files.names(self._path.parent):
-            self._files.truncate(self._path, self._end)
-        self._torn = True
-        made = self._file is None
-        if self._file is None:
-            self._file = self._files.append(self._path)
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-        self._files.sync(self._file)
-        if made:
-            self._files.sync_path(self._path.parent)
-        self._torn = False
+        start = self._file.end
+        self._file.append(data)
         for line in lines:
-            self._starts.append(self._end)
-            self._end += len(line)
+            self._starts.append(start)
+            start += len(line)
         if rows:
             self.tail = rows[-1][0]
 
@@ -95,7 +83,7 @@ class Stream:
     def row_at(self, index: int) -> str:
         """The row of this index, a JSON object."""
         start = self._starts[index]
-        end = self._starts[index + 1] if index + 1 < self.num_rows else self._end
+        end = self._starts[index + 1] if index + 1 < self.num_rows else self._file.end
         try:
             if self._reader is None:
                 self._reader = self._files.reader(self._path)
@@ -112,40 +100,38 @@ class Stream:
         self.ended = True
 
     def close(self) -> None:
-        for file in (self._file, self._reader):
-            if file is not None:
-                file.close()
+        self._file.close()
+        if self._reader is not None:
+            self._reader.close()
 
     def _open(self) -> None:
         """The places of all rows; what an unfinished append left is cut off."""
-        size = self._files.size(self._path)
+        size, end = self._files.size(self._path), 0
         reader = self._reader = self._files.reader(self._path)
         for offset in range(0, size, _PIECE):
             piece, at = self._files.read_at(reader, min(_PIECE, size - offset), offset), -1
             while (at := piece.find(b"\n", at + 1)) >= 0:
-                self._starts.append(self._end)
-                self._end = offset + at + 1
-        self._cut()
-        if self._end < size:
-            self._files.truncate(self._path, self._end)
+                self._starts.append(end)
+                end = offset + at + 1
+        self._file.cut(self._whole(reader, end))
         self._files.sync_path(self._path)  # and this
 
-    def _cut(self) -> None:
-        """Leave out the first line that is no row, among those that the newest append may have written, and all behind it."""
+    def _whole(self, reader: File, end: int) -> int:
+        """Leave out the first line that is no row, among those that the newest append may have written, and all behind it.
+        end: of all lines; returns that of the last row."""
         first = len(self._starts)
-        while first and self._starts[first - 1] >= self._end - MAX_APPEND_BYTES:
+        while first and self._starts[first - 1] >= end - MAX_APPEND_BYTES:
             first -= 1
-        assert self._reader is not None
-        begin = self._starts[first] if first < len(self._starts) else self._end
-        data = self._files.read_at(self._reader, self._end - begin, begin)
-        ends = [start - begin for start in self._starts[first + 1 :]] + [self._end - begin]
+        begin = self._starts[first] if first < len(self._starts) else end
+        data = self._files.read_at(reader, end - begin, begin)
+        ends = [start - begin for start in self._starts[first + 1 :]] + [end - begin]
         at = 0
-        for index, end in enumerate(ends if data else (), first):
-            if (place := _place(data[at:end])) is None:
+        for index, next_at in enumerate(ends if data else (), first):
+            if (place := _place(data[at:next_at])) is None:
                 del self._starts[index:]
-                self._end = begin + at
-                return
-            self.tail, at = place, end
+                return begin + at
+            self.tail, at = place, next_at
+        return end
 
 
 def _place(line: bytes) -> Place | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.loop.length_bias import LengthBiasMonitor, correlate, ks_distance
+from async_rlhf.actors.loop.length_bias import Bias, LengthBiasMonitor, correlate, ks_distance
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=30)
 
@@ -42,35 +44,59 @@ def fates(seed: int, drop: float, from_length: int = 0) -> LengthBiasMonitor:
         lengths = draw.lognormal(3, 0.8, 2).astype(int) + 1
         monitor.begin(group, float(group))
         if lengths.mean() >= from_length and draw.random() < drop:
-            monitor.dropped(group, lengths.tolist(), again=False)
+            monitor.dropped(group, of_one_turn(lengths), again=False)
         else:
-            monitor.trained(group, lengths.tolist())
+            monitor.trained(group, of_one_turn(lengths))
     return monitor
+
+
+def of_one_turn(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    return [(int(length), 1) for length in lengths]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed: int) -> None:
     fair, unfair = fates(seed, drop=0.3).report(0.0), fates(seed, drop=0.5, from_length=40).report(0.0)
-    assert not fair.alarm and fair.dropped > 500 and fair.ks < 0.05 and abs(fair.mean_ratio - 1) < 0.05
-    assert unfair.alarm and unfair.correlation > 0.2 and unfair.ks > 0.03 and unfair.mean_ratio < 0.95
+    tokens = fair.tokens
+    assert not tokens.alarm and fair.dropped > 500 and tokens.ks < 0.05 and abs(tokens.mean_ratio - 1) < 0.05
+    tokens = unfair.tokens
+    assert tokens.alarm and tokens.correlation > 0.2 and tokens.ks > 0.03 and tokens.mean_ratio < 0.95
+    assert fair.turns == unfair.turns == Bias(ks=0.0, mean_ratio=1.0, correlation=0.0, alarm=False), "all have one turn"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dropping_episodes_of_many_turns_raises_the_alarm_of_turns_although_they_have_as_many_tokens(seed: int) -> None:
+    draw, monitor = np.random.default_rng(seed), LengthBiasMonitor()
+    for group in range(1000):
+        tokens, turns = draw.integers(10, 50), draw.integers(1, 9)
+        if turns > 6 and draw.random() < 0.5:
+            monitor.dropped(group, [(int(tokens), int(turns))], again=False)
+        else:
+            monitor.trained(group, [(int(tokens), int(turns))])
+    report = monitor.report(0.0)
+    assert report.turns.alarm and report.turns.mean_ratio < 0.95 and report.turns.ks > 0.03
+    assert not report.tokens.alarm and abs(report.tokens.mean_ratio - 1) < 0.05
 
 
 def test_dropping_the_short_ones_is_no_preference_for_brevity() -> None:
     monitor = LengthBiasMonitor()
     for group in range(100):
-        monitor.trained(group, [50 + group]) if group % 2 else monitor.dropped(group, [1 + group % 5], again=False)
-    report = monitor.report(0.0)
-    assert report.correlation < -0.9 and not report.alarm
+        if group % 2:
+            monitor.trained(group, of_one_turn([50 + group]))
+        else:
+            monitor.dropped(group, of_one_turn([1 + group % 5]), again=False)
+    found = monitor.report(0.0).tokens
+    assert found.correlation < -0.9 and not found.alarm
 
 
 def test_the_oldest_prompt_keeps_its_age_through_being_begun_again() -> None:
     monitor = LengthBiasMonitor()
     monitor.begin(0, 10.0)
     monitor.begin(1, 20.0)
-    monitor.dropped(0, [5, 6], again=True)
+    monitor.dropped(0, of_one_turn([5, 6]), again=True)
     monitor.begin(0, 30.0)
     assert monitor.report(50.0).oldest_s == 40.0
-    monitor.trained(0, [5, 6])
+    monitor.trained(0, of_one_turn([5, 6]))
     assert monitor.report(50.0).oldest_s == 30.0
     monitor.dropped(1, [], again=False)
     assert monitor.report(50.0).oldest_s == 0.0
@@ -78,8 +104,9 @@ def test_the_oldest_prompt_keeps_its_age_through_being_begun_again() -> None:
 
 def test_only_the_window_counts_and_nothing_at_all_is_no_bias() -> None:
     monitor = LengthBiasMonitor(window=10)
-    assert (monitor.report(0.0).ks, monitor.report(0.0).mean_ratio, monitor.report(0.0).alarm) == (0.0, 1.0, False)
-    monitor.dropped(0, range(1, 100), again=False)
-    monitor.trained(1, [7] * 10)
+    nothing = monitor.report(0.0)
+    assert nothing.tokens == nothing.turns == Bias(ks=0.0, mean_ratio=1.0, correlation=0.0, alarm=False)
+    monitor.dropped(0, of_one_turn(range(1, 100)), again=False)
+    monitor.trained(1, of_one_turn([7] * 10))
     report = monitor.report(0.0)
-    assert (report.dispatched, report.dropped, report.ks) == (10, 0, 0.0)
+    assert (report.dispatched, report.dropped, report.tokens.ks) == (10, 0, 0.0)

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 from async_rlhf.actors.config import EngineConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Observation
-from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Observation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Play
 from async_rlhf.actors.loop.worker import Work, Worker
 from async_rlhf.actors.prompts import Row
@@ -162,6 +163,59 @@ def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_befor
         assert by_group == {0: {0, 1}, 1: {0, 1}, 2: {1}, 3: {1}}
     served = [(state.fence, state.version) for state in hub.states]
     assert served[-1] == (2, 1) and set(served) <= {(0, 0), (2, 1)}, "version and fence change together"
+
+
+class Answers:
+    """Environments that answer at once, in this process: each turn of the first attempt, and none of the second."""
+
+    counters = EpisodeCounters()
+
+    def __init__(self) -> None:
+        self._turns: dict[RolloutKey, int] = {}
+        self._events: list[Any] = []
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        self._turns[key] = 1
+        self._events.append(Observation(key, "ab", None, 1.0, 2.0))
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        if key.attempt:
+            del self._turns[key]
+            self._events.append(Ended(key, Score(1.0), "scored", 2.0, 3.0))
+        else:
+            self._turns[key] += 1
+            self._events.append(Observation(key, "b", None, 2.0, 3.0))
+
+    def poll(self) -> list[Any]:
+        events, self._events = self._events, []
+        return [event for event in events if event.key in self._turns or isinstance(event, Ended)]
+
+    def num_turns(self, key: RolloutKey) -> int:
+        return self._turns.get(key, 0)
+
+    def discard(self, keys: Sequence[RolloutKey]) -> None:
+        for key in keys:
+            self._turns.pop(key, None)
+
+
+class Letters:
+    def prompt(self, content: Content) -> Rendered:
+        return Rendered(str(content), [20 + "ab".index(letter) for letter in str(content)])
+
+    def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
+        return self.prompt(content)
+
+
+def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones() -> None:
+    play = Play("game", cast(Any, Answers()), cast(Any, Letters()), 8, 200, Score(0.0))
+    hub = ScriptedHub([[credit(0)], *([[]] * 20), [credit(0, attempt=1)]], wanted=1)
+    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0), length=4, play=play) as actor:
+        assert actor.run() == "enough"
+    (group,) = hub.groups
+    assert group.attempt == 1 and all(len(rollout.turn_lengths) == 1 for rollout in group.rollouts)
+    report = actor._length_bias.report(0.0)
+    assert (report.dispatched, report.dropped) == (4, 2)
+    assert report.turns.mean_ratio < 0.5 and report.turns.correlation > 0.9 and report.turns.ks == 0.5
 
 
 def test_how_completions_were_sampled_is_in_the_record() -> None:

@@ -72,6 +72,19 @@ def test_check_refuses_a_family_that_the_built_in_engine_cannot_serve(kind: str,
     assert f"model type '{kind}'" in told and "Set engine.kind = 'vllm', or use one of afmoe," in told
 
 
+@pytest.mark.parametrize("kind", ["jamba", "olmo_hybrid", "qwen3_next"])
+def test_episodes_of_a_hybrid_model_are_refused_before_the_run_by_the_same_message(kind: str, tmp_path: Path) -> None:
+    """Some of its layers keep a state instead of keys and values, which cannot be held between turns."""
+    (tmp_path / "say.py").write_text("def say(prompt):\n    yield prompt\n")
+    (model := tmp_path / "model").mkdir()
+    told = told_by_check(model, kind)
+    environment = json.dumps(f"{tmp_path / 'say.py'}:say")
+    own = {"model": json.dumps(str(model)), "environment": environment, "output_dir": json.dumps(str(tmp_path / "runs"))}
+    code, output = invoke("train", str(QUICK), *(word for key, value in own.items() for word in ("--set", f"{key}={value}")))
+    assert code == CONFIGURATION and output == told and f"model type '{kind}'" in told
+    assert not (tmp_path / "runs").exists()
+
+
 def test_check_refuses_texts_beyond_where_positions_depend_on_the_batch(tmp_path: Path) -> None:
     scaling = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     told = told_by_check(tmp_path, "phi3", rope_parameters=scaling)

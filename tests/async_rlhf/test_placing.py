@@ -267,6 +267,27 @@ def test_an_engine_that_does_not_fit_is_offered_what_does(small: Any, tmp_path: 
     assert 'learner.backend = "deepspeed", learner.zero_stage = 3, learner.ranks = 2' in found
 
 
+def test_with_an_environment_its_processes_are_counted_and_what_is_held_between_turns(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text("def say(prompt):\n    yield prompt\n")
+    own = {"environment.function": str(tmp_path / "say.py:say"), "environment.workers": 2, "actors.count": 2}
+    config = small(**own)
+    (line,) = check_memory(config, box := (Host(cpus=8, memory=8 * GIB),), placement_of(config, box))
+    assert "environment 4 x 27 MiB (each at most 4.0 GiB)" in line
+    config = small(**own, **{"environment.worker_memory_mb": "none", "evaluation.every": 5})
+    (line,) = check_memory(config, box, placement_of(config, box))
+    assert "environment 6 x 27 MiB" in line and "at most" not in line
+    on_device = {**own, "engine.device": "cuda", "engine.slots": 4096, "actors.count": 1}
+    box = (Host(devices=1, device_memory=2 * GIB, cpus=8, memory=8 * GIB),)
+    with pytest.raises(
+        ConfigError, match=r"actor-0 needs .*held between turns .*; nearest that fits: engine\.kv_bytes"
+    ) as raised:
+        check_memory(config := small(**on_device), box, placement_of(config, box))
+    fitting = int(str(raised.value).rpartition(" = ")[2])
+    check_memory(small(**on_device, **{"engine.kv_bytes": fitting}), box, placement_of(config, box))
+    with pytest.raises(ConfigError, match="held between turns"):
+        check_memory(small(**on_device, **{"engine.kv_bytes": fitting + 1}), box, placement_of(config, box))
+
+
 def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(small: Any) -> None:
     """At the first look after them, on devices that were theirs."""
     started: list[Node] = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.run.preflight import preflight
@@ -159,3 +160,24 @@ def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(sm
     with pytest.raises(ConfigError, match=r"rewrites what was said before.*'by_message'"):
         preflight(small(**settings))
     assert preflight(small(**settings, **{"environment.render": "by_message"})).num_prompts > 0
+
+
+def test_an_environment_is_resolved_once_for_all_that_looks_at_it(
+    checked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "say.py").write_text("def say(prompt, answer):\n    yield prompt\n")
+    evaluated = tmp_path / "evaluated.jsonl"
+    evaluated.write_text('{"prompt": "b", "answer": "b"}\n')
+    resolved = list[str]()
+
+    def counted(target: str, *arguments: Any) -> Any:
+        resolved.append(target)
+        return resolve(target, *arguments)
+
+    monkeypatch.setattr("async_rlhf.actors.environments.config.resolve", counted)
+    settings = {"environment": str(tmp_path / "say.py:say"), "evaluation.source": str(evaluated), "rewards.functions": []}
+    found = checked(rows("a"), **settings)
+    assert found.environment.name == "say" and len(resolved) == 1
+    evaluated.write_text('{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
+        checked(rows("a"), **settings)

@@ -36,6 +36,9 @@ class FakeEnvironment:
         self._turns[key] += 1
         self._waiting[key] = self._rng.choice((0, 0, 1, 4))
 
+    def num_turns(self, key: RolloutKey) -> int:
+        return self._turns[key] + 1 if key in self._turns else 0
+
     def poll(self) -> list[Event[RolloutKey]]:
         ready = [key for key, left in self._waiting.items() if left == 0]
         self._waiting = {key: left - 1 for key, left in self._waiting.items() if left > 0}

@@ -135,6 +135,14 @@ def test_each_observation_is_read_and_the_last_turn_is_the_last(bench: Bench, tm
     assert wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), "cleanup") == "closed"
 
 
+def test_the_turns_of_an_episode_are_known_until_it_ends(bench: Bench) -> None:
+    bench.begin("counted", act="count", n=5)
+    bench.until(lambda: bench.turns("counted") == 2, lambda key, turn: "a" if (key, turn) == ("counted", 1) else None)
+    assert bench.pool.num_turns("counted") == 2
+    bench.pool.discard(["counted"])
+    assert bench.pool.num_turns("counted") == bench.pool.num_turns("unknown") == 0
+
+
 def test_feedback_scores_the_turn_before_it_and_at_the_last_turn_the_end(bench: Bench) -> None:
     bench.play("a", "b", "c", act="feedback")
     *observed, end = bench.events[max(key for key in bench.events if isinstance(key, int))]
