@@ -33,6 +33,8 @@ from async_rlhf.run.run_files import printable, read_last_lines
 
 _PATIENCE_S = 3.0
 _WATCH_S = 2.0
+_STEP_BYTES = 64 << 10
+"""Holds the last step; a page asks every second."""
 _LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
@@ -95,7 +97,7 @@ def read(run: RunDir) -> dict[str, Any]:
             problems.append(str(error))
             return otherwise
 
-    metrics = _shown(run.metrics, _Step, problems)
+    metrics = _shown(run.metrics, _Step, problems, _STEP_BYTES)
     evaluations = _shown(run.evaluations, _Evaluation, problems)
     hub = tried(lambda: _checked(run.read_ledger(), "ledger.json"), {})
     alive, scorer = run.is_alive(), {}
@@ -252,10 +254,13 @@ def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
     return values
 
 
-def _shown(path: Path, shape: type[_Shape], problems: list[str]) -> list[dict[str, Any]]:
-    """The last records of a JSONL file; what has other types is counted."""
+def _shown(path: Path, shape: type[_Shape], problems: list[str], window: int = 1 << 20) -> list[dict[str, Any]]:
+    """The last records of a JSONL file, in `window` bytes or, where a record is longer, in more; what has other types is
+    counted."""
     try:
-        lines = read_last_lines(path)
+        lines = read_last_lines(path, window)
+        if not lines.records:
+            lines = read_last_lines(path)
     except DamagedError as error:
         problems.append(str(error))
         return []
