@@ -133,13 +133,13 @@ def soak(plan: Plan, out: Path) -> Seen:
     (out / "run.toml").write_text(dump(config))
     with ExitStack() as held:
         log = held.enter_context((out / "train.log").open("wb"))
-        train = held.enter_context(_process(["train", str(out / "run.toml")], log))
+        train = held.enter_context(command(["train", str(out / "run.toml")], log))
         feeder.feed(0)
         steps = _Steps(run)
         while not steps.look() and train.poll() is None:
             time.sleep(0.1)
-        page, address = held.enter_context(_page(run.path))
-        held.enter_context(_viewers(address, plan.viewers, seen.views))
+        page, address = held.enter_context(open_page(run.path))
+        held.enter_context(viewers(address, plan.viewers, seen.views))
         census = Census({"supervisor": train.pid, "page": page.pid})
         hand, began = _Hand(plan, run, census), time.monotonic()
         while train.poll() is None and (share := plan.share(now := time.monotonic() - began, steps.look())) < 1:
@@ -232,9 +232,9 @@ class _Feeder:
 
 
 @contextmanager
-def _process(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "async_rlhf", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+def command(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
+    words = [sys.executable, "-m", "async_rlhf", *arguments]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -244,9 +244,9 @@ def _process(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[byt
 
 
 @contextmanager
-def _page(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def open_page(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The page's process and address."""
-    with _process(["watch", str(run), "--address", "127.0.0.1:0"], subprocess.PIPE) as process:
+    with command(["watch", str(run), "--address", "127.0.0.1:0"], subprocess.PIPE) as process:
         assert process.stdout is not None
         words = process.stdout.readline().decode().split()
         yield process, next(word for word in words if word.startswith("http://"))
@@ -254,7 +254,7 @@ def _page(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 @contextmanager
-def _viewers(address: str, count: int, views: Counter[str]) -> Iterator[None]:
+def viewers(address: str, count: int, views: Counter[str]) -> Iterator[None]:
     """Threads that ask as an open page, and Prometheus, would."""
     paths = ("", "api/runs", "api/runs/run?step=0&layout=0", "api/runs/run/curves?metric=reward", "metrics")
     closing = threading.Event()

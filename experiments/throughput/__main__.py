@@ -39,6 +39,7 @@ PARTS = {
     "vllm_side": "generation beside vLLM",
     "vllm_updates": "the gap at a weight update with vLLM",
     "launchers": "actors started by Ray beside children of this machine",
+    "watching": "steps of a run that is watched beside one that is not",
     "queue": "the replay queue beside raw ZeroMQ",
     "learner": "a learner step beside a bare loop and TRL's training part",
     "loss_memory": "peak memory of the loss, chunked beside plain",
