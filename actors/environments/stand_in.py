@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from async_rlhf.actors.environments.messages import BeginEpisode, EpisodeEnded, Message, Observed, Reply, pack, unpack
@@ -26,7 +26,7 @@ STAND_IN, CALLER_SOCKET = f"{__name__}:stand_in", "ASYNC_RLHF_CALLER_ENVIRONMENT
 _LENGTH = struct.Struct("!I")
 
 
-async def stand_in(**fields: Any) -> AsyncIterator[Feedback | Score]:
+async def stand_in(**fields: Any) -> AsyncGenerator[Feedback | Score, str]:
     """fields: of the episode. Raises EpisodeError where there is no caller, and for what ended it before its first turn."""
     path = os.environ.get(CALLER_SOCKET, "")
     if not path:

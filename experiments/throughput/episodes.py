@@ -11,7 +11,7 @@ Rollouts differ in length, and both sides sample the same numbers of tokens (`ep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from operator import truediv
@@ -23,7 +23,15 @@ import torch
 import typer
 
 from async_rlhf.experiments.throughput.engine import ThreadsOption
-from async_rlhf.experiments.throughput.episode_loops import GROUP_SIZE, GROUPS_PER_BATCH, TURNS, BatchLoop, Episode, actor
+from async_rlhf.experiments.throughput.episode_loops import (
+    GROUP_SIZE,
+    GROUPS_PER_BATCH,
+    TURNS,
+    BatchLoop,
+    Episode,
+    Window,
+    actor,
+)
 from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate
 from async_rlhf.experiments.throughput.sides import ROOT
 from async_rlhf.experiments.throughput.trl_environment import trl_python
@@ -73,7 +81,10 @@ def slow_tools(bench: Bench, slots: int, threads: int, python: Path | None) -> I
     groups = bench.size(2, 1) * GROUPS_PER_BATCH
     with ExitStack() as stack:
         ours, batches = stack.enter_context(actor(Episode(TURNS, "slow"), slots)), BatchLoop(Episode(TURNS), slots)
-        sides = {"ours": partial(ours.play, groups // 2, groups), "batch after batch": partial(batches.play, 1)}
+        sides: dict[str, Callable[[], Window]] = {
+            "ours": partial(ours.play, groups // 2, groups),
+            "batch after batch": partial(batches.play, 1),
+        }
         if python is not None:
             # First, so that it has started before the others are measured; of its step it counts the seconds itself.
             sides = {"TRL": stack.enter_context(TrlLoop(python, bench.size(TRL_GROUPS, 1), threads)).play, **sides}

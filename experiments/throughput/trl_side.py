@@ -280,5 +280,7 @@ def run_episodes(spec_path: str) -> None:
     trainer.train()
 
 
+PARTS: dict[str, Callable[..., None]] = {"pipeline": run_pipeline, "learner": run_learner, "episodes": run_episodes}
+
 if __name__ == "__main__":
-    {"pipeline": run_pipeline, "learner": run_learner, "episodes": run_episodes}[sys.argv[1]](*sys.argv[2:])
+    PARTS[sys.argv[1]](*sys.argv[2:])
