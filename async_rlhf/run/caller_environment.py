@@ -48,8 +48,8 @@ def target_of(environment: Environment) -> tuple[str, Environment | None]:
         name = getattr(environment, "__name__", "TOOLS")
         raise ConfigError(
             f"environment: {what}, and a generator function was expected. One that is written for TRL is played from a file: "
-            f"begin its cell with '%%writefile my_environment.py' and give overrides={{'environment.function': "
-            f"'trl:my_environment.py:{name}'}}"
+            f"overrides={{'environment.function': 'trl:my_environment.py:{name}'}}; in a notebook, begin its cell with "
+            "'%%writefile my_environment.py'"
         )
     try:
         return spec_of(environment), None

@@ -89,7 +89,7 @@ class Account:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (Account, r"Account is a class.*%%writefile my_environment.py.*'trl:my_environment.py:Account'"),
+        (Account, r"Account is a class.*'trl:my_environment.py:Account'.*%%writefile my_environment.py"),
         ([attribute], r"it is a list.*'trl:my_environment.py:TOOLS'"),
         (lambda prompt: prompt, r"has no yield"),
         (lambda prompt, anser: (yield anser), r"asks for 'anser'.*'answer'"),
