@@ -89,9 +89,33 @@ def resolve(
     """
     own_name, _, target = absolute(target, base_dir).rpartition("=")
     found, fields = _found(target, options or {})
+    name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
+    return _checked(name, target, found, fields, options, settings, columns)
+
+
+def spec_in_process(
+    name: str,
+    function: EnvironmentFunction,
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    columns: AbstractSet[str] | None,
+) -> EnvironmentSpec:
+    """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
+    return _checked(name, name, *_of_ours(name, function), options, settings, columns)
+
+
+def _checked(
+    name: str,
+    target: str,
+    found: Adapted,
+    fields: tuple[str, ...] | None,
+    options: Mapping[str, Any] | None,
+    settings: Mapping[str, Any] | None,
+    columns: AbstractSet[str] | None,
+) -> EnvironmentSpec:
     given = replace(found.settings, **(settings or {}))
     spec = EnvironmentSpec(
-        own_name or given.name or target.rpartition(":")[2].rpartition(".")[2],
+        name,
         target,
         "async" if _is(inspect.isasyncgenfunction, found.function) else "sync",
         found.required,
@@ -126,7 +150,10 @@ def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str,
     form, rest = form_of(target)
     if form:
         return adapted(form, rest, options), None
-    function = _function(target)
+    return _of_ours(target, _function(target))
+
+
+def _of_ours(target: str, function: EnvironmentFunction) -> tuple[Adapted, tuple[str, ...] | None]:
     signature = _signature(target, function)
     fields = None if signature.any_column else (*signature.required, *signature.optional)
     return Adapted(function, settings_of(function), signature.required), fields

@@ -140,7 +140,7 @@ class _Worker:
             generator = self._function(**fields)
         except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
             now = time.time()
-            self._send(_ended(id, raised(error), now, now))
+            self._send(episode_ended(id, raised(error), now, now))
             self._send(EpisodeClosed(id=id, failure="", retire=False))
             return
         steps: Steps = (
@@ -160,7 +160,7 @@ class _Worker:
         while not episode.is_closed:
             came, began = await self._step(episode, sent, turn)
             if isinstance(came, End):
-                self._send(_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
+                self._send(episode_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
                 break
             self._send(Observed(id=id, content=came.content, score=came.score, began=began, ended=time.time()))
             sent = await episode.replies.get()
@@ -221,7 +221,8 @@ class _Worker:
         return result
 
 
-def _ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
+def episode_ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
+    """What the end of an episode is in a message."""
     score = end.score
     return EpisodeEnded(
         id=id,

@@ -5,6 +5,7 @@ They run exactly as in a run: same processes, same time-outs, same limits.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -12,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from typer import style
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec
@@ -24,6 +27,9 @@ from async_rlhf.run.config import Config, load
 from async_rlhf.run.preflight import common_columns
 from async_rlhf.run.scoring import environment_spec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
 Write = Callable[[Content], str | None]
@@ -32,11 +38,15 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class Part:
-    """What the environment said or the model wrote. score: what the environment gave for the turn before it."""
+    """What the environment said or the model wrote. score: what the environment gave for the turn before it.
+
+    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token).
+    """
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
+    pieces: Sequence[tuple[str, bool]] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
                 for played in episodes.step():
                     num_left -= 1
                     parts = [
-                        Part("model" if is_turn else "environment", decode(ids))
+                        Part("model" if is_turn else "environment", decode(ids), pieces=with_specials(tokenizer, ids))
                         for is_turn, ids in [(False, played.prompt_ids), *_pieces(played.completion)]
                     ]
                     seconds = [ended - began for began, ended in played.steps]
@@ -169,6 +179,13 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
                     bell.clear()
     finally:
         engine.close()
+
+
+def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[tuple[str, bool]]:
+    """Tokens as text, in runs: (text, whether it is of special tokens)."""
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    runs = itertools.groupby(ids, special.__contains__)
+    return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in runs]
 
 
 def _pieces(completion: Any) -> Iterator[tuple[bool, list[int]]]:
@@ -186,12 +203,18 @@ def _pieces(completion: Any) -> Iterator[tuple[bool, list[int]]]:
 
 
 def lines(trial: Trial) -> list[str]:
-    """An episode as a person reads it."""
+    """An episode as a person reads it; special tokens are dim where the terminal can show it."""
     found = [f"episode {trial.row}"]
     for part in trial.parts:
         scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
-        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {part.content!r}{scored}")
+        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
+
+
+def _shown(part: Part) -> str:
+    if not part.pieces:
+        return repr(part.content)
+    return "".join(style(text, dim=True) if is_special else repr(text)[1:-1] for text, is_special in part.pieces)
 
 
 def _outcome(trial: Trial) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.run.caller_environment import played, target_of
 from async_rlhf.run.caller_rewards import served, split
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.daemon import Supervisor
@@ -74,9 +75,10 @@ def train(
 
     data: rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
     directory, so that every process and a resumed run, which needs them no more, reads the same.
-    rewards: functions, or one, instead of those the file names; what no other process can import (a lambda, a closure, a
-    bound method) is served by threads of this process (`caller_rewards`). loss, advantage, environment: functions of your own,
-    declared with `@loss`, `@advantage`, `@environment`, which must be importable. overrides: nested or dotted, laid upon the
+    rewards: functions, or one, instead of those the file names. environment: a generator function (`@environment`). Of both,
+    what no other process can import (a lambda, a closure, what a notebook defines) is served by threads of this process
+    (`caller_rewards`, `caller_environment`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
+    must be importable. overrides: nested or dotted, laid upon the
     configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
     `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
     on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
@@ -248,16 +250,18 @@ def _resolved(
     for section, key, own in (
         ("loss", "loss.kind", loss),
         ("advantage", "advantage.kind", advantage),
-        ("environment", "environment.function", environment),
     ):
         if own is not None:
             changed[key] = _importable(section, key, own)
+    own_environment = None
+    if environment is not None:
+        changed["environment.function"], own_environment = target_of(environment)
     if data is not None:
         changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
     loaded = load(config, changed)
     rows = rows_of(loaded, data, resume)
     columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with served(own_rewards, loaded, columns) as resolved:
+    with served(own_rewards, loaded, columns) as scored, played(own_environment, scored, columns) as resolved:
         yield resolved, rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+from async_rlhf.actors.environments.stand_in import STAND_IN
 from async_rlhf.actors.rewards import CALLER
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
@@ -137,7 +138,12 @@ def _networked(config: Config, hosts: Hosts) -> Config:
 
 
 def _check_rewards(config: Config) -> None:
-    """Raises ConfigError for a reward that only processes of this machine can ask."""
+    """Raises ConfigError for a reward, or an environment, that only processes of this machine can ask."""
+    if config.environment.function.endswith(STAND_IN):
+        raise ConfigError(
+            f"environment.function = {config.environment.function!r} with launch.kind = {config.launch.kind!r}: it is served "
+            "on this machine only. Write the environment into a file"
+        )
     for name, options in config.rewards.options.items():
         address = options.get("address")
         if address == CALLER or str(address).startswith("ipc://"):

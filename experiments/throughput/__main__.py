@@ -34,7 +34,7 @@ PARTS = {
     "invariance": "processor time of batch-invariant decoding over plain decoding",
     "updates": "the gap at a weight update in each mode; sharing a prompt",
     "continuation": "first token of a later turn, held beside computed again",
-    "episodes": "episodes of several turns beside one turn, and beside a synchronous loop",
+    "episodes": "episodes of several turns beside one turn, and beside synchronous loops",
     "dispatch": "decode steps under each order of waiting requests",
     "vllm_side": "generation beside vLLM",
     "vllm_updates": "the gap at a weight update with vLLM",

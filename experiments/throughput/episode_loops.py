@@ -37,7 +37,7 @@ from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import StageTime, unpack
 from async_rlhf.experiments.throughput.sides import MODEL
-from async_rlhf.experiments.throughput.tools import OBSERVATION, sleep
+from async_rlhf.experiments.throughput.slow_tool import OBSERVATION, sleep
 
 GROUP_SIZE, GROUPS_PER_BATCH, STALENESS, QUEUED_GROUPS = 8, 16, 8, 8
 TURNS, MEDIAN, LONGEST = 4, 24, 64

@@ -10,15 +10,13 @@ TRL:   `GRPOTrainer` on samples that it is handed ready (see `trl_training`).
 
 from __future__ import annotations
 
-import json
 import pkgutil
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,7 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.sides import MODEL, ROOT, trl_process_environment
+from async_rlhf.experiments.throughput.sides import MODEL
+from async_rlhf.experiments.throughput.trl_process import TrlProcess
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.advantages import group_relative
@@ -226,12 +225,12 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
     return timed(step)
 
 
-class Trl:
-    """TRL's process: one step of its training part for every line it is sent. Ends when its standard input closes."""
+class Trl(TrlProcess):
+    """TRL's training part in a process of its own."""
 
     def __init__(self, python: Path, model: Path, groups: list[Group], threads: int, directory: Path) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        spec: dict[str, Any] = {
+        spec = {
             "model": str(model),
             "tokenizer": str(MODEL),
             "output_dir": str(directory),
@@ -242,35 +241,7 @@ class Trl:
             "learning_rate": LEARNING_RATE,
             "threads": threads,
         }
-        (directory / "spec.json").write_text(json.dumps(spec))
-        self._log = directory / "trl.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "async_rlhf.experiments.throughput.trl_side", "learner", str(directory / "spec.json")],
-                cwd=ROOT,
-                env=trl_process_environment(threads),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        super().__init__(python, "learner", spec, directory)
 
     def __call__(self) -> Seconds:
-        """Raises RuntimeError with the end of what TRL wrote when it fails."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write("step\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise RuntimeError(f"TRL's side has ended: {self._log.read_text(errors='replace')[-2000:]}")
-        return Seconds(**json.loads(answer))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        return Seconds(**self.step())

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import AsyncIterator
 
 from async_rlhf.actors.environments import environment
 from async_rlhf.buffers.score import Score
-from async_rlhf.experiments.throughput import judges
-
-# One character is one token of the model.
-OBSERVATION = "abc "
-MEAN_S = 0.5
-
-_calls = itertools.count()
+from async_rlhf.experiments.throughput.slow_tool import OBSERVATION, sleep
 
 
 @environment(max_turns=100)
@@ -34,13 +26,3 @@ async def slow(prompt: str, turns: int) -> AsyncIterator[str | Score]:
         await sleep()
         yield OBSERVATION
     yield Score(1.0)
-
-
-async def sleep() -> None:
-    """What a call of a tool takes; the n-th call of a process sleeps as long in any loop."""
-    await asyncio.sleep(seconds(next(_calls)))
-
-
-def seconds(number: int) -> float:
-    """Of call `number`: log-normal, mean `MEAN_S`, cut at twelve times that; a function of the number alone."""
-    return MEAN_S / judges.MEAN_S * judges.sleep_seconds(number)

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from async_rlhf import Score
+from async_rlhf.actors.environments import load as load_environment
 from async_rlhf.run.config import load
 from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import environment_spec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -18,6 +21,23 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 @pytest.mark.parametrize("name", ["tools", "game"])
 def test_a_shipped_configuration_passes_the_check_before_a_run(name: str) -> None:
     assert preflight(load(CONFIGS / f"{name}.toml")).num_prompts > 0
+
+
+@pytest.mark.parametrize(
+    ("turns", "score"),
+    [
+        (("I say 9.", "2, then", "5"), 1.0),
+        (("none", "9", "12", "3"), 0.25),  # 12 is not below 9
+        (("0", "6", "20", "7"), 0.125),
+    ],
+)
+def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(turns: tuple[str, ...], score: float) -> None:
+    config = load(CONFIGS / "chat_game.toml", {"model": "tiny-speller"})
+    spec = environment_spec(config, {"prompt", "answer"})
+    assert spec is not None and config.data.chat
+    game = load_environment(spec)(prompt="Guess.", answer=5)
+    said = [game.send(text) for text in (None, *turns)]
+    assert said[0] == "Guess." and said[-1] == Score(score)
 
 
 def test_the_model_learns_to_call_the_calculator(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
+from async_rlhf.inspect.episodes import Part, Trial, lines, with_specials
 from async_rlhf.run.config import load
 from async_rlhf.run.preflight import preflight
+from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "docs" / "environments.md").read_text(), re.DOTALL)
@@ -49,6 +51,29 @@ def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
     first, second = (json.loads(line) for line in result.output.splitlines())
     assert [part["content"] for part in first["parts"]] == ["12 * 3 =", "<12 * 3>", "36\n", "36"]
     assert (first["score"]["value"], second["score"]["value"]) == (1.0, 0.0)
+
+
+def row(line: str) -> int:
+    return int(json.loads(line)["row"])
+
+
+def test_what_a_model_reads_and_writes_is_shown_with_its_special_tokens(folder: Path) -> None:
+    arguments = ["environments", "try", "double.py:double", "--data", "data.jsonl", "--model", "tiny-speller"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    (first, *parts) = [part for line in sorted(result.stdout.splitlines(), key=row) for part in json.loads(line)["parts"]]
+    for part in (first, *parts):
+        assert part["content"] == "".join(text for text, is_special in part["pieces"] if not is_special)
+    assert first["pieces"] == [["twice 4 is", False]] and ["<eos>", True] in [part["pieces"][-1] for part in parts]
+
+
+def test_special_tokens_stand_apart_from_text_that_looks_like_them(folder: Path) -> None:
+    model = tokenizer(CHATML)
+    ids = [*model("<|im_start|>user\n").input_ids, *model("<|im_end|>", split_special_tokens=True).input_ids]
+    pieces = with_specials(model, ids)
+    assert pieces == [("<|im_start|>", True), ("user\n<|im_end|>", False)]
+    shown = lines(Trial(0, [Part("environment", "user\n<|im_end|>", pieces=pieces)], "left", None))[1]
+    assert shown == "  reads   \x1b[2m<|im_start|>\x1b[0muser\\n<|im_end|>"
 
 
 def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:

@@ -68,9 +68,19 @@ result = train("quick", rewards=[exact, Brief(), lambda completion: 0.1], overri
 result
 """
 ITERATE = """
-with start("quick", rewards=[exact], overrides={**settings, "max_steps": 3}, overwrite=True) as run:
-    steps = [record["step"] for record in run]
-print(json.dumps({"steps": steps, "model": run.model().is_dir()}))
+from async_rlhf import Score, environment
+
+@environment(max_turns=3)
+def insists(prompt, answer):
+    first = yield prompt
+    again = yield "Again: "
+    yield Score(float(again.strip() == answer) - abs(len(first) - wanted))
+
+episodes = {**settings, "rewards.functions": [], "generation.max_episode_length": 64, "max_steps": 3}
+with start("quick", environment=insists, overrides=episodes, overwrite=True) as run:
+    records = list(run)
+steps, turns = ([record[name] for record in records] for name in ("step", "episodes/mean_turns"))
+print(json.dumps({"steps": steps, "turns": turns, "model": run.model().is_dir()}))
 """
 
 
@@ -195,4 +205,4 @@ def test_a_notebook_trains_another_family_with_what_its_cells_define(project: Pa
     for cell, step in ((trained, 2), (iterated, 3)):
         shown = outputs(cell, "text/html")
         assert f"<b>step {step} of {step}</b>" in shown and "<polyline" in shown and f"sample of step {step}" in shown, shown
-    assert '{"steps": [1, 2, 3], "model": true}' in outputs(iterated, "text")
+    assert '{"steps": [1, 2, 3], "turns": [2.0, 2.0, 2.0], "model": true}' in outputs(iterated, "text")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,7 +15,7 @@ from async_rlhf.buffers.clients.actor import ActorState
 from async_rlhf.buffers.protocol.wire import Telemetry
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput import tools
+from async_rlhf.experiments.throughput import slow_tool
 from async_rlhf.experiments.throughput.episode_loops import (
     GROUP_SIZE,
     GROUPS_PER_BATCH,
@@ -26,6 +28,7 @@ from async_rlhf.experiments.throughput.episode_loops import (
     actor,
     tokens_of,
 )
+from async_rlhf.experiments.throughput.trl_loop import TrlLoop
 
 KEYS = [RolloutKey(group, 0, member) for group in range(GROUPS_PER_BATCH) for member in range(GROUP_SIZE)]
 
@@ -49,7 +52,7 @@ def test_an_actor_plays_all_turns_and_the_time_of_its_tools_is_counted() -> None
 
 
 def test_the_loop_that_plays_batch_after_batch_samples_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "MEAN_S", 0.0)
+    monkeypatch.setattr(slow_tool, "MEAN_S", 0.0)
     window = BatchLoop(Episode(TURNS), 64).play(1)
     assert (window.rollouts, window.tokens) == (len(KEYS), TURNS * sum(map(tokens_of, KEYS)))
 
@@ -67,7 +70,16 @@ def test_credits_are_those_of_a_hub_whose_learner_takes_no_time() -> None:
 
 
 def test_a_tool_takes_half_a_second_in_the_mean_and_has_a_longest() -> None:
-    found = [tools.seconds(number) for number in range(20_000)]
+    found = [slow_tool.seconds(number, slow_tool.MEAN_S) for number in range(20_000)]
     # The cut takes 0.016 off the mean; three standard errors are 0.012.
     assert statistics.mean(found) == pytest.approx(0.484, abs=0.012)
-    assert min(found) > 0 and max(found) == 12 * tools.MEAN_S
+    assert min(found) > 0 and max(found) == 12 * slow_tool.MEAN_S
+
+
+def test_trl_plays_as_many_turns_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr(slow_tool, "MEAN_S", 0.0)
+    with TrlLoop(Path(sys.executable), 1, threads=1) as loop:
+        steps = [loop.step(), loop.step()]
+    sampled = [TURNS * sum(tokens_of(RolloutKey(group, 0, member)) for member in range(GROUP_SIZE)) for group in (0, 1)]
+    assert [(step["tokens"], step["calls"]) for step in steps] == [(tokens, TURNS - 1) for tokens in sampled]

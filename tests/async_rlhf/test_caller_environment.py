@@ -1,0 +1,114 @@
+"""An environment that only the calling process has is played there, by the run's own machinery."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf import Feedback, Score, environment
+from async_rlhf.actors.rewards.importing import attribute
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.inspect.episodes import Trial, configuration, play
+from async_rlhf.run.caller_environment import played, target_of
+from async_rlhf.run.config import Config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "2 * 4 =", "answer": "8"}\n{"prompt": "1 + 1 =", "answer": "2"}\n')
+
+    def made(function: Any, **settings: Any) -> Config:
+        target, _ = target_of(function)
+        return configuration(target, str(tmp_path / "data.jsonl"), None, settings)
+
+    return made
+
+
+def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
+    written = iter(turns)
+    with played(function, config, {"answer"}) as resolved:
+        return list(play(resolved, 2, lambda _: next(written, None)))
+
+
+def test_its_steps_run_in_this_process_and_its_settings_hold_in_the_run(config: Callable[..., Config]) -> None:
+    seen = []
+
+    @environment(max_turns=2, name="own")
+    def closure(prompt: str, answer: str, bonus: float = 0.0) -> Iterator[Any]:
+        try:
+            text = yield [{"role": "user", "content": prompt}]
+            while text != answer:
+                seen.append(text)
+                text = yield Feedback("No.", score=0.25)
+            yield Score(1.0 + bonus, metrics={"length": len(text)})
+        finally:
+            seen.append("closed")
+
+    found = trials(closure, config(closure, **{"environment.options": {"bonus": 0.5}}), "8", "no", "neither")
+    assert [part.content for part in found[1].parts] == [[{"role": "user", "content": "1 + 1 ="}], "no", "No.", "neither"]
+    assert found[1].parts[2].score == 0.25 and found[1].end == "max_turns"
+    assert found[0].end == "scored" and found[0].score == Score(1.5, metrics={"length": 1.0})
+    assert seen == ["closed", "no", "neither", "closed"]
+
+
+def test_an_asynchronous_one_waits_on_an_event_loop_of_this_process(config: Callable[..., Config]) -> None:
+    async def waits(prompt: str) -> Any:
+        text = yield prompt
+        await asyncio.sleep(0)
+        yield Score(float(len(text)))
+
+    assert [trial.score for trial in trials(waits, config(waits), "abc", "d")] == [Score(3.0), Score(1.0)]
+
+
+def test_what_it_raises_and_a_step_that_hangs_fail_the_episode_alone(
+    config: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+
+    def fails(prompt: str, answer: str) -> Iterator[Any]:
+        yield prompt
+        if answer == "8":
+            raise KeyError("hm")
+        released.wait()
+
+    found = trials(fails, config(fails, **{"environment.timeout_s": 0.2}), "8", "2")
+    released.set()
+    assert [trial.score and trial.score.failure for trial in found] == ["KeyError: 'hm'", "timed out after 0.2 s (timeout_s)"]
+    assert "served by threads of this process" in caplog.text and 'raise KeyError("hm")' in caplog.text
+
+
+class Account:
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (Account, r"Account is a class.*'trl:my_environment.py:Account'.*%%writefile my_environment.py"),
+        ([attribute], r"it is a list.*'trl:my_environment.py:TOOLS'"),
+        (lambda prompt: prompt, r"has no yield"),
+        (lambda prompt, anser: (yield anser), r"asks for 'anser'.*'answer'"),
+        (environment(at_limit=None)(lambda prompt: (yield prompt)), r"at_limit=None.*%%writefile my_environment.py"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_before_a_run(config: Callable[..., Config], function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trials(function, config(function))
+
+
+def test_a_second_run_beside_it_is_refused(config: Callable[..., Config]) -> None:
+    def own(prompt: str) -> Iterator[Any]:
+        yield prompt
+
+    with played(own, config(own), set()), pytest.raises(ConfigError, match="another run"), played(own, config(own), set()):
+        raise AssertionError("it was not refused")
+
+
+def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:
+    found = list(play(config(lambda prompt: (yield prompt)), 1, lambda _: None))
+    assert [trial.score is not None and "train(environment=...) again" in str(trial.score.failure) for trial in found] == [True]
