@@ -36,19 +36,24 @@ def continuation(
     """Milliseconds to the first token of a third turn, held beside computed again."""
     prefix, width, layers = bench.size((prefix, width, layers), (256, 64, 2))
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    heads = width // 64
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 3 or 1, max_position_embeddings=prefix + 64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    model = random_llama(width, layers, prefix + 64)
+    parameters = model.num_parameters() / 1e6
     engine = TorchEngine(model, slots=8, batch_invariant=batch_invariant)  # without end tokens
     sides = {name: partial(_first_token_s, engine, prefix, hold) for name, hold in (("held", True), ("again", False))}
     found = alternate(sides, bench.num_turns(3))
     milliseconds = {name: [1000 * each for each in values] for name, values in found.items()}
     yield Row.of(f"third turn behind {prefix} tokens, {parameters:.0f} M", milliseconds, "ms", at_most=GOAL)
+
+
+def random_llama(width: int, layers: int, length: int, vocabulary: int = 8192) -> LlamaForCausalLM:
+    """Of random weights; length: of the longest row."""
+    torch.manual_seed(0)
+    heads = width // 64
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 3 or 1, max_position_embeddings=length,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def _first_token_s(engine: TorchEngine, prefix: int, hold: bool) -> float:

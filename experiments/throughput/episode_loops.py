@@ -36,11 +36,14 @@ from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import StageTime, unpack
+from async_rlhf.experiments.throughput.continuation import random_llama
 from async_rlhf.experiments.throughput.sides import MODEL
 from async_rlhf.experiments.throughput.slow_tool import OBSERVATION, sleep
 
 GROUP_SIZE, GROUPS_PER_BATCH, STALENESS, QUEUED_GROUPS = 8, 16, 8, 8
 TURNS, MEDIAN, LONGEST = 4, 24, 64
+WIDTH, LAYERS = 576, 6
+"""Of the wide model."""
 PROMPTS = [f"word {number:03d}" for number in range(200)]
 # More than there are episodes, so that no call of a tool waits for another.
 _CONCURRENCY = 4096
@@ -165,9 +168,9 @@ class Actor:
 
 
 @contextmanager
-def actor(episode: Episode, slots: int) -> Iterator[Actor]:
+def actor(episode: Episode, slots: int, wide: bool = False) -> Iterator[Actor]:
     """Its processes run until the end of the block."""
-    engine, tokenizer = make_engine(slots), from_pretrained(AutoTokenizer, MODEL)
+    engine, tokenizer = make_engine(slots, wide), from_pretrained(AutoTokenizer, MODEL)
     credits, scoring = Credits(), ScoringPool[RolloutKey]((), ScoringConfig())
     try:
         with _play_of(episode, tokenizer, credits) as play:
@@ -205,9 +208,11 @@ def _play_of(episode: Episode, tokenizer: PreTrainedTokenizerBase, credits: Cred
         pool.close()
 
 
-def make_engine(slots: int) -> TorchEngine:
-    """Of the tiny model, without end tokens."""
+def make_engine(slots: int, wide: bool = False) -> TorchEngine:
+    """Of the tiny model, or a wide one of random weights with its vocabulary; without end tokens."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, local_files_only=True, trust_remote_code=False)
+    if wide:
+        model = random_llama(WIDTH, LAYERS, 512, model.config.vocab_size)
     return TorchEngine(model, slots=slots, version=0, max_length=512)
 
 

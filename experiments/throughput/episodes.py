@@ -1,7 +1,8 @@
 """What do episodes of several turns cost an actor, and how much of their tools' time does it hide?
 
 - instant tools: an actor's loop with episodes of four turns, beside the same loop where each rollout is one turn of as many
-  sampled tokens. What is read between the turns counts for neither.
+  sampled tokens, with a tiny model, whose passes cost little more than starting them, and with one of 21 million parameters.
+  What is read between the turns counts for neither.
 - slow tools: the same episodes with tools that sleep (log-normal, mean 0.5 s, cut at 6 s), beside a loop that plays batch after
   batch, and beside TRL's `GRPOTrainer` with `tools`; updates are left out of all. And of the seconds that tools took, those in
   which the actor's engine decoded.
@@ -58,22 +59,24 @@ def episodes(
         missing = error
     torch.set_num_threads(threads)
     slots = bench.size(slots, GROUP_SIZE)
-    yield instant_tools(bench, slots)
+    yield instant_tools(bench, slots, "tiny")
+    yield instant_tools(bench, slots, "wide")
     yield from slow_tools(bench, slots, threads, python)
     if missing is not None:
         raise missing
 
 
-def instant_tools(bench: Bench, slots: int) -> Row:
+def instant_tools(bench: Bench, slots: int, model: str) -> Row:
     first, measured = bench.size((4, 16), (1, 1))
-    with actor(Episode(TURNS, "instant"), slots) as several, actor(Episode(1), slots) as single:
+    wide = model == "wide"
+    with actor(Episode(TURNS, "instant"), slots, wide) as several, actor(Episode(1), slots, wide) as single:
         sides = {"turns": partial(several.play, first, measured), "one turn": partial(single.play, first, measured)}
-        found = alternate(sides, bench.num_turns(7), bench.size(1, 0))
+        found = alternate(sides, bench.num_turns(3 if wide else 7), bench.size(1, 0))
     rates = {name: [each.tokens / each.seconds for each in windows] for name, windows in found.items()}
     # Other programs stretch seconds, and those of the side with more processes most; the loop's own time they stretch less.
     cpu = [one.cpu_s / one.tokens / (each.cpu_s / each.tokens) for each, one in zip(*found.values(), strict=True)]
     figures = {"by_cpu_time": median(cpu), "by_cpu_time_lowest": min(cpu), "by_cpu_time_highest": max(cpu)}
-    return Row.of(f"{TURNS} turns, instant tools", rates, "tok/s", at_least=COST_GOAL, figures=figures)
+    return Row.of(f"{TURNS} turns, instant tools, {model} model", rates, "tok/s", at_least=COST_GOAL, figures=figures)
 
 
 def slow_tools(bench: Bench, slots: int, threads: int, python: Path | None) -> Iterator[Row]:
