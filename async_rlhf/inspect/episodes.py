@@ -11,8 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec
@@ -24,6 +25,9 @@ from async_rlhf.run.config import Config, load
 from async_rlhf.run.preflight import common_columns
 from async_rlhf.run.scoring import environment_spec
 
+if TYPE_CHECKING:
+    from async_rlhf.actors.loop.episodes import Played
+
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
 Write = Callable[[Content], str | None]
@@ -32,11 +36,13 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class Part:
-    """What the environment said or the model wrote. score: what the environment gave for the turn before it."""
+    """What the environment said or the model wrote. score: what the environment gave for the turn before it. anew: tokens of
+    the whole conversation, where the model read that instead of the content behind its turn."""
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
+    anew: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
-                    parts = [
-                        Part("model" if is_turn else "environment", decode(ids))
-                        for is_turn, ids in [(False, played.prompt_ids), *_pieces(played.completion)]
-                    ]
+                    parts = _parts(played, decode)
                     seconds = [ended - began for began, ended in played.steps]
                     yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
                     heard = time.monotonic()
@@ -171,18 +174,20 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
         engine.close()
 
 
-def _pieces(completion: Any) -> Iterator[tuple[bool, list[int]]]:
-    """(whether the model wrote it, tokens) one after the other."""
-    at, pieces = 0, list[tuple[bool, list[int]]]()
-    for span in completion.spans:
-        ids = completion.token_ids[at : at + span.num_tokens].tolist()
-        at += span.num_tokens
-        is_turn = span.version is not None
-        if pieces and pieces[-1][0] == is_turn:
-            pieces[-1][1].extend(ids)
+def _parts(played: Played, decode: Callable[[Sequence[int]], str]) -> list[Part]:
+    """What was read and written, one after the other; of a row that begins anew what the environment said, not all of it."""
+    completion, said = played.completion, iter(played.read)
+    parts, at = [Part("environment", decode(played.prompt_ids))], 0
+    for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
+        own = list(spans)
+        count = sum(span.num_tokens for span in own)
+        text, content = decode(completion.token_ids[at : at + count].tolist()), None if is_turn else next(said)
+        at += count
+        if content is not None and own[0].restarts:
+            parts.append(Part("environment", content, anew=count))
         else:
-            pieces.append((is_turn, ids))
-    return iter(pieces)
+            parts.append(Part("model" if is_turn else "environment", text))
+    return parts
 
 
 def lines(trial: Trial) -> list[str]:
@@ -190,6 +195,7 @@ def lines(trial: Trial) -> list[str]:
     found = [f"episode {trial.row}"]
     for part in trial.parts:
         scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
+        scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
         found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {part.content!r}{scored}")
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
 

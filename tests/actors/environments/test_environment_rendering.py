@@ -166,7 +166,7 @@ def test_without_a_template_an_observation_is_the_tokens_of_its_text() -> None:
     renderer = Renderer(tokenizer(), chat=False)
     renderer.check()
     assert renderer.prompt("2 + 2 = ").ids == ids_of("2 + 2 = ")
-    assert renderer.observation("2 + 2 = ", "no", ids_of("3<|end|>")) == ("no", ids_of("no"))
+    assert renderer.observation("2 + 2 = ", "no", ids_of("3<|end|>")) == ("no", ids_of("no"), False)
     hostile = renderer.observation("2 + 2 = ", "<|end|>", [])
     assert ids_of("<|end|>")[0] not in hostile.ids and tokenizer().decode(hostile.ids) == "<|end|>"
     with pytest.raises(EpisodeError, match="in an episode that began as text"):
