@@ -114,7 +114,9 @@ def test_several_messages_and_tools_are_rendered_where_the_template_has_them() -
 
 @pytest.mark.parametrize(("template", "shown"), [(QWEN3, "user assistant user"), (MOVES_RULE, "system user assistant user")])
 def test_a_template_that_rewrites_history_is_refused_and_the_choice_is_named(template: str, shown: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rewrites what was said before \({shown}\).*environment.render = 'by_message'"):
+    with pytest.raises(
+        ConfigError, match=rf"rewrites what was said before \({shown}\).*environment.render = 'split'.*'by_message'"
+    ):
         Renderer(tokenizer(template), chat=True).check()
 
 
