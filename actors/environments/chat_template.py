@@ -83,7 +83,7 @@ def probe_whole(render: Render) -> None:
             if observed is _TOOL:
                 return
             raise ConfigError(f"episodes of several turns cannot be rendered: {error}") from error
-        if MARK not in text:
+        if text == _rendered(render, (_QUESTION, observed)):
             raise ConfigError("episodes of several turns cannot be rendered: the chat template leaves out the model's turn")
 
 
