@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.queue.recovery import read_batches
+from async_rlhf.inspect.rollouts import records as inspected
+from async_rlhf.inspect.trials import _of_run
+from async_rlhf.run.display import group_lines
 from async_rlhf.run.run_dir import RunDir
 from tests import oracles
 
@@ -75,3 +78,11 @@ def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(
             np.testing.assert_allclose(rollout.logprobs[first], plain[first], atol=1e-4)
             assert rollout.text.count("again") == 2, "what is said again with the conversation is not shown again"
     assert len(numbers) > 1 and numbers <= {0, 1, 2}, "a row begins anew where the text is another, and nowhere else"
+    exported = list(inspected(run))
+    assert [rollout["restarts"] for record in exported for rollout in record["rollouts"]] == [
+        rollout.restarts for group in groups for rollout in group.rollouts
+    ]
+    assert all(" anew " in group_lines(record) for record in exported if any(each["restarts"] for each in record["rollouts"]))
+    tried = _of_run(run.path)[0]
+    of_first = [sum(sampled) for sampled in tried["sampled"]]
+    assert of_first == [rollout.num_tokens for rollout in groups[0].rollouts], "what is tried again counts what was written"
