@@ -185,7 +185,7 @@ class Renderer:
                 "an episode is given as chat messages, but the tokenizer has no chat template; yield text, without data.chat"
             )
         if self._tools is not None:
-            probe_tools(self._apply, [tool["function"]["name"] for tool in self._tools])
+            probe_tools(self._apply, [tool["function"]["name"] for tool in self._tools], self._render == "split")
         if self._render == "split":
             probe_whole(self._apply)
         else:

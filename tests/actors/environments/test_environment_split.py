@@ -127,6 +127,13 @@ def test_a_template_that_does_not_write_the_conversation_is_refused(template: st
         Renderer(tokenizer(template), chat=True, render="split").check()
 
 
+def test_where_no_piece_can_be_appended_the_choice_is_named() -> None:
+    changes = CHATML.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}")
+    with pytest.raises(ConfigError, match=r"writes the model's turn 0 times.*; set environment\.render = 'split'"):
+        Renderer(tokenizer(changes), chat=True).check()
+    Renderer(tokenizer(changes), chat=True, render="split").check()
+
+
 def test_a_message_that_the_template_leaves_out_fails_and_a_text_is_no_conversation() -> None:
     silent = CHATML.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'tool' %}")
     renderer = Renderer(tokenizer(silent), chat=False, render="split")
