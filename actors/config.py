@@ -34,7 +34,8 @@ class GenerationConfig(Sampling):
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
     """With an environment: longest episode in tokens, all turns and what is read between them; it ends where the next finds
-    no room. `"none"`: `max_completion_length`."""
+    no room. With `environment.render = "split"` what is read is the whole conversation each time that a row begins anew, and
+    all of it counts. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy."""
     stop: tuple[str, ...] = ()

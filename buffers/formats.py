@@ -42,7 +42,7 @@ class Format:
         )
 
 
-RUN = Format("a run directory", 2)
-JOURNAL = Format("a journal", 2)
+RUN = Format("a run directory", 3)
+JOURNAL = Format("a journal", 3)
 WEIGHTS = Format("a weight set", 1)
 QUEUE = Format("an entry of a queue of runs", 1)

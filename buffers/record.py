@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,27 @@ class Span:
     """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: no model did, an environment gave them.
 
     cache_version: the oldest weights that computed keys and values these tokens attended to; None: `version` did them all.
+    restarts: the row begins anew with these tokens: they are a whole prompt, and what follows reads nothing before them.
     """
 
     version: int | None
     num_tokens: int
     cache_version: int | None = None
+    restarts: bool = False
+
+
+class Piece(NamedTuple):
+    """What one plain pass reads of a row of T tokens behind a prompt: `[start, stop)` of them, behind their own first
+    `num_prompt` tokens; 0 in the first piece, which stands behind the group's prompt."""
+
+    start: int
+    num_prompt: int
+    stop: int
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of it that are read: the last one is only predicted."""
+        return self.stop - self.start - 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,8 @@ class Rollout:
 
     Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
-    losses. Axes: T tokens behind the prompt, N sampled ones.
+    losses. An episode whose chat template rewrites what was said before consists of several pieces: between two of its turns
+    the whole conversation stands once more, as the prompt of what follows. Axes: T tokens behind the prompt, N sampled ones.
 
     completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was
         sampled; the first and the last token were sampled.
@@ -100,6 +117,7 @@ class Rollout:
             raise RecordError(f"spans must cover all {len(ids)} tokens, got {self.spans}")
         if self.spans[0].version is None or self.spans[-1].version is None:
             raise RecordError(f"the first and the last token must be sampled ones, got {self.spans}")
+        _check_restarts(self.spans)
         _check_logprobs("logprobs", self.logprobs, self.num_tokens)
         if self.reference is not None:
             _check_logprobs("reference", self.reference, self.num_tokens)
@@ -151,6 +169,21 @@ class Rollout:
         return self.completion_ids if self.num_tokens == self.length else self.completion_ids[self.sampled]
 
     @property
+    def restarts(self) -> list[int]:
+        """Which of the spans begin the row anew, by index, ascending."""
+        return [index for index, span in enumerate(self.spans) if span.restarts]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What plain passes read, in order; one without restarts."""
+        return pieces(self.spans)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens behind the prompt that a forward pass reads: of each piece all but the last."""
+        return self.length - 1 - len(self.restarts)
+
+    @property
     def versions(self) -> Int32Array:
         """int32 [N]: the version that sampled each token."""
         versions, sizes = zip(*self.sampled_spans(), strict=True)
@@ -160,6 +193,24 @@ class Rollout:
 def sampled(spans: Sequence[Span]) -> BoolArray:
     """bool [T]: which of the tokens that these spans cover were sampled."""
     return np.repeat([span.version is not None for span in spans], [span.num_tokens for span in spans])
+
+
+def pieces(spans: Sequence[Span]) -> list[Piece]:
+    """The pieces of the tokens that these spans cover."""
+    found, at = [Piece(0, 0, 0)], 0
+    for span in spans:
+        if span.restarts:
+            found.append(Piece(at, span.num_tokens, at))
+        at += span.num_tokens
+        found[-1] = found[-1]._replace(stop=at)
+    return found
+
+
+def _check_restarts(spans: Sequence[Span]) -> None:
+    for at, span in enumerate(spans):
+        if span.restarts and (span.version is not None or None in (spans[at - 1].version, spans[at + 1].version)):
+            near = spans[max(0, at - 1) : at + 2]
+            raise RecordError(f"a span that restarts must be read, between two that were sampled, got {near}")
 
 
 def _check_logprobs(name: str, logprobs: Float32Array, num_tokens: int) -> None:

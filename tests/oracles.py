@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.learner.config import LossConfig
 
 
@@ -128,19 +128,28 @@ def completion_logprobs(model: torch.nn.Module, prompt: Sequence[int], completio
     return torch.stack(chosen)
 
 
+def rollout_logprobs(model: torch.nn.Module, group: Group, rollout: Rollout) -> Tensor:
+    """[N], with gradient, of the sampled tokens: a plain pass for each span of them, over all since the row last began."""
+    chosen, at, text = [], 0, group.prompt_ids.tolist()
+    for span in rollout.spans:
+        own, at = rollout.completion_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
+        if span.restarts:
+            text = []
+        if span.version is not None:
+            chosen.append(completion_logprobs(model, text, own, group.sampling.temperature))
+        text += own
+    return torch.cat(chosen)
+
+
 def loss(
     model: torch.nn.Module, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], config: LossConfig
 ) -> Tensor:
     """Scalar with gradient: mean PPO-clip loss over all tokens of members that count, proximal = current."""
     losses = []
     for group, rollout, advantage in members(groups, advantages):
-        current = completion_logprobs(
-            model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
-        )
+        current = rollout_logprobs(model, group, rollout)
         behaviours = iter(rollout.logprobs.tolist())
-        for logp, was_sampled in zip(current, rollout.sampled, strict=True):
-            if not was_sampled:
-                continue  # an environment gave it
+        for logp in current:
             behaviour = next(behaviours)
             weight = 1.0 if config.is_cap is None else min(ratio(float(logp.detach()), behaviour), config.is_cap)
             losses.append(-weight * advantage * (logp - logp.detach()).exp())

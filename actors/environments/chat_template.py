@@ -7,7 +7,8 @@ end of the model's turn, the messages, the beginning of its next turn. Tokens th
                        `-------------------------- delta ----------------------'
 
 That is right where the template only ever appends. `probe` proves it with made-up conversations; templates that rewrite earlier
-turns (Qwen3's drops their reasoning) are refused, unless the user chooses that observations are appended nevertheless.
+turns (Qwen3's drops their reasoning) are refused, unless the user chooses that observations are appended nevertheless, or that
+the whole conversation is rendered before each turn (`probe_whole`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _SYSTEM: Message = {"role": "system", "content": "a rule"}
 _TURN: Message = {"role": "assistant", "content": MARK}
 _EARLIER: Message = {"role": "assistant", "content": "an earlier turn"}
 _REASONING: Message = {"role": "assistant", "content": f"<think>\na reason\n</think>\n\n{MARK}"}
+
+_SPLIT = "set environment.render = 'split' to train each turn behind what the template makes of those before it"
 
 _HISTORIES: tuple[tuple[Message, ...], ...] = ((_QUESTION,), (_QUESTION, _EARLIER, _OTHER))
 
@@ -67,19 +70,59 @@ def probe(render: Render, by_message: bool) -> None:
         except EpisodeError as error:
             if observed is _TOOL:
                 return
-            raise ConfigError(f"episodes of several turns cannot be rendered: {error}") from error
+            raise ConfigError(f"episodes of several turns cannot be rendered: {error}{_otherwise(render)}") from error
         for history in histories:
             for turn in (_TURN, _REASONING):
                 _check(render, (*history, turn, observed), delta, by_message)
 
 
-def probe_tools(render: Render, names: Sequence[str]) -> None:
-    """Raises ConfigError for a template that does not show these tools to the model, or does not take what they answer."""
+def probe_whole(render: Render) -> None:
+    """Raises ConfigError for a template that does not write a conversation whose last turn was answered."""
+    for observed in (_OTHER, _TOOL):
+        try:
+            text = whole_of(render, (_QUESTION, _TURN), [observed])
+        except EpisodeError as error:
+            if observed is _TOOL:
+                return
+            raise ConfigError(f"episodes of several turns cannot be rendered: {error}") from error
+        if text == _rendered(render, (_QUESTION, observed)):
+            raise ConfigError("episodes of several turns cannot be rendered: the chat template leaves out the model's turn")
+
+
+def _otherwise(render: Render) -> str:
+    """The choice that is left where observations cannot be appended."""
+    try:
+        probe_whole(render)
+    except ConfigError:
+        return ""
+    return f"; {_SPLIT}"
+
+
+def whole_of(render: Render, history: Sequence[Message], messages: Sequence[Message]) -> str:
+    """The conversation so far, these messages behind it, and the beginning of the model's next turn.
+
+    Raises EpisodeError for messages that the template refuses or leaves out.
+    """
+    try:
+        text = render((*history, *messages), True)
+    except Exception as error:  # the template is the model's own code
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise EpisodeError(f"the chat template refuses an observation with the roles {roles}: {error}") from error
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and content.strip() not in text:
+            raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
+    return text
+
+
+def probe_tools(render: Render, names: Sequence[str], whole: bool) -> None:
+    """Raises ConfigError for a template that does not show these tools to the model, or does not take what they answer.
+    whole: conversations are rendered as a whole."""
     text = _rendered(render, (_QUESTION,)) or ""
     if missing := [name for name in names if name not in text]:
         raise ConfigError(f"the chat template leaves out the tool {missing[0]!r}; give the model a template that takes tools")
     try:
-        delta_of(render, [_TOOL])
+        whole_of(render, (_QUESTION, _TURN), [_TOOL]) if whole else delta_of(render, [_TOOL])
     except EpisodeError as error:
         raise ConfigError(
             f"the answers of tools cannot be rendered: {error}; give the model a template that takes them"
@@ -97,7 +140,7 @@ def _check(render: Render, conversation: Sequence[Message], delta: str, by_messa
     # Some templates put a space before a turn that is over; the model's own tokens stand there.
     if found and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
         return
-    choice = "" if by_message else "set environment.render = 'by_message' to append observations nevertheless, or "
+    choice = "" if by_message else f"{_SPLIT}, or 'by_message' to append observations nevertheless, or "
     raise ConfigError(
         f"the chat template rewrites what was said before ({shown}): {_around(before, after)}; "
         f"{choice}give the model another template"

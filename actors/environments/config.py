@@ -35,9 +35,10 @@ class EnvironmentConfig(Section):
     """Longest text, or chat messages as JSON, that one yield may give the model; beyond it the episode is failed."""
     worker_memory_mb: int | None = Field(default=4096, ge=256)
     """Most memory of each process, and of each program it starts, in MB. `"none"`: no limit. Linux."""
-    render: Literal["conversation", "by_message"] = "conversation"
+    render: Literal["conversation", "by_message", "split"] = "conversation"
     """How an observation becomes tokens where the model has a chat template: as what the template adds to the `conversation`,
-    which it must then leave as it was, or `by_message`, appended whatever the template would do to the turns before it."""
+    which it must then leave as it was; `by_message`, appended whatever the template would do to the turns before it; or
+    `split`: where the template has rewritten those turns, the row begins anew with the whole conversation."""
 
     @model_validator(mode="before")
     @classmethod

@@ -5,6 +5,10 @@
 
 An episode is chat where `data.chat` is set or its first yield is messages. In it, text stands for one user message.
 
+With `render = "split"` the whole conversation goes through the template before each turn, so that the model reads what it would
+read elsewhere. Where that text begins with the text of the row, the tokens of the row stay and the rest is appended; where the
+template has rewritten what was said, the row begins anew with all of it.
+
 What an environment says may look like a special token (`<|im_end|>` on a page of the web). transformers, vLLM and SGLang let it
 become one by default; an observation of ours never does: such a content is encoded apart from the template's own text, split
 into ordinary tokens, and refused where that is impossible. Added tokens that are not marked special (`<think>` of some
@@ -17,10 +21,10 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from async_rlhf.actors.environments.chat_template import delta_of, probe, probe_tools
+from async_rlhf.actors.environments.chat_template import delta_of, probe, probe_tools, probe_whole, whole_of
 from async_rlhf.actors.environments.settings import Content, Message
 from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
@@ -30,10 +34,11 @@ if TYPE_CHECKING:
 
 
 class Rendered(NamedTuple):
-    """What the model reads, as text and as token ids."""
+    """What the model reads, as text and as token ids. restarts: the row begins anew with it."""
 
     text: str
     ids: list[int]
+    restarts: bool = False
 
 
 class Renderer:
@@ -44,10 +49,10 @@ class Renderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat: bool,
-        render: Literal["conversation", "by_message"] = "conversation",
+        render: Literal["conversation", "by_message", "split"] = "conversation",
         tools: Sequence[Tool] = (),
     ) -> None:
-        self._tokenizer, self._chat, self._by_message = tokenizer, chat, render == "by_message"
+        self._tokenizer, self._chat, self._render = tokenizer, chat, render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
@@ -58,6 +63,10 @@ class Renderer:
         """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
         if self._chat or self._tools:
             self._probed  # noqa: B018  it raises
+
+    def splits(self, prompt: Content) -> bool:
+        """Whether an episode with this first yield is rendered as a whole before each turn (`whole`)."""
+        return self._render == "split" and self.is_chat(prompt)
 
     def is_chat(self, prompt: Content) -> bool:
         """Whether an episode with this first yield goes through the chat template."""
@@ -93,31 +102,64 @@ class Renderer:
             if not isinstance(content, str):
                 raise EpisodeError("it yielded chat messages in an episode that began as text; yield text, or set data.chat")
             return Rendered(content, self._foreign(content))
-        text, ids = self._delta(as_messages(content))
+        text, ids, _ = self._delta(as_messages(content))
         if ids and reply_ids and reply_ids[-1] == ids[0] and ids[0] in self._special:
             return Rendered(text.removeprefix(self._special[ids[0]]), ids[1:])
         return Rendered(text, ids)
 
+    def whole(self, prompt: Content, turns: Sequence[tuple[str, Content]], row_ids: Sequence[int]) -> Rendered:
+        """What follows the tokens of the row, or the whole conversation, with which it begins anew; of a chat.
+
+        prompt: the episode's first yield. turns: what the model wrote, decoded and without its end-of-turn token, and what was
+        answered. row_ids: what the model has read and written since its row began.
+        Raises EpisodeError for what the template refuses or leaves out.
+        """
+        begun, answer = as_messages(prompt), as_messages(turns[-1][1])
+        said, marks = self._marked(conversation(prompt, turns)[len(begun) :])
+        last = len(said) - len(answer)
+        pieces = _pieces(whole_of(self._apply, [*begun, *said[:last]], said[last:]), marks)
+        text, ids, known = "".join(text for text, _ in pieces), self._encoded(pieces), list(row_ids)
+        if ids[: len(known)] == known:
+            return Rendered(self._decode(ids[len(known) :]), ids[len(known) :])
+        # A text has several encodings, and the model need not have sampled the one that the tokenizer makes of it.
+        if not text.startswith(row := self._decode(known)):
+            return Rendered(text, ids, restarts=True)
+        return Rendered(text[len(row) :], self._encoded(_behind(pieces, len(row))))
+
     def _delta(self, messages: Sequence[Message]) -> Rendered:
         """Contents with the text of a special token in them are rendered as marks, and encoded on their own."""
-        marks: dict[str, str] = {}
-        digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).hexdigest()
-        marked = []
-        for number, message in enumerate(messages):
-            content = message["content"]
-            if isinstance(content, str) and self._has_special(content):
-                mark = f"{digest}x{number}x"
-                marks[mark] = content
-                message = {**message, "content": mark}
-            if self._has_special(json.dumps(message, ensure_ascii=False)):
-                raise EpisodeError("a chat message has the text of a special token outside its content; leave it out")
-            marked.append(message)
+        marked, marks = self._marked(messages)
         delta = delta_of(self._apply, marked)
         if any(delta.count(mark) != 1 for mark in marks):
             raise EpisodeError("the chat template does not write a content with the text of a special token exactly once")
-        pieces = re.split(f"({'|'.join(marks)})", delta) if marks else [delta]
-        ids = [id for piece in pieces for id in (self._foreign(marks[piece]) if piece in marks else self._encode(piece))]
-        return Rendered("".join(marks.get(piece, piece) for piece in pieces), ids)
+        pieces = _pieces(delta, marks)
+        return Rendered("".join(text for text, _ in pieces), self._encoded(pieces))
+
+    def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """These messages with a mark for each text of a special token in their contents, and what the marks stand for: the
+        template still sees the rest, which it may cut at."""
+        marks: dict[str, str] = {}
+        digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).hexdigest()
+
+        def mark(found: re.Match[str]) -> str:
+            name = f"{digest}x{len(marks)}x"
+            marks[name] = found[0]
+            return name
+
+        marked = []
+        for message in messages:
+            if isinstance(message["content"], str):
+                message = {**message, "content": self._looks_special.sub(mark, message["content"])}
+            if self._has_special(json.dumps(message, ensure_ascii=False)):
+                raise EpisodeError("a chat message has the text of a special token outside its content; leave it out")
+            marked.append(message)
+        return marked, marks
+
+    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        return [id for text, is_foreign in pieces for id in (self._foreign(text) if is_foreign else self._encode(text))]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _has_special(self, text: str) -> bool:
         return self._looks_special.search(text) is not None
@@ -143,14 +185,32 @@ class Renderer:
                 "an episode is given as chat messages, but the tokenizer has no chat template; yield text, without data.chat"
             )
         if self._tools is not None:
-            probe_tools(self._apply, [tool["function"]["name"] for tool in self._tools])
-        probe(self._apply, self._by_message)
+            probe_tools(self._apply, [tool["function"]["name"] for tool in self._tools], self._render == "split")
+        if self._render == "split":
+            probe_whole(self._apply)
+        else:
+            probe(self._apply, self._render == "by_message")
 
     def _apply(self, messages: Sequence[Message], begins_turn: bool) -> str:
         text = self._tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=begins_turn, tokenize=False
         )
         return str(text)
+
+
+def _pieces(text: str, marks: Mapping[str, str]) -> list[tuple[str, bool]]:
+    """The text, cut at marks, for each of which what it stands for; and whether it is that."""
+    pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
+    return [(marks.get(piece, piece), piece in marks) for piece in pieces]
+
+
+def _behind(pieces: Iterable[tuple[str, bool]], length: int) -> list[tuple[str, bool]]:
+    """Without the first `length` characters."""
+    found = []
+    for text, is_foreign in pieces:
+        found.append((text[length:], is_foreign))
+        length = max(0, length - len(text))
+    return found
 
 
 def as_messages(content: Content) -> list[Message]:

@@ -23,11 +23,12 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
-from async_rlhf.actors.environments.rendering import Renderer, conversation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer, conversation
 from async_rlhf.actors.loop.transcript import Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import FinishReason, Score, sampled
+from async_rlhf.buffers.record import FinishReason, Score, pieces, sampled
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Play:
 class Played:
     """A rollout that has ended.
 
-    completion: all of it, observations included; text: of that. prompt, prompt_ids: what the environment said first, or
-    the row's ids and no text. turns: what the model wrote. messages: the conversation. score: the environment's;
+    completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
+    prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
+    the environment said between them. messages: the conversation. score: the environment's;
     turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
     """
 
@@ -66,6 +68,7 @@ class Played:
     text: str
     turns: tuple[str, ...]
     prompt: str = ""
+    read: tuple[Content, ...] = ()
     messages: Sequence[Message] = ()
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
@@ -171,11 +174,13 @@ class Episodes:
         return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
-        """As `Engine.partials`, of all there is behind the prompt, and the prompt."""
+        """As `Engine.partials`, of all there is behind the prompt, and the prompt; not of a row that has begun anew."""
         of_turn = {key: max(0, count - self._episodes[key].transcript.length) for key, count in known.items()}
         found = []
         for shown in self._engine.partials(of_turn):
             episode = self._episodes[shown.key]
+            if episode.transcript.restarted:
+                continue
             if episode.transcript.length:
                 shown = replace(shown, token_ids=np.concatenate([episode.transcript.ids, shown.token_ids]))
             found.append((shown, episode.request.prompt_ids))
@@ -203,10 +208,8 @@ class Episodes:
             self._opened(event.key, episode, event.content)
             return None
         episode.scores.append(event.score)
-        assert episode.group.prompt is not None
-        written = episode.transcript.turns[-1].token_ids.tolist()
         try:
-            ids = self._play.rendering.observation(episode.group.prompt, event.content, written).ids
+            _, ids, restarts = self._rendered(episode, event.content)
             if not ids:
                 raise EpisodeError("its observation is empty: the model has nothing to read")
         except EpisodeError as error:
@@ -216,18 +219,30 @@ class Episodes:
         if room < 1:
             self._play.pool.discard([event.key])
             return self._end(event.key, episode, "context", self._play.at_limit)
-        episode.transcript.add_observation(ids)
+        episode.transcript.add_observation(ids, restarts)
         episode.read.append(event.content)
         first = episode.request
+        prompt_ids, context = episode.transcript.row(first.prompt_ids)
         following = replace(
             first,
-            context=tuple(episode.transcript.ids.tolist()),
+            prompt_ids=prompt_ids,
+            context=context,
             max_new_tokens=min(first.max_new_tokens, room),
             seed=turn_seed(first.seed, len(episode.transcript.turns)),
             hold=True,
         )
         self._beginning.append(following)
         return None
+
+    def _rendered(self, episode: _Episode, content: Content) -> Rendered:
+        """What the model is to read, behind its last turn or instead of all before it. Raises EpisodeError."""
+        assert self._play is not None and episode.group.prompt is not None
+        prompt, rendering = episode.group.prompt, self._play.rendering
+        if rendering.splits(prompt):
+            turns = list(zip(episode.texts, [*episode.read, content], strict=True))
+            prompt_ids, context = episode.transcript.row(episode.request.prompt_ids)
+            return rendering.whole(prompt, turns, [*prompt_ids, *context])
+        return rendering.observation(prompt, content, episode.transcript.turns[-1].token_ids.tolist())
 
     def _ended(self, event: Ended[RolloutKey], episode: _Episode) -> Played | None:
         assert self._play is not None
@@ -250,20 +265,30 @@ class Episodes:
         if self._play is not None:
             self._over.append(key)  # what is held for a turn that will not come
         completion = episode.transcript.completion(key, reason)
-        text = self._decode(completion.token_ids.tolist())
-        played = Played(completion, episode.request.prompt_ids, text, (text,), score=score)
-        if self._play is None:
-            return played
-        turns = tuple(episode.texts) or (text,)  # of an environment that has failed before it began there is one turn
-        prompt = episode.group.prompt or ""
-        return replace(
-            played,
-            turns=turns,
+        text = self._text(completion, episode.read)
+        turns = tuple(episode.texts) or (text,)  # one without an environment, or of one that has failed before it began
+        read, prompt = episode.read[: len(turns) - 1], episode.group.prompt or ""
+        said = () if self._play is None else conversation(prompt, zip(turns, [*read, None], strict=True))
+        return Played(
+            completion,
+            episode.request.prompt_ids,
+            text,
+            turns,
             prompt=episode.group.text,
-            messages=conversation(prompt, zip(turns, [*episode.read[: len(turns) - 1], None], strict=True)),
+            read=tuple(read),
+            messages=said,
+            score=score,
             turn_scores=tuple(episode.scores[: len(turns) - 1]),
             steps=tuple(episode.steps),
         )
+
+    def _text(self, completion: Completion, read: Sequence[Content]) -> str:
+        """For people: where a row begins anew, what the environment said then, and not the conversation once more."""
+        ids, (first, *anew) = completion.token_ids.tolist(), pieces(completion.spans)
+        between = [span for span in completion.spans if span.version is None]
+        said = [as_text(content) for content, span in zip(read, between, strict=True) if span.restarts]
+        further = [self._decode(ids[piece.start + piece.num_prompt : piece.stop]) for piece in anew]
+        return self._decode(ids[: first.stop]) + "".join(f"\n{one}\n{other}" for one, other in zip(said, further, strict=True))
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +315,7 @@ class Episodes:
         if group.prompt is None:
             group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
         self._opening.difference_update(keys)
-        ids, failure = self._rendered(group)
+        ids, failure = self._rendered_prompt(group)
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
             if isinstance(said, Score):
@@ -306,11 +331,11 @@ class Episodes:
             else:
                 self._beginning.append(replace(episode.request, hold=True))
 
-    def _rendered(self, group: _Group) -> tuple[tuple[int, ...], str]:
+    def _rendered_prompt(self, group: _Group) -> tuple[tuple[int, ...], str]:
         """Tokens of the group's prompt, or none and the reason."""
         assert self._play is not None and group.prompt is not None
         try:
-            text, ids = self._play.rendering.prompt(group.prompt)
+            text, ids, _ = self._play.rendering.prompt(group.prompt)
         except EpisodeError as error:
             return (), str(error)
         if len(ids) > self._play.max_prompt_length:

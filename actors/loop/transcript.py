@@ -1,7 +1,8 @@
 """One rollout as it grows: turns that the engine sampled, and what an environment answered between them. Pure.
 
-What is here is never tokenised again: the row of tokens only gets longer, exactly as the engine saw it. Axes as in
-`record.Rollout`: T tokens behind the prompt, N sampled ones.
+What is here is never tokenised again: the tokens only get more, exactly as the engine saw them. Where the row begins anew, what
+was sampled before stays here, and the engine reads on from there. Axes as in `record.Rollout`: T tokens behind the prompt, N
+sampled ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Transcript:
     def __init__(self) -> None:
         self.turns: list[Completion] = []
         self._observations: list[Int32Array] = []
+        self._restarts: list[bool] = []
         self.length = 0
         """T so far."""
 
@@ -27,6 +29,20 @@ class Transcript:
     def ids(self) -> Int32Array:
         """int32 [T] so far."""
         return np.concatenate([np.zeros(0, np.int32), *(ids for turn in self._parts() for ids in turn)])
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the row has begun anew."""
+        return any(self._restarts)
+
+    def row(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the engine reads on from: the prompt of the row as it stands now, and the tokens behind it. prompt_ids: of the
+        episode."""
+        if not self.restarted:
+            return prompt_ids, tuple(self.ids.tolist())
+        last = len(self._restarts) - 1 - self._restarts[::-1].index(True)
+        prompt, parts = self._observations[last], [ids for part in self._parts()[last + 1 :] for ids in part]
+        return tuple(prompt.tolist()), tuple(id for ids in parts for id in ids.tolist())
 
     @property
     def num_sampled(self) -> int:
@@ -37,10 +53,11 @@ class Transcript:
         self.turns.append(turn)
         self.length += len(turn.token_ids)
 
-    def add_observation(self, ids: Sequence[int]) -> None:
-        """At least one token: what follows is another turn."""
+    def add_observation(self, ids: Sequence[int], restarts: bool = False) -> None:
+        """At least one token: what follows is another turn. restarts: as of a `Span`."""
         assert ids and len(self.turns) == len(self._observations) + 1
         self._observations.append(np.array(ids, np.int32))
+        self._restarts.append(restarts)
         self.length += len(ids)
 
     def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
@@ -51,8 +68,8 @@ class Transcript:
         masks = [turn.sampling_mask for turn in self.turns]
         known = [mask for mask in masks if mask is not None]
         spans = [list(turn.spans) for turn in self.turns]
-        for own, ids in zip(spans, self._observations, strict=False):
-            own.append(Span(None, len(ids)))
+        for own, ids, restarts in zip(spans, self._observations, self._restarts, strict=False):
+            own.append(Span(None, len(ids), restarts=restarts))
         return Completion(
             key=key,
             token_ids=self.ids,

@@ -203,21 +203,29 @@ def reference(
     threads: int = 1,
     cache_bytes: int = _CACHE_BYTES,
     sampling_mask: list[Sequence[bytes] | None] | None = None,
+    row_pieces: list[Sequence[Sequence[int]] | None] | None = None,
     stream_ids: list[int | None] | None = None,
 ) -> list[Logprobs]:
     """Log-probabilities under the frozen initial model: of each completion float32 [T] at `temperature`.
 
     path: the model's directory. restricted: over each token's `sampling_mask`, where it is known; else over the whole
-    vocabulary. cache_bytes: most memory for keys and values of unfinished completions.
+    vocabulary. cache_bytes: most memory for keys and values of unfinished completions. row_pieces: of a completion whose row
+    begins anew, (start, num_prompt, stop) as in `record.Piece`; each is read alone, and 0 stands for the tokens of its prompt.
     """
     given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
     masks = [None if own is None else _sampling_mask(*own) for own in given]
-    if stream_ids is not None:
+    cut = list(map(_cut, _samples(prompt_ids, completion_ids, masks), row_pieces or [None] * len(completion_ids)))
+    samples = [sample for own in cut for sample in own]
+    if stream_ids is not None:  # what was read ahead is of the first piece
+        streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
         judge = _reference_judge(path, temperature, restricted, device, dtype, threads, cache_bytes)
-        return judge.score(stream_ids, _samples(prompt_ids, completion_ids, masks))
-    model = _reference_model(path, device, dtype, threads)
-    read = zip(model.read(prompt_ids, completion_ids), completion_ids, masks, strict=True)
-    return [Logprobs(model.logprobs(hidden, ids, temperature, own)) for hidden, ids, own in read]
+        found = judge.score(streams, samples)
+    else:
+        model = _reference_model(path, device, dtype, threads)
+        read = zip(model.read([s.prompt for s in samples], [s.completion for s in samples]), samples, strict=True)
+        found = [Logprobs(model.logprobs(hidden, s.completion, temperature, s.sampling_mask)) for hidden, s in read]
+    each = iter(found)
+    return [_joined([next(each) for _ in own], own) for own in cut]
 
 
 @functools.cache
@@ -246,6 +254,30 @@ def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:
     from async_rlhf.buffers.record import SamplingMask
 
     return SamplingMask(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
+
+
+def _cut(sample: Sample, row_pieces: Sequence[Sequence[int]] | None) -> list[Sample]:
+    """The pieces of a completion, each behind its own prompt."""
+    from async_rlhf.buffers.record import SamplingMask
+
+    if row_pieces is None:
+        return [sample]
+    found, mask, ids = [], sample.sampling_mask, sample.completion
+    ends = None if mask is None else np.cumsum([0, *mask.sizes])
+    for start, num_prompt, stop in row_pieces:
+        begin, own = start + num_prompt, None
+        if mask is not None and ends is not None:
+            own = SamplingMask(mask.sizes[begin:stop], mask.ids[ends[begin] : ends[stop]])
+        found.append(sample._replace(prompt=ids[start:begin] or sample.prompt, completion=ids[begin:stop], sampling_mask=own))
+    return found
+
+
+def _joined(found: Sequence[Logprobs], pieces: Sequence[Sample]) -> Logprobs:
+    """Of the whole completion, from those of its pieces."""
+    values = [found[0].values]
+    for each, piece in zip(found[1:], pieces[1:], strict=True):
+        values += [np.zeros(len(piece.prompt), np.float32), each.values]
+    return found[0] if len(found) == 1 else Logprobs(np.concatenate(values), found[0].metrics)
 
 
 def _samples(

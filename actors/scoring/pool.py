@@ -25,7 +25,7 @@ from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, sampled, source_of
+from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, pieces, sampled, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 STREAM = "stream_id"
 """The field that names a completion in incremental scoring."""
-OURS = frozenset({"sampling_mask"})
+OURS = frozenset({"sampling_mask", "row_pieces"})
 """Fields for our own stages: a reward that takes every column does not get them."""
 
 
@@ -172,8 +172,8 @@ class ScoringPool(Generic[Key]):
         """Score one completion; a group's reward is called with the last member of the group.
 
         fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
-        every column of the prompt's row; plain data; `sampling_mask` for a stage `reference`. place: without it the
-        completion is a group of its own.
+        every column of the prompt's row; plain data; `sampling_mask` and `row_pieces` for a stage `reference`. place: without
+        it the completion is a group of its own.
         Raises RewardError for a key that is being scored already.
         """
         if key in self._pending:
@@ -317,7 +317,13 @@ def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Part
     }
     if isinstance(completion, Partial):
         return known
-    return {**known, "finish_reason": completion.finish_reason, "sampling_mask": _plain(completion)}
+    own = pieces(completion.spans)
+    return {
+        **known,
+        "finish_reason": completion.finish_reason,
+        "sampling_mask": _plain(completion),
+        "row_pieces": [list(piece) for piece in own] if len(own) > 1 else None,
+    }
 
 
 def usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,13 +54,17 @@ class Holds:
     def continued_by(self, request: Request) -> Hold | None:
         """What this request continues; it stays held until it is forgotten.
 
-        Where its prompt and context do not begin with what is held, that is forgotten.
+        Of a request with another prompt, which begins the row anew, only the place in line; where its context does not begin
+        with what is held, that is forgotten.
         """
         before, hold = self._held.get(request.key, (request, None))
         if hold is None:
             return None
         # The prompt counts too: where it ends decides how the tokens around it are computed.
-        if request.prompt_ids == before.prompt_ids and request.prefix_ids[: len(hold.ids)] == hold.ids:
+        if request.prompt_ids != before.prompt_ids:
+            hold.cache = ()
+            return hold
+        if request.prefix_ids[: len(hold.ids)] == hold.ids:
             return hold
         self.forget([request.key])
         return None

@@ -5,13 +5,14 @@ They run exactly as in a run: same processes, same time-outs, same limits.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,8 @@ from async_rlhf.run.scoring import environment_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.actors.loop.episodes import Played
+
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
 Write = Callable[[Content], str | None]
@@ -40,13 +43,15 @@ Write = Callable[[Content], str | None]
 class Part:
     """What the environment said or the model wrote. score: what the environment gave for the turn before it.
 
-    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token).
+    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
+    tokens of the whole conversation, where the model read that instead of the content behind its turn.
     """
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
     pieces: Sequence[tuple[str, bool]] = ()
+    anew: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,10 +170,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
-                    parts = [
-                        Part("model" if is_turn else "environment", decode(ids), pieces=with_specials(tokenizer, ids))
-                        for is_turn, ids in [(False, played.prompt_ids), *_pieces(played.completion)]
-                    ]
+                    parts = _parts(played, decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
                     yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
                     heard = time.monotonic()
@@ -184,22 +186,29 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
 def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[tuple[str, bool]]:
     """Tokens as text, in runs: (text, whether it is of special tokens)."""
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    runs = itertools.groupby(ids, special.__contains__)
-    return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in runs]
+    return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in groupby(ids, special.__contains__)]
 
 
-def _pieces(completion: Any) -> Iterator[tuple[bool, list[int]]]:
-    """(whether the model wrote it, tokens) one after the other."""
-    at, pieces = 0, list[tuple[bool, list[int]]]()
-    for span in completion.spans:
-        ids = completion.token_ids[at : at + span.num_tokens].tolist()
-        at += span.num_tokens
-        is_turn = span.version is not None
-        if pieces and pieces[-1][0] == is_turn:
-            pieces[-1][1].extend(ids)
+def _parts(
+    played: Played, decode: Callable[[Sequence[int]], str], in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]]
+) -> list[Part]:
+    """What was read and written, one after the other; of a row that begins anew what the environment said, not all of it."""
+
+    def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
+        return Part(who, decode(ids), pieces=in_pieces(ids))
+
+    completion, said = played.completion, iter(played.read)
+    parts, at = [part("environment", played.prompt_ids)], 0
+    for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
+        own = list(spans)
+        count = sum(span.num_tokens for span in own)
+        ids, content = completion.token_ids[at : at + count].tolist(), None if is_turn else next(said)
+        at += count
+        if content is not None and own[0].restarts:
+            parts.append(Part("environment", content, anew=count))
         else:
-            pieces.append((is_turn, ids))
-    return iter(pieces)
+            parts.append(part("model" if is_turn else "environment", ids))
+    return parts
 
 
 def lines(trial: Trial) -> list[str]:
@@ -207,6 +216,7 @@ def lines(trial: Trial) -> list[str]:
     found = [f"episode {trial.row}"]
     for part in trial.parts:
         scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
+        scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
         found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
 

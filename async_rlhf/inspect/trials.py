@@ -27,6 +27,8 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.config import parse_settings
 
 _TOKENS = ("completion_ids", "prompt_ids")
+# What may be a list with one item for each of several completions.
+_OF_MEMBERS = ("completion_ids", "finish_reason", "sampled")
 _BINS = 10
 # Longer than any single call may take, retries included; only a defect of ours reaches it.
 _PATIENCE_S = 600.0
@@ -175,9 +177,17 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
             "completions": [rollout["text"] for rollout in group["rollouts"]],
             "completion_ids": [rollout["tokens"] for rollout in group["rollouts"]],
             "finish_reason": [rollout["finish_reason"] for rollout in group["rollouts"]],
+            **_sampled([rollout.get("spans", ()) for rollout in group["rollouts"]]),
         }
         for group in read_lines(path / "rollouts.jsonl")
     ]
+
+
+def _sampled(spans: Sequence[Sequence[Sequence[int | None]]]) -> dict[str, list[list[bool]]]:
+    """Of episodes, which tokens of each member were sampled: what an environment gave is not what the model wrote."""
+    if all(version is not None for own in spans for version, _ in own):
+        return {}
+    return {"sampled": [[version is not None for version, count in own for _ in range(count or 0)] for own in spans]}
 
 
 def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[list[dict[str, Any]]]:
@@ -195,7 +205,7 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
             groups.append([shared])
             continue
         several = shared.pop("completions")
-        lists = {name: shared.pop(name) for name in ("completion_ids", "finish_reason") if isinstance(shared.get(name), list)}
+        lists = {name: shared.pop(name) for name in _OF_MEMBERS if isinstance(shared.get(name), list)}
         own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
         groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
     if not any(groups):

@@ -60,6 +60,7 @@ def schema(config: Config) -> GroupSchema:
         max_completion_length=generation.longest_completion,
         rewards=frozenset(spec.name for spec in stage_specs(config)).union(scores),
         environment=bool(config.environment.function),
+        splits=config.environment.render == "split",
         sampling=generation.sampling,
     )
 

@@ -202,6 +202,9 @@ def group_lines(record: dict[str, Any]) -> str:
             f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"
             for name, score in rollout["scores"].items()
         )
-        versions = " ".join(f"{'read ' if version is None else f'v{version}x'}{count}" for version, count in rollout["spans"])
+        versions = " ".join(
+            f"{f'v{version}x' if version is not None else 'anew ' if at in rollout.get('restarts', ()) else 'read '}{count}"
+            for at, (version, count) in enumerate(rollout["spans"])
+        )
         lines.append(f"  {scores:<28} {versions:<14} {rollout['finish_reason']:<7} {rollout['text']!r}")
     return "\n".join(lines)

@@ -37,6 +37,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         num_prompt_tokens=len(group.prompt_ids),
         num_tokens=[rollout.length for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
+        restarts=[rollout.restarts for rollout in rollouts] if any(rollout.restarts for rollout in rollouts) else [],
         num_support=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
         turn_scores=[list(rollout.turn_scores) for rollout in rollouts] if any(r.turn_scores for r in rollouts) else [],
@@ -108,7 +109,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
-    if header.metrics or header.turn_scores or header.num_support.count(None) < len(header.num_support):
+    if header.metrics or header.turn_scores or header.restarts or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
@@ -129,7 +130,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
             Rollout(
                 completion_ids=completions[starts[member] : starts[member + 1]],
                 logprobs=logprobs[at[member] : at[member + 1]],
-                spans=tuple(Span(*span) for span in header.spans[member]),
+                spans=_spans(header, member),
                 finish_reason=header.finish_reasons[member],
                 scores={name: _score(header, name, member) for name in header.scores},
                 text=header.texts[member],
@@ -162,6 +163,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         ("num_support", header.num_support),
         ("has_reference", header.has_reference),
         *([("turn_scores", header.turn_scores)] if header.turn_scores else []),
+        *([("restarts", header.restarts)] if header.restarts else []),
         ("finish_reasons", header.finish_reasons),
         ("texts", header.texts),
         ("timings", header.timings),
@@ -194,6 +196,14 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
 def _num_sampled(header: GroupHeader) -> list[int]:
     """Of each member."""
     return [sum(num_tokens for version, num_tokens, _ in spans if version is not None) for spans in header.spans]
+
+
+def _spans(header: GroupHeader, member: int) -> tuple[Span, ...]:
+    """Raises WireError for a restart of a span that is not there, or not in its order."""
+    spans, restarts = header.spans[member], set(header.restarts[member] if header.restarts else ())
+    if restarts and (sorted(restarts) != header.restarts[member] or max(restarts) >= len(spans)):
+        raise _wrong(header, "spans", f"restarts must be ascending and below {len(spans)}, got {header.restarts[member][:8]}")
+    return tuple(Span(*span, restarts=index in restarts) for index, span in enumerate(spans))
 
 
 def _score(header: GroupHeader, name: str, member: int) -> Score:

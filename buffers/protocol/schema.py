@@ -18,7 +18,7 @@ from async_rlhf.buffers.sampling import Sampling
 @dataclass(frozen=True)
 class GroupSchema:
     """vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
-    environment: whether there is one, whose observations may stand between turns."""
+    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew."""
 
     group_size: int
     vocabulary: int
@@ -27,6 +27,7 @@ class GroupSchema:
     rewards: frozenset[str]
     sampling: Sampling
     environment: bool = False
+    splits: bool = False
 
     def check(self, header: GroupHeader, ids: Int32Array) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
@@ -47,6 +48,8 @@ class GroupSchema:
 
         if not self.environment and any(version is None for spans in header.spans for version, *_ in spans):
             raise _wrong(header.number, "tokens that were not sampled; this run has no environment")
+        if not self.splits and any(header.restarts):
+            raise _wrong(header.number, "a row that begins anew; this run has environment.render other than 'split'")
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""

@@ -43,7 +43,7 @@ from async_rlhf.buffers.protocol.weight_messages import Wanted as Wanted
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 10
+PROTOCOL = 11
 # Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
 MAX_HEADER_BYTES = 4 << 20
 # What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
@@ -97,8 +97,8 @@ class GroupHeader(MessageBase):
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
     of sampled tokens, then of each member that has them the reference's.
     num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
-    turn_scores: empty where no member has any. scores: a number, the text of a failure, or None where the reward does not
-    apply.
+    restarts: which spans begin a row anew, by index; like turn_scores empty where no member has any. scores: a number, the text
+    of a failure, or None where the reward does not apply.
     """
 
     number: Count
@@ -106,6 +106,7 @@ class GroupHeader(MessageBase):
     num_prompt_tokens: Count = Field(ge=1)
     num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
     spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
+    restarts: list[list[Count]] = Field(default_factory=list)
     num_support: list[Count | None]
     has_reference: list[bool]
     turn_scores: list[list[Amount | None]] = Field(default_factory=list)

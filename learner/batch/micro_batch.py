@@ -1,8 +1,9 @@
 """Rows to the tensors of one forward pass: the one place that shifts by one, packs and masks.
 
-Every completion attends to its prompt and to itself, never to its siblings. Everything the loss needs is flat over the N
-loss-bearing tokens of a micro-batch, so padding never reaches it. A completion is never cut, and where a loss compares siblings
-neither is a group. No gradient, no model here.
+Every completion attends to its prompt and to itself, never to its siblings; a piece that begins a row anew attends to itself
+alone. Completions that share a row stand in it with all of their pieces; of one that has a row of its own each further piece
+has one too. Everything the loss needs is flat over the N loss-bearing tokens of a micro-batch, so padding never reaches it. A
+completion is never cut over micro-batches, and where a loss compares siblings neither is a group. No gradient, no model here.
 
 Axes: R rows, L positions of a row, N loss-bearing tokens (those that were sampled; what an environment gave is only read), S
 completions.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.attention import FULL, Reach
-from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.record import Rollout
 from async_rlhf.learner.batch.rows import Member, Row, by_group
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 
@@ -27,7 +28,8 @@ from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 class PolicyInputs:
     """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
 
-    ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m in its m-th completion, -1 in padding.
+    ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m > 0 in what its m-th completion has behind it; -1 in
+    padding, and -2, -3, ... in pieces that begin anew.
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
     temperature_N: float32. sampling_masks: the tokens that each was chosen among; None where nothing was cut off.
     """
@@ -95,7 +97,7 @@ class MicroBatch(PolicyInputs):
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, one row at least.
+    """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, one completion at least.
 
     whole_groups: the rows of a group stay together, however many they are. sampling_masks: False evaluates the whole
     vocabulary, also where sampling was cut off. recorded_references: log-probabilities under the reference come from the
@@ -111,26 +113,34 @@ class Packing:
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
     """Rows of similar length together, and apart those of one completion, which need no mask and may be far longer."""
     units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
-    # whether completions share a row, and the length of the longest
-    kind = {id(unit): (any(len(row.members) > 1 for row in unit), max(row.length for row in unit)) for unit in units}
+    # whether completions share a row, the length of the longest row, and how many rows
+    kind = {id(unit): _shape(unit) for unit in units}
     batches: list[list[Row]] = []
-    packed, widest = False, 0
-    for unit in sorted(units, key=lambda unit: kind[id(unit)], reverse=True):
-        full = not batches or (len(batches[-1]) + len(unit)) * widest > packing.micro_batch_tokens
-        if full or packed != kind[id(unit)][0]:
+    packed, widest, count = False, 0, 0
+    for unit in sorted(units, key=lambda unit: kind[id(unit)][:2], reverse=True):
+        shares, longest, num_rows = kind[id(unit)]
+        if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
             batches.append([])
-            packed, widest = kind[id(unit)]
+            packed, widest, count = shares, longest, 0
         batches[-1] += unit
+        count += num_rows
     return [_tensors(batch, packing) for batch in batches]
+
+
+def _shape(rows: Sequence[Row]) -> tuple[bool, int, int]:
+    shares = any(len(row.members) > 1 for row in rows)
+    lengths = [row.length for row in rows] if shares else [length for row in rows for length in row.lengths]
+    return shares, max(lengths), len(lengths)
 
 
 def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
     """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far, as
-    far back as a layer reaches. Distances are those of positions, for siblings stand between a completion and its prompt."""
+    far back as a layer reaches; its own tokens alone in a piece that begins anew. Distances are those of positions, for
+    siblings stand between a completion and its prompt."""
     length = segments_RL.shape[1]
-    keys = segments_RL[:, None, :]
-    seen = segments_RL[:, :, None] == keys
-    seen |= keys == 0
+    queries, keys = segments_RL[:, :, None], segments_RL[:, None, :]
+    seen = queries == keys
+    seen |= (keys == 0) & (queries > 0)
     seen &= torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
     if reach.window is not None:
         seen &= positions_RL[:, :, None] < (positions_RL + reach.window)[:, None, :]
@@ -149,39 +159,21 @@ def attention_bias(segments_RL: Tensor, positions_RL: Tensor, reach: Reach, dtyp
 
 
 def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
-    width = max(row.length for row in rows)
-    ids = np.zeros((len(rows), width), np.int64)
-    positions = np.zeros((len(rows), width), np.int64)
-    segments = np.full((len(rows), width), -1, np.int64)
-    sources: list[np.ndarray] = []
-    members: list[Member] = []
-    groups: list[Group] = []
-    for r, row in enumerate(rows):
-        prompt = len(row.group.prompt_ids)
-        ids[r, :prompt] = row.group.prompt_ids
-        positions[r, :prompt] = np.arange(prompt)
-        segments[r, :prompt] = 0
-        start = prompt
-        for m, member in enumerate(row.members, 1):
-            read = member.rollout.length - 1
-            ids[r, start : start + read] = member.rollout.completion_ids[:-1]
-            positions[r, start : start + read] = np.arange(prompt, prompt + read)
-            segments[r, start : start + read] = m
-            # the first token is predicted by the prompt's last position, each other by the token before it
-            predicting = np.concatenate([[prompt - 1], np.arange(start, start + read)])
-            sources.append(r * width + predicting[member.rollout.sampled])
-            members.append(member)
-            groups.append(row.group)
-            start += read
+    shares, width, num_rows = _shape(rows)
+    shape = (num_rows, width)
+    layout = _Layout(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64))
+    members = [member for row in rows for member in row.members]
+    groups = [row.group for row in rows for _ in row.members]
+    sources = [source for row in rows for source in layout.add(row, shares)]
     rollouts = [member.rollout for member in members]
     lengths = [rollout.num_tokens for rollout in rollouts]
     targets = _targets(members)
     if packing.recorded_references:
         targets["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
     return MicroBatch(
-        ids_RL=torch.from_numpy(ids),
-        positions_RL=torch.from_numpy(positions),
-        segments_RL=torch.from_numpy(segments),
+        ids_RL=torch.from_numpy(layout.ids),
+        positions_RL=torch.from_numpy(layout.positions),
+        segments_RL=torch.from_numpy(layout.segments),
         source_N=_joined(sources, np.int64),
         target_N=_joined([rollout.sampled_ids for rollout in rollouts], np.int64),
         temperature_N=torch.from_numpy(np.repeat([group.sampling.temperature for group in groups], lengths).astype(np.float32)),
@@ -193,6 +185,57 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
         advantage_N=_joined([member.advantages for member in members], np.float32),
         **targets,
     )
+
+
+@dataclass
+class _Layout:
+    """Where each token of a micro-batch stands: int64 [R, L] of ids, positions and segments, and what is filled of them."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    row: int = -1
+    end: int = 0
+    """Of what is filled in `row`."""
+
+    def add(self, row: Row, shares: bool) -> list[np.ndarray]:
+        """The next row, and further ones for pieces that begin anew where completions do not share theirs. Returns of each
+        completion int64 [N]: where its tokens are predicted, in the flattened rows."""
+        self._next_row()
+        prompt = row.group.prompt_ids
+        num_prompt, last = len(prompt), self._begin_of_row + len(prompt) - 1
+        self._put(prompt, 0, 0)
+        sources, anew = [], -1
+        for m, member in enumerate(row.members, 1):
+            rollout = member.rollout
+            predicting = np.zeros(rollout.length, np.int64)
+            for piece in rollout.pieces:
+                if piece.num_prompt:
+                    anew -= 1
+                    if not shares:
+                        self._next_row()
+                read = rollout.completion_ids[piece.start : piece.stop - 1]
+                at = self._put(read, 0, anew) if piece.num_prompt else self._put(read, num_prompt, m)
+                predicting[piece.start : piece.stop] = np.arange(at - 1, at + len(read))
+            predicting[0] = last  # by the prompt, each other one by the token before it
+            sources.append(predicting[rollout.sampled])
+        return sources
+
+    @property
+    def _begin_of_row(self) -> int:
+        width: int = self.ids.shape[1]
+        return self.row * width
+
+    def _next_row(self) -> None:
+        self.row, self.end = self.row + 1, 0
+
+    def _put(self, ids: np.ndarray, position: int, segment: int) -> int:
+        """Where they begin in the flattened rows. position: of the first of them."""
+        begin, self.end = self.end, self.end + len(ids)
+        where = self.row, slice(begin, self.end)
+        self.ids[where], self.segments[where] = ids, segment
+        self.positions[where] = np.arange(position, position + len(ids))
+        return self._begin_of_row + begin
 
 
 def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:

@@ -1,6 +1,6 @@
 """Groups to rows: one prompt with several of its completions, so that the prompt is computed once. No tensors here.
 
-A completion is never cut. Called by the trainer.
+A completion is never cut, and stays whole where it consists of several pieces (`record.Piece`). Called by the trainer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ class Member:
 
 @dataclass(frozen=True)
 class Row:
-    """The prompt of a group with some of its completions. A completion's last token is predicted, never read."""
+    """The prompt of a group with some of its completions. The last token of a completion's piece is predicted, never read."""
 
     group: Group
     members: tuple[Member, ...]
 
     @property
     def length(self) -> int:
-        return len(self.group.prompt_ids) + sum(member.rollout.length - 1 for member in self.members)
+        return len(self.group.prompt_ids) + sum(member.rollout.num_read for member in self.members)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the prompt with the first piece of its only completion, and of each further piece."""
+        (member,) = self.members
+        first, *others = [piece.num_read for piece in member.rollout.pieces]
+        return [len(self.group.prompt_ids) + first, *others]
 
 
 def make_rows(
@@ -64,11 +71,11 @@ def make_rows(
         length = len(group.prompt_ids)
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
-                if members and length + rollout.length - 1 > row_tokens:
+                if members and length + rollout.num_read > row_tokens:
                     rows.append(Row(group, tuple(members)))
                     members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
-                length += rollout.length - 1
+                length += rollout.num_read
             index += 1
         if members:
             rows.append(Row(group, tuple(members)))

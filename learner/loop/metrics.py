@@ -71,6 +71,7 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
     return {
         "episodes/mean_turns": _mean([len(rollout.turn_lengths) for rollout in rollouts]),
         "episodes/mean_observed_tokens": _mean([rollout.length - rollout.num_tokens for rollout in rollouts]),
+        "episodes/mean_restarts": _mean([len(rollout.restarts) for rollout in rollouts]),
         "episodes/max_turns_ratio": _mean([float(rollout.finish_reason == "max_turns") for rollout in rollouts]),
         "episodes/context_ratio": _mean([float(rollout.finish_reason == "context") for rollout in rollouts]),
     }
@@ -160,6 +161,7 @@ def sample_record(
                 "text": rollout.text,
                 "tokens": rollout.completion_ids.tolist(),
                 "spans": [[span.version, span.num_tokens] for span in rollout.spans],
+                "restarts": rollout.restarts,
                 "finish_reason": rollout.finish_reason,
                 "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
                 "advantage": advantage,

@@ -118,6 +118,9 @@ class Characters:
             raise EpisodeError("the prompt has no tokens")
         return self._encode(content)
 
+    def splits(self, prompt: Content) -> bool:
+        return False
+
     def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
         if content == "?":
             raise EpisodeError("no template takes a question mark")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, Sample
+from async_rlhf.actors.scoring.model_stages import _prefetch_reference, reference
 from async_rlhf.actors.scoring.models import ReferenceModel
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain, fields_of
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
+from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask, pieces
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
@@ -108,6 +112,45 @@ def test_read_along_it_says_the_same_and_has_little_left_at_the_end(directory: P
     for answer, wanted in zip(answers, by_the_learner(directory, group), strict=True):
         assert answer.reference == pytest.approx(wanted, abs=1e-5)
         assert answer.scores["reference"].metrics["prefetched"] > 0 and answer.ahead_s["reference"] > 0
+
+
+@pytest.mark.parametrize("shown", [[], [1, 2]])
+def test_of_a_row_that_begins_anew_each_piece_is_read_alone(directory: Path, model: ReferenceModel, shown: list[int]) -> None:
+    """Read ahead, where it is, is a part of the first piece."""
+    plain = make_group(0, [9, 4, 12], temperature=TEMPERATURE, observed=[(2, 5), (7, 8)], anew=[0])
+    rollouts = plain.rollouts if shown else [*plain.rollouts[:2], masked(plain.rollouts[2])]  # those are not read ahead
+    found = [Completion(RolloutKey(0, 0, member), r.completion_ids, r.logprobs, r.spans, "stop", r.sampling_mask)
+             for member, r in enumerate(rollouts)]  # fmt: skip
+    fields = [fields_of(Row("", {}), plain.prompt_ids.tolist(), completion, "") for completion in found]
+    names = ("prompt_ids", "completion_ids", "sampling_mask", "row_pieces")
+    asked = {name: [own[name] for own in fields] for name in names}
+    streams = [7, 8, 9] if shown else None
+    options = {"path": str(directory), "temperature": TEMPERATURE}
+    for cut in shown:
+        cuts = [own["completion_ids"][:cut] for own in fields]
+        _prefetch_reference(asked["prompt_ids"], cuts, streams or [], **options)
+    answers = reference(**asked, **options, stream_ids=streams)
+    for answer, completion, member in zip(answers, found, rollouts, strict=True):
+        assert answer.values.shape == (member.length,)
+        wanted = []
+        for start, num_prompt, stop in pieces(completion.spans):
+            prompt = completion.token_ids[start : start + num_prompt].tolist() or plain.prompt_ids.tolist()
+            own = completion.token_ids[start + num_prompt : stop].tolist()
+            (hidden,) = model.read([prompt], [own])
+            sizes, kept = (np.frombuffer(part, "<i4") for part in _plain(completion) or (b"", b""))
+            ends = np.cumsum([0, *sizes])
+            begin = start + num_prompt
+            mask = SamplingMask(sizes[begin:stop], kept[ends[begin] : ends[stop]]) if len(sizes) else None
+            wanted.append(model.logprobs(hidden, own, TEMPERATURE, mask)[member.sampled[begin:stop]])
+        assert answer.values[member.sampled] == pytest.approx(np.concatenate(wanted), abs=1e-4)
+        assert not shown or answer.metrics["prefetched"] > 0
+
+
+def masked(rollout: Rollout) -> Rollout:
+    """As if each sampled token had been chosen among two."""
+    ids = [[token, (token + 1) % 24] for token in rollout.sampled_ids.tolist()]
+    mask = SamplingMask(np.full(len(ids), 2, np.int32), np.array(ids, np.int32).ravel())
+    return replace(rollout, sampling_mask=mask)
 
 
 @given(data=st.data())

@@ -84,7 +84,7 @@ class History:
         self.scheduler, self.table = Scheduler(slots, prefill_tokens), Table(slots)
         self.requests: list[Request] = []
         self.unfinished: set[int] = set()
-        self.held: dict[int, list[int]] = {}
+        self.held: dict[int, tuple[tuple[int, ...], list[int]]] = {}
         self.begun: set[int] = set()
         self.place: dict[int, int] = {}
         self.num_places = 0
@@ -99,8 +99,9 @@ class History:
         submitted = [*new, *(self.next_turn(number) for number in sorted(chosen))]
         for request in submitted:
             number = request.key.group
-            ids = self.held.pop(number, None)
-            if ids is None or list(request.prefix_ids[: len(ids)]) != ids:
+            prompt, ids = self.held.pop(number, ((), []))
+            begins_anew = request.prompt_ids != prompt
+            if not ids or not (begins_anew or list(request.prefix_ids[: len(ids)]) == ids):
                 self.place[number] = self.num_places
             self.num_places += 1
             self.table.sampled.pop(number, None)
@@ -113,7 +114,10 @@ class History:
         context = (*before.context, *self.table.sampled.get(number, []), *self.draw(st.sampled_from(((), (7,), (7, 8, 9)))))
         if self.draw(st.integers(0, 4)) == 0:
             context = context[1:]
-        self.requests[number] = replace(before, context=context, hold=self.draw(st.booleans()))
+        before = replace(before, context=context, hold=self.draw(st.booleans()))
+        if self.draw(st.integers(0, 4)) == 0:
+            before = replace(before, prompt_ids=(*before.prompt_ids[:2], number, 5), context=())
+        self.requests[number] = before
         return self.requests[number]
 
     def advance(self) -> list[int]:
@@ -142,7 +146,7 @@ class History:
                 number = self.table.rows[row].key.group
                 cache = tuple(self.table.cached[row])
                 self.scheduler.hold(row, self.table.sampled[number], cache, room=self.draw(st.sampled_from((0, 12, 1000))))
-                self.held[number] = self.table.known(row)
+                self.held[number] = self.table.rows[row].prompt_ids, self.table.known(row)
         self.scheduler.finish(rows)
         self.unfinished -= {self.table.rows.pop(row).key.group for row in rows}
 

@@ -199,6 +199,9 @@ class Answers:
 
 
 class Letters:
+    def splits(self, prompt: Content) -> bool:
+        return False
+
     def prompt(self, content: Content) -> Rendered:
         return Rendered(str(content), [20 + "ab".index(letter) for letter in str(content)])
 

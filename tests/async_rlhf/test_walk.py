@@ -110,4 +110,4 @@ def test_a_learner_waits_with_a_deadline_and_says_for_what(socket_dir: Path) -> 
     with pytest.raises(DeadlineError, match="waited 0 s for the answer to 'register'"):
         client.register(0, 0)
     client.close()
-    assert wire.PROTOCOL == 10
+    assert wire.PROTOCOL == 11

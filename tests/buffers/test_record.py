@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import RecordError, WeightsError
-from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Score, Span, staleness
+from async_rlhf.buffers.record import Group, Piece, Rollout, SamplingMask, Score, Span, staleness
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import ITEM_BYTES, RawTensor
 
@@ -58,7 +58,15 @@ def group(**changed: Any) -> Group:
         ({"spans": (Span(0, 4), Span(1, -1))}, "spans must be non-empty"),
         ({"spans": (Span(0, 2), Span(None, 1))}, "the first and the last token must be sampled ones"),
         ({"spans": (Span(None, 1), Span(0, 2))}, "the first and the last token must be sampled ones"),
-        ({"spans": (Span(0, 1), Span(None, 1), Span(0, 1))}, r"logprobs must be float32 \(2,\), got float32 \(3,\)"),
+        (
+            {"spans": (Span(0, 2), Span(0, 1, restarts=True))},
+            "a span that restarts must be read, between two that were sampled",
+        ),
+        ({"spans": (Span(0, 1, restarts=True), Span(0, 2))}, "a span that restarts must be read"),
+        (
+            {"spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))},
+            r"logprobs must be float32 \(2,\), got float32 \(3,\)",
+        ),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -116,6 +124,17 @@ def test_what_an_environment_gave_has_a_place_and_nothing_else() -> None:
     for scores, message in (((0.5, 1.0), "must be of 1 turns"), ((math.inf,), "must be finite")):
         with pytest.raises(RecordError, match=message):
             replace(made, turn_scores=scores)
+
+
+def test_a_row_begins_anew_between_two_turns_and_nowhere_else() -> None:
+    spans = (Span(3, 1), Span(None, 1), Span(3, 1), Span(None, 2, restarts=True), Span(4, 2))
+    made = rollout(completion_ids=np.arange(7, dtype=np.int32), logprobs=np.zeros(4, np.float32), spans=spans)
+    assert made.restarts == [3] and made.pieces == [Piece(0, 0, 3), Piece(3, 2, 7)]
+    assert made.turn_lengths == [1, 1, 2] and made.num_read == 5 == sum(piece.num_read for piece in made.pieces)
+    for wrong in ((Span(3, 2), Span(None, 1), Span(None, 2, restarts=True), Span(4, 2)),
+                  (Span(3, 2), Span(None, 2, restarts=True), Span(None, 1), Span(4, 2))):  # fmt: skip
+        with pytest.raises(RecordError, match="a span that restarts must be read, between two that were sampled"):
+            replace(made, spans=wrong)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))

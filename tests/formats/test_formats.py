@@ -1,8 +1,8 @@
 """What earlier versions left on disk is read by this one; what a newer one left is refused by name and stays as it is.
 
 `run-N` is a run directory of format N: three steps of a random model, with its journal kept and `@HERE@` for the folder that it
-lies in; that of format 2 has an environment. To be kept as they are: a change that cannot read one raises `oldest` in
-`async_rlhf/buffers/formats.py`, and adds another.
+lies in; that of format 2 has an environment, that of format 3 one whose rows begin anew. To be kept as they are: a change that
+cannot read one raises `oldest` in `async_rlhf/buffers/formats.py`, and adds another.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     assert sum(rollout.num_tokens for batch in batches for group in batch.groups for rollout in group.rollouts) == sum(
         record["num_tokens"] for record in run.read_metrics()
     )
+    anew = [rollout.restarts for batch in batches for group in batch.groups for rollout in group.rollouts]
+    assert any(anew) == (run.path.name == "run-3")
     journal = Journal(run.path / "queue")
     assert (journal.replay.state.committed_step, journal.replay.torn_bytes) == (3, 0)
     journal.close()
@@ -91,7 +93,7 @@ def test_a_run_directory_of_a_newer_format_is_refused_by_every_command_and_left_
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 3, result.output
     assert (
-        f"{run.path}: a run directory of format 3, this version of async-rlhf reads 1 to 2. Nothing was changed"
+        f"{run.path}: a run directory of format 4, this version of async-rlhf reads 1 to 3. Nothing was changed"
         in result.output
     )
     assert content(run) == before
@@ -129,9 +131,9 @@ def newer_checkpoint(run: RunDir) -> None:
         (
             newer_journal,
             lambda run: Journal(run.path / "queue"),
-            "a journal of format 3, this version .* reads 1 to 2",
+            "a journal of format 4, this version .* reads 1 to 3",
         ),
-        (newer_journal, lambda run: list(read_batches(run.path / "queue")), "a journal of format 3"),
+        (newer_journal, lambda run: list(read_batches(run.path / "queue")), "a journal of format 4"),
         (newer_weights, lambda run: WeightStore(run.path / "weights"), r"00000003\.weights: a weight set of format 2"),
         (newer_checkpoint, lambda run: newest(run.path), "has schema 3, this version reads up to 2"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,11 @@ def make_group(
     source: str | None = None,
     vocabulary: int = VOCABULARY,
     observed: Sequence[tuple[int, int]] = (),
+    anew: Sequence[int] = (),
 ) -> Group:
     """A group of completions of these lengths, all of one version; a reward of None is a failed score, and `truncated` members
-    were cut. observed: (from, to) of tokens that an environment gave, in every member that is longer."""
+    were cut. observed: (from, to) of tokens that an environment gave, in every member that is longer; anew: with which of these
+    the row begins anew, by number."""
     random = np.random.default_rng(1000 + number)
     prompt = random.integers(0, vocabulary, prompt_length).astype(np.int32)
     rollouts = []
@@ -82,11 +85,17 @@ def make_group(
         seed = 7919 * number + member
         finish = "length" if member in truncated else "stop"
         spans, scores = _spans(version, length, observed), {"judge": score}
-        rollouts.append(
-            make_rollout(length, seed=seed, spans=spans, scores=scores, finish_reason=finish, vocabulary=vocabulary)
-        )
+        made = make_rollout(length, seed=seed, spans=spans, scores=scores, finish_reason=finish, vocabulary=vocabulary)
+        rollouts.append(begun_anew(made, anew))
     columns = {} if source is None else {"source": source}
     return Group(number, 0, prompt, tuple(rollouts), Sampling(temperature=temperature), columns=columns)
+
+
+def begun_anew(rollout: Rollout, anew: Sequence[int]) -> Rollout:
+    """The same, whose row begins anew with these of its observations, by number."""
+    between = [at for at, span in enumerate(rollout.spans) if span.version is None]
+    chosen = {between[number] for number in anew if number < len(between)}
+    return replace(rollout, spans=tuple(replace(span, restarts=at in chosen) for at, span in enumerate(rollout.spans)))
 
 
 def _spans(version: int, length: int, observed: Sequence[tuple[int, int]]) -> list[tuple[int | None, int]]:

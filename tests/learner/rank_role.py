@@ -21,7 +21,8 @@ from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.step.controller import Controller, RankParts, assemble, work
 
-GROUPS = [make_group(n, [3, 1, 6, 2], version=0) for n in range(4)]
+# One has an episode whose row begins anew.
+GROUPS = [make_group(n, [3, 1, 6, 2], version=0, observed=[(2, 4)] if n == 1 else (), anew=[0]) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -1.0], [-0.25, 1.0, 1.0, -2.0]]
 # Plain enough that one step's gradient shows: no clipping of its norm, several micro-batches, fewer on one rank than the other.
 SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 40, "weight_decay": 0.1}

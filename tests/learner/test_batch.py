@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import oracles
@@ -11,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import CONFIGS, make_group, make_model
+from making import CONFIGS, begun_anew, make_group, make_model, make_rollout
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from async_rlhf.buffers.attention import Reach
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, attention_mask, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows, split_updates
@@ -31,8 +33,18 @@ GROUPS = [
     make_group(2, [5, 1, 2, 9, 6], prompt_length=1),
     make_group(3, [1], prompt_length=3, temperature=1.3),
     make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]),  # episodes
+    make_group(5, [11, 3, 14], prompt_length=4, temperature=0.8, observed=[(2, 6), (7, 9)], anew=[0]),  # whose rows begin anew
+    make_group(6, [12], prompt_length=2, observed=[(1, 4), (6, 10)], anew=[0, 1]),
 ]
-ADVANTAGES: Advantages = [[1.0, -0.5, None, 0.25], [2.0], [-1.0, 0.5, 1.5, None, -0.75], [0.5], [-1.5, 0.75, 1.25]]
+ADVANTAGES: Advantages = [
+    [1.0, -0.5, None, 0.25],
+    [2.0],
+    [-1.0, 0.5, 1.5, None, -0.75],
+    [0.5],
+    [-1.5, 0.75, 1.25],
+    [1.0, -0.5, 0.75],
+    [-1.25],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +105,8 @@ def test_packed_logprobs_are_those_of_one_plain_forward_pass_per_completion(
     for index, logps in found.items():
         group, rollout = everyone[index]
         with torch.no_grad():
-            expected = oracles.completion_logprobs(
-                model, group.prompt_ids.tolist(), rollout.completion_ids.tolist(), group.sampling.temperature
-            )
-        torch.testing.assert_close(logps, expected[torch.from_numpy(rollout.sampled)], rtol=0, atol=1e-5)
+            expected = oracles.rollout_logprobs(model, group, rollout)
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
 def test_the_gradient_is_that_of_one_plain_forward_pass_per_completion(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -149,7 +159,79 @@ def test_siblings_start_at_the_same_position() -> None:
     assert batch.positions_RL.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
 
 
+def test_a_row_that_begins_anew_stands_beside_its_prompt_or_in_a_row_of_its_own() -> None:
+    group = make_group(0, [6, 2], prompt_length=2, observed=[(2, 4)], anew=[0])
+    p0, p1 = group.prompt_ids.tolist()
+    (a0, a1, n0, n1, a2, a3), (b0, b1) = (rollout.completion_ids.tolist() for rollout in group.rollouts)
+    (packed,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
+    assert packed.ids_RL.tolist() == [[p0, p1, a0, n0, n1, a2, b0]], "of each piece the last token is never read"
+    assert packed.segments_RL.tolist() == [[0, 0, 1, -2, -2, -2, 2]] and packed.is_packed
+    assert packed.positions_RL.tolist() == [[0, 1, 2, 0, 1, 2, 2]]
+    assert packed.target_N.tolist() == [a0, a1, a2, a3, b0, b1]
+    assert packed.source_N.tolist() == [1, 2, 4, 5, 1, 6]
+    assert packed.member_N.tolist() == [0] * 4 + [1] * 2
+    (alone,) = make_micro_batches(make_rows([group], [[1.0, None]], 512), Packing(8192))
+    assert alone.ids_RL.tolist() == [[p0, p1, a0], [n0, n1, a2]] and not alone.is_packed
+    assert alone.positions_RL.tolist() == [[0, 1, 2]] * 2
+    assert alone.source_N.tolist() == [1, 2, 4, 5] and alone.member_N.tolist() == [0] * 4
+
+
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+# what is sampled, then what is read before it is gone on, and whether the row begins anew
+turns = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.tuples(st.integers(1, 4), st.lists(turns, min_size=1, max_size=3)), min_size=1, max_size=3),
+    row_tokens=st.integers(1, 60),
+    micro_batch_tokens=st.integers(1, 120),
+    window=st.none() | st.integers(1, 6),
+)
+def test_every_token_sees_its_piece_alone_as_far_back_as_a_layer_reaches(
+    shape: list[tuple[int, list[list[tuple[int, int, bool]]]]], row_tokens: int, micro_batch_tokens: int, window: int | None
+) -> None:
+    """By brute force: one key after the other, from the record."""
+    groups = []
+    for number, (prompt, members) in enumerate(shape):
+        rollouts = []
+        for made in members:
+            spans: list[tuple[int | None, int]] = [(0, 2)]
+            for sampled, read, _ in made:
+                spans += [(None, read), (0, sampled)]
+            whole = make_rollout(sum(count for _, count in spans), seed=number, spans=spans)
+            rollouts.append(begun_anew(whole, [at for at, (_, _, restarts) in enumerate(made) if restarts]))
+        groups.append(replace(make_group(number, [1], prompt_length=prompt), rollouts=tuple(rollouts)))
+    everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
+    rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups], row_tokens)
+    seen: list[int] = []
+    for batch in make_micro_batches(rows, Packing(micro_batch_tokens)):
+        num_rows, width = batch.ids_RL.shape
+        mask = attention_mask(batch.segments_RL, batch.positions_RL, Reach(window=window))
+        assert bool(mask.any(-1).all())
+        # without a mask of ours a query sees all before it
+        plain = torch.ones(width, width, dtype=torch.bool).tril().expand(num_rows, -1, -1)
+        for member in batch.member_N.unique_consecutive().tolist():
+            group, rollout = everyone[member]
+            seen.append(member)
+            own, number = batch.source_N[batch.member_N == member].tolist(), 0
+            past = group.prompt_ids.tolist()
+            ids, at = rollout.completion_ids.tolist(), 0
+            for span in rollout.spans:
+                past = [] if span.restarts else past
+                for token in ids[at : at + span.num_tokens]:
+                    if span.version is not None:
+                        row, query = divmod(own[number], width)
+                        keys = mask[row, query].nonzero()[:, 0]
+                        assert batch.ids_RL[row, keys].tolist() == (past if window is None else past[-window:])
+                        assert batch.positions_RL[row, query] == len(past) - 1
+                        if not batch.is_packed:
+                            assert batch.ids_RL[row, plain[row, query]].tolist() == past
+                        number += 1
+                    past = [*past, token]
+                at += span.num_tokens
+            assert number == rollout.num_tokens
+    assert sorted(seen) == list(range(len(everyone)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,7 +41,26 @@ def group(number: int, prompt: int, lengths: list[int]) -> Group:
     return Group(number, 0, ids(prompt), rollouts, Sampling())
 
 
-GROUPS = [group(0, 5, [20, 3, 13]), group(1, 11, [9, 16])]
+def group_begun_anew(number: int, prompt: int, turns: list[tuple[int, int, int]]) -> Group:
+    """Of each member (sampled, read anew, sampled)."""
+    plain = group(number, prompt, [sum(each) for each in turns])
+    spans = [(Span(0, a), Span(None, b, restarts=True), Span(0, c)) for a, b, c in turns]
+    rollouts = tuple(
+        replace(r, spans=s, logprobs=r.logprobs[s[1].num_tokens :]) for r, s in zip(plain.rollouts, spans, strict=True)
+    )
+    return replace(plain, rollouts=rollouts)
+
+
+GROUPS = [group(0, 5, [20, 3, 13]), group(1, 11, [9, 16]), group_begun_anew(2, 7, [(4, 12, 6), (9, 3, 2)])]
+
+
+def pieces_of(group: Group, rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """(prompt, what was sampled behind it)"""
+    ids = rollout.completion_ids.tolist()
+    if len(rollout.spans) == 1:
+        return [(group.prompt_ids.tolist(), ids)]
+    first, anew = rollout.spans[0].num_tokens, sum(span.num_tokens for span in rollout.spans[:2])
+    return [(group.prompt_ids.tolist(), ids[:first]), (ids[first:anew], ids[anew:])]
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,11 +75,13 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     policy = Policy(model, LearnerConfig())
     check_policy(policy)
     assert policy.packs == (kind not in ONE_A_ROW)
-    rows = make_rows(GROUPS, [[1.0] * 3, [1.0] * 2], 512 if policy.packs else 1)
+    rows = make_rows(GROUPS, [[1.0] * 3, [1.0] * 2, [1.0] * 2], 512 if policy.packs else 1)
     (batch,) = make_micro_batches(rows, Packing(8192))
     found, _, _ = policy(batch)
-    members = [(each.prompt_ids.tolist(), r.completion_ids.tolist()) for each in GROUPS for r in each.rollouts]
-    plain = {member: families.plain_logprobs(model, *texts) for member, texts in enumerate(members)}
+    plain = {
+        member: torch.cat([families.plain_logprobs(model, *texts) for texts in pieces_of(each, rollout)])
+        for member, (each, rollout) in enumerate((each, rollout) for each in GROUPS for rollout in each.rollouts)
+    }
     wanted = torch.cat([plain[int(member)] for member in batch.member_N.unique_consecutive()])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     weights = torch.linspace(-1, 1, len(wanted))

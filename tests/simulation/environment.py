@@ -3,7 +3,7 @@ its process ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, cast
 
@@ -63,8 +63,12 @@ class _Rendering:
     def prompt(self, content: Content) -> Rendered:
         return Rendered("p", [1])
 
-    def observation(self, prompt: Content, content: Content, turn: object) -> Rendered:
-        return Rendered("o", [OBSERVED, OBSERVED])
+    def splits(self, prompt: Content) -> bool:
+        return True
+
+    def whole(self, prompt: Content, turns: Sequence[object], row_ids: Sequence[int]) -> Rendered:
+        """The row begins anew with every second answer."""
+        return Rendered("o", [OBSERVED, OBSERVED], restarts=len(turns) % 2 == 0)
 
 
 def fake_play(rng: Random) -> Play:

@@ -205,3 +205,28 @@ def test_a_context_that_cannot_be_served_is_refused(subject: Subject, changed: d
     with pytest.raises(EngineError, match=said):
         engine.submit([replace(first_turns(1)[0], **changed)])
     assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "interrupt"])
+def test_a_row_that_begins_anew_reads_its_new_prompt_alone_and_goes_on_from_there(subject: Subject, mode: OnUpdate) -> None:
+    engine = subject.start(mode)
+    asked = first_turns(4)
+    engine.submit(asked)
+    done = run(engine)
+    # Siblings begin anew with what each of them wrote, shorter or longer than what is held.
+    anew = [
+        replace(
+            each, prompt_ids=(*PROMPT[: 3 + 9 * each.key.group], *done[each.key].token_ids.tolist(), 33), seed=70 + each.seed
+        )
+        for each in asked
+    ]
+    engine.load_weights(1, subject.weights(SECOND))
+    engine.submit(anew)
+    ended = run(engine)
+    on = [continued(each, ended[each.key], 0) for each in anew]
+    engine.submit(on)
+    after = run(engine)
+    for request, completion in [*((each, ended[each.key]) for each in anew), *((each, after[each.key]) for each in on)]:
+        assert [(span.version, span.cache_version) for span in completion.spans] == [(1, None)]
+        np.testing.assert_allclose(completion.logprobs, plain(SECOND, request, completion), atol=subject.tolerance)
+    engine.abort([request.key for request in on])

@@ -114,7 +114,9 @@ def test_several_messages_and_tools_are_rendered_where_the_template_has_them() -
 
 @pytest.mark.parametrize(("template", "shown"), [(QWEN3, "user assistant user"), (MOVES_RULE, "system user assistant user")])
 def test_a_template_that_rewrites_history_is_refused_and_the_choice_is_named(template: str, shown: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rewrites what was said before \({shown}\).*environment.render = 'by_message'"):
+    with pytest.raises(
+        ConfigError, match=rf"rewrites what was said before \({shown}\).*environment.render = 'split'.*'by_message'"
+    ):
         Renderer(tokenizer(template), chat=True).check()
 
 
@@ -166,7 +168,7 @@ def test_without_a_template_an_observation_is_the_tokens_of_its_text() -> None:
     renderer = Renderer(tokenizer(), chat=False)
     renderer.check()
     assert renderer.prompt("2 + 2 = ").ids == ids_of("2 + 2 = ")
-    assert renderer.observation("2 + 2 = ", "no", ids_of("3<|end|>")) == ("no", ids_of("no"))
+    assert renderer.observation("2 + 2 = ", "no", ids_of("3<|end|>")) == ("no", ids_of("no"), False)
     hostile = renderer.observation("2 + 2 = ", "<|end|>", [])
     assert ids_of("<|end|>")[0] not in hostile.ids and tokenizer().decode(hostile.ids) == "<|end|>"
     with pytest.raises(EpisodeError, match="in an episode that began as text"):

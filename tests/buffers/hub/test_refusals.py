@@ -87,6 +87,10 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a negative token": (put([np.full(8, -1, "<i4").tobytes(), ARRAYS[1]]), "tokens", "at least 0, got -1"),
     "spans that leave tokens out": (put(**first("spans", [(0, 2, None)])), "spans", "cover all 3 tokens"),
     "an empty span": (put(**first("spans", [(0, 3, None), (1, 0, None)])), "spans", "non-empty"),
+    "a row that begins anew with a span that is not there": (put(restarts=[[3], []]), "spans", "below 1, got [3]"),
+    "a row that begins anew twice with one span": (put(restarts=[[0, 0], []]), "spans", "ascending and below 1"),
+    "a row that begins anew with what was sampled": (put(restarts=[[0], []]), "record", "a span that restarts must be read"),
+    "restarts of other members": (put(restarts=[[]]), "lengths", "'restarts' has 1 items for 2 members"),
     "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
     "a sampling mask of other tokens": (
         put(**first("num_support", -3)),

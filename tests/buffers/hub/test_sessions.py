@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ SCHEMA = GroupSchema(
     max_completion_length=3,
     rewards=frozenset({"right"}),
     sampling=Sampling(),
+    environment=True,
 )
 SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one member instead of two": (lambda g: g.update(rollouts=g["rollouts"][:1]), "members: 1; this run's: 2"),
@@ -225,6 +227,10 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "tokens of a completion: 4; at most 3",
     ),
     "a prompt that is too long": (lambda g: g.update(prompt_ids=np.zeros(3, np.int32)), "prompt tokens: 3; at most 2"),
+    "a row that begins anew": (
+        lambda g: g.update(rollouts=[begun_anew()] * 2),
+        "a row that begins anew; this run has environment.render other than 'split'",
+    ),
     "another temperature": (lambda g: g.update(sampling=Sampling(temperature=0.5)), "sampling: temperature=0.5 top_k=0"),
 }
 
@@ -234,6 +240,11 @@ def rollout(
 ) -> Rollout:
     ids, logprobs = np.full(length, token, np.int32), np.full(length, -0.5, np.float32)
     return Rollout(ids, logprobs, (Span(0, length),), "stop", scores or {"right": Score(1.0)}, sampling_mask=sampling_mask)
+
+
+def begun_anew() -> Rollout:
+    spans = (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))
+    return replace(rollout(5), logprobs=np.full(2, -0.5, np.float32), spans=spans)
 
 
 def supported() -> Rollout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -63,7 +64,10 @@ def LOGPROBS(length: int) -> st.SearchStrategy[list[float]]:
 @st.composite
 def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     spans = draw(st.lists(SPANS, min_size=1, max_size=3))
-    spans[1:1] = draw(st.lists(OBSERVATIONS, max_size=2)) if len(spans) > 1 else []
+    observed = draw(st.lists(OBSERVATIONS, max_size=2)) if len(spans) > 1 else []
+    if len(observed) == 1 and draw(st.booleans()):
+        observed = [replace(observed[0], restarts=True)]
+    spans[1:1] = observed
     length = sum(span.num_tokens for span in spans)
     ids = draw(st.lists(st.integers(0, (1 << 31) - 1), min_size=length, max_size=length))
     chosen = [span.version is not None for span in spans for _ in range(span.num_tokens)]

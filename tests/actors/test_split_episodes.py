@@ -1,0 +1,250 @@
+"""Episodes whose row begins anew: what the engine is asked, what is recorded, and what plain passes say of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Engine, Partial, Request, RolloutKey
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.prompts import Row, turn_seed
+from async_rlhf.actors.scoring.pool import fields_of
+from async_rlhf.actors.torch_engine.held import Hold, Holds
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.inspect.episodes import Part, _parts, lines
+from async_rlhf.inspect.episodes import Trial as Shown
+from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.model.policy import Policy
+from tests.actors.environments.test_environment_rendering import tokenizer
+from tests.actors.test_episodes import RIGHT, ROW, Characters, ScriptedEngine, ScriptedPool
+from tests.actors.vllm_model import SHIPPED, raw_weights, save_model
+
+Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
+
+
+class Anew(Characters):
+    """What begins with `!` is read instead of all that was before it."""
+
+    def splits(self, prompt: Content) -> bool:
+        return True
+
+    def whole(self, prompt: Content, turns: Sequence[tuple[str, Content]], row_ids: Sequence[int]) -> Rendered:
+        self.asked = list(turns), list(row_ids)
+        shown = self._encode(turns[-1][1])
+        return shown._replace(restarts=str(turns[-1][1]).startswith("!"))
+
+
+class PartialEngine(ScriptedEngine):
+    def partials(self, known: Any) -> list[Partial]:
+        return [Partial(key, np.array([9], np.int32)) for key in self.requests]
+
+
+class Scene:
+    def __init__(self, max_length: int = 20) -> None:
+        self.engine, self.pool, self.rendering = PartialEngine(), ScriptedPool(), Anew()
+        pool, rendering = cast(EpisodePool[RolloutKey], self.pool), cast(Renderer, self.rendering)
+        play = Play("game", pool, rendering, 6, max_length, Score(0.0))
+        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), self.decode, play)
+        self.key = RolloutKey(3, 0, 0)
+        self.episodes.begin([(ROW, 42, [Request(self.key, (7, 8), 5, Sampling(), seed=100)])])
+        self.pool.says(self.key, "go")
+        self.episodes.step()
+
+    @staticmethod
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def turn(self, text: str, answer: str, version: int = 0) -> list[Played]:
+        self.engine.end(self.key, list(map(ord, text)), version)
+        self.episodes.step()
+        self.pool.says(self.key, answer, score=0.5)
+        return self.episodes.step()
+
+
+def of(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_all() -> None:
+    scene = Scene()
+    scene.turn("a", "xy", version=4)
+    assert [len(shown.token_ids) for shown, _ in scene.episodes.partials({})] == [4]
+    assert scene.turn("b", "!all", version=5) == []
+    request = scene.engine.submitted[-1]
+    assert (request.prompt_ids, request.context) == (of("!all"), ()) and request.hold
+    assert (request.seed, request.max_new_tokens) == (turn_seed(100, 2), 5)
+    assert scene.rendering.asked == ([("a", "xy"), ("b", "!all")], [*of("goaxyb")])
+    assert scene.episodes.partials({}) == [], "what is read ahead goes on from what was read"
+    scene.turn("c", "z", version=6)
+    assert (scene.engine.submitted[-1].prompt_ids, scene.engine.submitted[-1].context) == (of("!all"), of("cz"))
+    assert scene.rendering.asked[1] == [*of("!allc")]
+    scene.engine.end(scene.key, of("d"), 7)
+    scene.episodes.step()
+    scene.pool.ends(scene.key)
+    (played,) = scene.episodes.step()
+    completion = played.completion
+    assert scene.decode(completion.token_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
+    anew = Span(None, 4, restarts=True)
+    assert completion.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
+    assert played.text == "axyb\n!all\nczd" and played.turns == ("a", "b", "c", "d") and played.turn_scores == (0.5,) * 3
+    assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
+    assert fields_of(ROW, played.prompt_ids, completion, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
+    parts = _parts(played, scene.decode, lambda ids: [])
+    assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
+    assert "  reads   '!all'   (in the whole conversation: 4 tokens)" in lines(Shown(0, parts, "stop", RIGHT))
+
+
+def test_all_that_a_row_begins_anew_with_counts_into_the_length_of_the_episode() -> None:
+    for answer, room in (("!four", 1), ("!fives", 0)):
+        scene = Scene(max_length=8)
+        ended = scene.turn("ab", answer)
+        if room:
+            assert ended == [] and scene.engine.submitted[-1].max_new_tokens == room
+        else:
+            (full,) = ended
+            assert (full.completion.finish_reason, full.score, full.text) == ("context", Score(0.0), "ab")
+            assert scene.engine.held == set() and scene.key not in scene.pool.live
+
+
+def test_one_that_lost_its_process_after_its_row_began_anew_begins_as_it_began() -> None:
+    scene = Scene()
+    scene.turn("a", "!all")
+    scene.pool.events.append(Lost(scene.key))
+    scene.episodes.step()
+    scene.pool.says(scene.key, "go")
+    scene.episodes.step()
+    assert scene.engine.submitted[-1] == scene.engine.submitted[0]
+    assert [len(shown.token_ids) for shown, _ in scene.episodes.partials({})] == [1]
+
+
+def test_a_row_that_begins_anew_keeps_its_place_in_line_and_nothing_that_is_held() -> None:
+    holds, key = Holds(), RolloutKey(0, 0, 0)
+    first = Request(key, (1, 2), 4, Sampling(), seed=0, hold=True)
+    holds.add(first, Hold((1, 2, 3), submission=5, number=6, version=0, cache=("of three",)), room=100)
+    anew = holds.continued_by(Request(key, (1, 2, 3), 4, Sampling(), seed=1))
+    assert anew is not None and (anew.submission, anew.number, anew.num_cached) == (5, 6, 0)
+
+
+# Turns before the user's last message are put in brackets; a tool's answer is none.
+BRACKETS = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role[0] }}
+{{- '(' ~ m.content ~ ')' if m.role == 'assistant' and loop.index0 < ns.last else m.content }}<|im_end|>
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"""
+ANSWERS: list[Content] = [[{"role": "tool", "content": "4"}], "no", "sure?"]
+TEMPERATURE = 0.8
+
+
+class Talker:
+    """Says `ANSWERS`, one after the other."""
+
+    def __init__(self) -> None:
+        self._turns: dict[RolloutKey, int] = {}
+        self._events: list[Event] = []
+        self.counters = EpisodeCounters()
+
+    def begin(self, key: RolloutKey, fields: Any) -> None:
+        self._turns[key] = 0
+        self._events.append(Observation(key, "go", None, 0.0, 0.0))
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        turn = self._turns[key]
+        self._turns[key] += 1
+        more = turn < len(ANSWERS)
+        self._events.append(Observation(key, ANSWERS[turn], None, 0.0, 0.0) if more else Ended(key, RIGHT, "scored", 0.0, 0.0))
+
+    def poll(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def discard(self, keys: Sequence[RolloutKey]) -> None: ...
+
+
+def model_of(seed: int, vocabulary: int) -> PreTrainedModel:
+    """Weights so large that a wrong cache, position or mask shows."""
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(SHIPPED)
+    config.initializer_range, config.vocab_size = 0.1, vocabulary
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def plain_passes(models: Sequence[PreTrainedModel], prompt_ids: Sequence[int], rollout: Rollout) -> list[float]:
+    """Of each sampled token: one pass over the piece that it stands in, by its own version. Walks the spans by itself."""
+    found, ids, at, text = list[float](), rollout.completion_ids.tolist(), 0, list(prompt_ids)
+    for span in rollout.spans:
+        own, at = ids[at : at + span.num_tokens], at + span.num_tokens
+        if span.restarts:
+            text = []
+        if span.version is not None:
+            with torch.no_grad():
+                logits = models[span.version](input_ids=torch.tensor([text + own]), use_cache=False).logits[0]
+            logp = torch.log_softmax(logits.float() / TEMPERATURE, -1)
+            found += [float(logp[len(text) + i - 1, token]) for i, token in enumerate(own)]
+        text += own
+    return found
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
+def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_says(on_update: Any, tmp_path: Path) -> None:
+    """New weights come between turns and within them; the learner reads siblings in one row, and each for itself."""
+    made = tokenizer(BRACKETS)
+    models = [model_of(seed, len(made)) for seed in range(3)]
+    directory = str(save_model(models[0], tmp_path / "model"))
+    engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
+    renderer = Renderer(made, chat=True, render="split")
+    renderer.check()
+    play = Play("talk", cast(EpisodePool[RolloutKey], Talker()), renderer, 20, 400, Score(0.0))
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    keys = [RolloutKey(0, 0, member) for member in range(6)]
+    own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
+    episodes.begin([(Row("row", {}), 1, own)])
+    done: list[Played] = []
+    for step in range(400):
+        if step in (6, 13):
+            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
+        done += episodes.step()
+        if len(done) == len(keys):
+            break
+    assert sorted(played.completion.key for played in done) == keys and engine.num_unfinished == 0
+    rollouts = tuple(
+        Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
+        for each in done
+    )
+    assert {len(rollout.turn_lengths) for rollout in rollouts} == {4}
+    assert {2} <= {len(rollout.restarts) for rollout in rollouts} <= {2, 3}
+    assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
+    group = Group(0, 0, np.array(done[0].prompt_ids, np.int32), rollouts, Sampling(temperature=TEMPERATURE))
+    exact = np.concatenate(
+        [np.repeat([s.cache_version is None for s in r.spans], [s.num_tokens for s in r.spans])[r.sampled] for r in rollouts]
+    )
+    assert exact.any() and (on_update == "keep" or exact.all())
+    wanted = np.concatenate([plain_passes(models, group.prompt_ids.tolist(), rollout) for rollout in rollouts])
+    sampled = np.concatenate([rollout.logprobs for rollout in rollouts])
+    np.testing.assert_allclose(sampled[exact], wanted[exact], atol=2e-4)
+    versions = np.concatenate([rollout.versions for rollout in rollouts])
+    for row_tokens in (1, 1 << 20):
+        batches = make_micro_batches(make_rows([group], [[1.0] * len(rollouts)], row_tokens), Packing(1 << 20))
+        for version, model in enumerate(models):
+            policy, found = Policy(model, LearnerConfig()), np.full(len(wanted), np.nan)
+            for batch in batches:
+                with torch.no_grad():
+                    logp = policy.exactly(batch).numpy()
+                starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts)])
+                for member in set(batch.member_N.tolist()):
+                    found[starts[member] : starts[member + 1]] = logp[batch.member_N.numpy() == member]
+            mine = versions == version
+            np.testing.assert_allclose(found[mine], wanted[mine], atol=2e-4)
