@@ -119,7 +119,9 @@ class Worker:
         capacity: int,
         canary_tolerance: float,
         record: RecordSpan = record_nothing,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
         self._episodes = Episodes(engine, work.decode, work.play)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
@@ -145,7 +147,7 @@ class Worker:
 
     def turn(self) -> None:
         """Hear the hub, decode one token of everything, pass on what ended."""
-        began = time.monotonic()
+        began = self._clock()
         idle = not self._engine.num_unfinished
         # As it was at the end of the turn before: nothing has changed since.
         self._client.poll(self._newest or self._state(), self._telemetry(), _IDLE_WAIT_S if idle else 0.0)
@@ -162,7 +164,7 @@ class Worker:
         for scored in self._scoring.poll():
             self._collect(scored)
         self._tell()
-        self._count["idle_s" if idle else "busy_s"] += time.monotonic() - began
+        self._count["idle_s" if idle else "busy_s"] += self._clock() - began
 
     def _step(self) -> list[Played]:
         busy, began = self._engine.num_unfinished > 0, time.time()
@@ -217,7 +219,7 @@ class Worker:
         credits = list({credit.number: credit for credit in credits}.values())
         self._drop([credit.number for credit in credits if credit.number in self._open], again=True)
         for credit in credits:
-            self._length_bias.begin(credit.number, time.monotonic())
+            self._length_bias.begin(credit.number, self._clock())
         begun = []
         for credit in credits:
             given = from_json(credit.row) if credit.row else None
@@ -302,7 +304,7 @@ class Worker:
         """The group goes off; now and then, what became of the others."""
         self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
-            before, self._bias = self._bias, self._length_bias.report(time.monotonic())
+            before, self._bias = self._bias, self._length_bias.report(self._clock())
             if self._bias.tokens.alarm and not before.tokens.alarm:
                 _log.warning("long completions are dropped more often than short ones: %s", self._bias)
             if self._bias.turns.alarm and not before.turns.alarm:
@@ -328,7 +330,7 @@ class Worker:
         """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
         self._newest = state = self._state()
         self._client.works_on(state)
-        news, now = (state.fence, state.version, state.capacity), time.monotonic()
+        news, now = (state.fence, state.version, state.capacity), self._clock()
         if news == self._told:
             return
         # Where environments take episodes out of the engine and bring them back, room changes with nearly every token.

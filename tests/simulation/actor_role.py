@@ -175,7 +175,7 @@ class ActorRole:
         )
         work = replace(self._work, play=fake_play(world.rng)) if self._plays else self._work
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
-        self._worker = Worker(self.name, client, self._engine, scoring, work, self._capacity, 0.5)
+        self._worker = Worker(self.name, client, self._engine, scoring, work, self._capacity, 0.5, clock=lambda: world.now)
         self._client, self._scoring = client, scoring
         self._soon(life)
 
