@@ -49,5 +49,5 @@ PUBLISHED = (
 
 
 def searched(number: int, *, seed: int = 0) -> Found:
-    """What the search finds for an instance, with its own number of starts and steps; seconds to a quarter of a minute each."""
+    """What the search finds for an instance, with its own number of starts and steps; a second to half a minute each."""
     return search(PUBLISHED[number].fusion, seed=seed)

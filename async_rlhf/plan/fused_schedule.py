@@ -186,16 +186,21 @@ class Preference:
     """Which of several tasks a stage takes first: the one whose model still needs longest, by a weighted count.
 
     Counted are the tasks of the micro-batches left on the stage, `out` times those of the way to the last stage and back, and
-    `back` times those of the way to the first. ratio: a second of the second model's is worth so many of the first's. extra:
-    a stage holds at most so many micro-batches of each model beyond those of 1F1B; None: any number.
+    `back` times those of the way to the first. ratio: a second of the second model is worth so many of the first. wait: 0, a
+    stage takes what can start soonest; up to 1, also what can start before the soonest end, so that it may rest for a better
+    task (non-delay and active schedules: Giffler, Thompson, Operations Research 8(4), 1960). extra: a stage holds at most so
+    many micro-batches of each model beyond those of 1F1B; None: any number.
     """
 
     ratio: float = 1.0
     out: float = 1.0
     back: float = 1.0
+    wait: float = 0.0
     extra: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.wait <= 1:
+            raise ConfigError(f"wait = {self.wait}: a share of the time until the soonest end, 0 to 1")
         if any(extra is not None and extra < 0 for extra in self.extra):
             raise ConfigError(
                 f"extra = {self.extra}: micro-batches beyond those of 1F1B, 0 or more; with fewer a pipeline stands still"
@@ -203,7 +208,7 @@ class Preference:
 
 
 def greedy(fusion: Fusion, preference: Preference = Preference()) -> Orders:
-    """No stage rests while it has a task that its preference allows."""
+    """Time after time the stage that can start soonest takes the task that it prefers."""
     ends: list[list[list[float]]] = [[[] for _ in KINDS] for _ in range(fusion.stages)]
     orders: list[list[int]] = [[] for _ in ends]
     free = [0.0] * fusion.stages
@@ -238,4 +243,8 @@ def _candidate(
             tasks += 0 if backward else 3 * preference.out * ahead
             worth = tasks * pipeline.forward_s * (preference.ratio if model else 1.0)
             found.append((max(free[stage], ready), -worth, stage, kind))
-    return min(found, default=None)
+    if not found:
+        return None
+    soonest = min(start for start, *_ in found)
+    window = preference.wait * min(start + fusion.duration_s(kind) - soonest for start, _, _, kind in found)
+    return min((each for each in found if each[0] == soonest or each[0] < soonest + window), key=lambda each: each[1:])

@@ -31,7 +31,7 @@ _ANNEALED = 4
 """From so many of the greedy schedules annealing begins: the best of them is not always the one from which it ends lowest."""
 
 
-def search(fusion: Fusion, *, seed: int = 0, starts: int = 100, steps: int = 20_000, memory_steps: int = 10_000) -> Found:
+def search(fusion: Fusion, *, seed: int = 0, starts: int = 300, steps: int = 20_000, memory_steps: int = 10_000) -> Found:
     """Greedy schedules of drawn preferences, annealing from the best of them, then the pass that lowers memory.
 
     Equal arguments give equal orders. steps: at most so many exchanges in the first pass, which ends at the lower bound;
@@ -56,9 +56,10 @@ def search(fusion: Fusion, *, seed: int = 0, starts: int = 100, steps: int = 20_
 def _preference(randoms: np.random.Generator) -> Preference:
     """Which one is best depends on the sizes: they are drawn around the ones that are often good."""
     extras = (None, None, 0, 1, 2, 4)
-    ratio, out, back = 2 ** randoms.uniform(-1, 1), randoms.integers(0, 3), randoms.integers(0, 4)
+    ratio, out, back = 2 ** randoms.uniform(-2, 2), randoms.uniform(0, 3), randoms.uniform(0, 4)
+    wait = randoms.integers(0, 3) / 2
     first, second = (extras[number] for number in randoms.integers(0, len(extras), 2))
-    return Preference(ratio=float(ratio), out=float(out), back=float(back), extra=(first, second))
+    return Preference(ratio=float(ratio), out=float(out), back=float(back), wait=float(wait), extra=(first, second))
 
 
 def shorten(graph: TaskGraph, randoms: np.random.Generator, steps: int) -> int:
