@@ -156,7 +156,14 @@ def test_code_that_a_model_brings_is_refused_wherever_a_model_is_loaded(path: Pa
 
 @pytest.mark.parametrize(
     "module",
-    ["async_rlhf.cli.commands", "async_rlhf.run.config", "async_rlhf.run.api", "async_rlhf", "async_rlhf.buffers.hub.hub"],
+    [
+        "async_rlhf.cli.commands",
+        "async_rlhf.run.config",
+        "async_rlhf.run.api",
+        "async_rlhf",
+        "async_rlhf.buffers.hub.hub",
+        "async_rlhf.plan.flexfusion",
+    ],
 )
 def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
