@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -47,6 +48,8 @@ _OPEN = ("/healthz", "/readyz")
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _CONNECTIONS = 128
 _GRACE_S = 2
+THREADS = 4
+"""That make answers."""
 _MAX_CURVES = 64
 
 
@@ -119,9 +122,15 @@ def until_interrupted(app: ASGIApp, bound: socket.socket) -> None:
 
 def server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        # Answers are made one after the other; each further thread would only keep the memory that its largest one took.
+        to_thread.current_default_thread_limiter().total_tokens = THREADS
+        await app(scope, receive, send)
+
     return uvicorn.Server(
         uvicorn.Config(
-            app,
+            served,
             http="h11",
             ws="none",
             lifespan="off",

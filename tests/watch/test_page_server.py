@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from urllib.error import URLError
@@ -26,7 +28,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address, document
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, _Answers, beside, save
+from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, THREADS, _Answers, beside, save
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -256,6 +258,16 @@ def test_a_page_beside_a_queue_shows_runs_that_come_later_and_ends_with_it(tmp_p
         assert [run["name"] for run in found] == ["late"]
     with pytest.raises(URLError):
         urlopen(url, timeout=10)
+
+
+def test_many_viewers_are_answered_by_few_threads(made: Path) -> None:
+    told: list[str] = []
+    others = set(threading.enumerate())
+    with beside(made, "127.0.0.1:0", None, told.append), ThreadPoolExecutor(24) as viewers:
+        url = told[0].rpartition(" ")[2]
+        answers = list(viewers.map(lambda number: urlopen(f"{url}api/runs", timeout=30).read(), range(96)))
+        workers = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("AnyIO")]
+    assert all(answers) and 0 < len(workers) <= THREADS
 
 
 def test_a_queue_whose_page_cannot_be_served_is_not_served(tmp_path: Path) -> None:
