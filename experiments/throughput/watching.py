@@ -24,7 +24,7 @@ from async_rlhf.run.run_files import Tail, is_step
 
 GOAL = 0.99
 _VIEWERS = 10
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = _END_LIMIT_S = 120.0
 _SETTINGS = {
     "max_steps": 1_000_000,
     "evaluation.every": "none",
