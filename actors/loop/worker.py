@@ -311,12 +311,14 @@ class Worker:
                 _log.warning("episodes of many turns are dropped more often than those of few: %s", self._bias)
 
     def _state(self) -> ActorState:
-        """Groups that only wait for scores take no room in the engine, nor do rollouts that an environment has at the moment:
-        they make room for others. Of those that have not begun, no more than fill this actor once: they come back together."""
+        """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
+        has not begun no more than fills this actor once, for it comes back together."""
         size = self._work.group_size
-        unplayed = [size - len(group.played) for group in self._open.values()]
-        too_many = max(0, self._episodes.num_opening - self._capacity * size)
-        outside = unplayed.count(0) + (sum(unplayed) - self._engine.num_unfinished - too_many) // size
+        if self._work.play is None:
+            outside = sum(len(group.played) == size for group in self._open.values())
+        else:
+            too_many = max(0, self._episodes.num_opening - self._capacity * size)
+            outside = max(0, len(self._open) - -(-(self._engine.num_unfinished + too_many) // size))
         waiting = len(self._client.unacknowledged)
         return ActorState(
             capacity=self._capacity + outside + waiting,
