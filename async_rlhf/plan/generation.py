@@ -1,14 +1,15 @@
-"""How long one replica takes to generate completions of given lengths, by continuous batching: step after step, row after row.
+"""How long one replica takes to generate completions of given lengths, by continuous batching.
 
 Rows wait in the order of `lengths`. One begins as soon as a slot is free and the cache has room for its prompt and the longest
-completion that a row may have, so that none is ever put off again. With as many slots as rows it is a static batch.
+completion that a row may have, so that none is ever put off again. With as many slots as rows it is a static batch. Time goes
+from one row's end to the next: in between the same rows are alive, each of them one token longer with every step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from async_rlhf.buffers.errors import ConfigError
 
@@ -35,30 +36,31 @@ def generate(
 ) -> Generated:
     """lengths: tokens of each completion, 1 to `longest`. room_tokens: of the whole key-value cache.
 
-    step_s(alive, context): a decode step, context the mean over the alive rows of prompt and completion, its token among them.
+    step_s(alive, context): a decode step, context the mean over the alive rows of prompt and completion, its token among them;
+    taken at the middle of each stretch of steps with the same rows, which is exact where it is linear in the context.
     prefill_s(rows): of that many prompts that begin together; the alive rows wait for it. Raises ConfigError where no row fits.
     """
     _check(lengths, prompt_tokens, slots, room_tokens, longest)
     places = min(slots, room_tokens // (prompt_tokens + longest))
-    waiting = deque(range(len(lengths)))
-    produced: dict[int, int] = {}
+    alive: list[tuple[int, int]] = []  # (the step behind which it ends, row)
     ends = [0.0] * len(lengths)
-    now, steps, row_steps = 0.0, 0, 0
-    while waiting or produced:
-        begun = min(places - len(produced), len(waiting))
+    now, step, waiting, row_steps, begun_at = 0.0, 0, 0, 0, 0  # begun_at: the sum of the steps at which the alive rows began
+    while alive or waiting < len(lengths):
+        begun = min(places - len(alive), len(lengths) - waiting)
         if begun:
             now += prefill_s(begun)
-            produced.update({waiting.popleft(): 0 for _ in range(begun)})
-        alive = len(produced)
-        now += step_s(alive, prompt_tokens + 1 + sum(produced.values()) / alive)
-        steps, row_steps = steps + 1, row_steps + alive
-        for row in list(produced):
-            produced[row] += 1
-            if produced[row] == lengths[row]:
-                del produced[row]
-                ends[row] = now
-    busy = row_steps / (steps * slots) if steps else 0.0
-    return Generated(total_s=now, ends_s=tuple(ends), steps=steps, busy_share=busy)
+        for row in range(waiting, waiting + begun):
+            heappush(alive, (step + lengths[row], row))
+        waiting, begun_at = waiting + begun, begun_at + begun * step
+        rows, stretch = len(alive), alive[0][0] - step
+        now += stretch * step_s(rows, prompt_tokens + step - begun_at / rows + (stretch + 1) / 2)
+        step, row_steps = step + stretch, row_steps + rows * stretch
+        while alive and alive[0][0] == step:
+            row = heappop(alive)[1]
+            begun_at -= step - lengths[row]
+            ends[row] = now
+    busy = row_steps / (step * slots) if step else 0.0
+    return Generated(total_s=now, ends_s=tuple(ends), steps=step, busy_share=busy)
 
 
 def _check(lengths: Sequence[int], prompt_tokens: int, slots: int, room_tokens: int, longest: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -35,6 +36,22 @@ def test_with_a_slot_for_each_row_it_is_the_sum_over_the_steps_of_a_static_batch
     assert found.total_s == pytest.approx(prefill_s(len(lengths)) + sum(steps))
     assert found.steps == max(lengths)
     assert found.ends_s == pytest.approx([prefill_s(len(lengths)) + sum(steps[:length]) for length in lengths])
+
+
+@given(lists, st.integers(1, 12))
+def test_stretches_of_steps_with_the_same_rows_take_what_the_steps_take_one_by_one(lengths: list[int], slots: int) -> None:
+    waiting, produced, ends, now = deque(range(len(lengths))), dict[int, int](), [0.0] * len(lengths), 0.0
+    while waiting or produced:
+        begun = min(slots - len(produced), len(waiting))
+        now += prefill_s(begun)
+        produced.update({waiting.popleft(): 0 for _ in range(begun)})
+        now += step_s(len(produced), 5 + 1 + sum(produced.values()) / len(produced))
+        for row in list(produced):
+            produced[row] += 1
+            if produced[row] == lengths[row]:
+                del produced[row]
+                ends[row] = now
+    assert run(lengths, slots=slots).ends_s == pytest.approx(ends)
 
 
 @given(lists)
