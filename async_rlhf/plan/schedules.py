@@ -120,32 +120,45 @@ class StepTime:
     def bound_by(self) -> Circuit:
         return self.circuits[0]
 
-    def idle_share(self, stage: Stage) -> float:
-        """Of the devices of the lane that holds the stage. Raises KeyError for one in no lane."""
-        for circuit in self.circuits:
-            if circuit.name != AROUND and stage in dict(circuit.stages):
-                return 1 - circuit.step_s / self.seconds if self.seconds else 0.0
-        raise KeyError(stage)
+    @property
+    def idle_shares(self) -> Mapping[str, float]:
+        """Of each lane's devices, by the lane's name."""
+        lanes = [circuit for circuit in self.circuits if circuit.name != AROUND]
+        return {lane.name: 1 - lane.step_s / self.seconds if self.seconds else 0.0 for lane in lanes}
 
 
 AROUND = "once around"
 
 
-def step_time(schedule: Schedule, times: Mapping[Stage, StageTime]) -> StepTime:
-    """In the long run. A stage that `times` lacks takes none. Raises ConfigError for times that are negative or endless."""
+def step_time(
+    schedule: Schedule,
+    times: Mapping[Stage, StageTime],
+    lanes: Mapping[str, Mapping[Stage, StageTime]] | None = None,
+) -> StepTime:
+    """In the long run. A stage that `times` lacks takes none. Raises ConfigError for times that are negative or endless.
+
+    lanes: by name, what each takes of its stages, in place of the schedule's own: where a stage is shared out to several.
+    """
+    if lanes is None:
+        named = {" + ".join(lane): lane for lane in schedule.lanes}
+        lanes = {name: {stage: times[stage] for stage in lane if stage in times} for name, lane in named.items()}
+    for each in (times, *lanes.values()):
+        _check(each)
+    found = [_around(schedule, times), *(_lane(schedule, name, lane) for name, lane in lanes.items())]
+    return StepTime(tuple(sorted(found, key=lambda circuit: -circuit.step_s)))
+
+
+def _check(times: Mapping[Stage, StageTime]) -> None:
     for stage, time in times.items():
         if stage not in get_args(Stage):
             raise ConfigError(f"stage {stage!r}: {did_you_mean(stage, get_args(Stage))}")
         if not all(0 <= each < math.inf for each in (time.busy_s, time.span_s, time.last_s)):
             raise ConfigError(f"times of stage {stage!r} are {time}: finite seconds, 0 or more")
-    lanes = [_lane(schedule, lane, times) for lane in schedule.lanes]
-    around = _around(schedule, times)
-    return StepTime(tuple(sorted([around, *lanes], key=lambda circuit: -circuit.step_s)))
 
 
-def _lane(schedule: Schedule, lane: tuple[Stage, ...], times: Mapping[Stage, StageTime]) -> Circuit:
-    parts = tuple((stage, _taken_s(schedule, stage, times[stage])) for stage in lane if stage in times)
-    return Circuit(" + ".join(lane), sum(seconds for _, seconds in parts), parts)
+def _lane(schedule: Schedule, name: str, times: Mapping[Stage, StageTime]) -> Circuit:
+    parts = tuple((stage, _taken_s(schedule, stage, time)) for stage, time in times.items())
+    return Circuit(name, sum(seconds for _, seconds in parts), parts)
 
 
 def _taken_s(schedule: Schedule, stage: Stage, time: StageTime) -> float:

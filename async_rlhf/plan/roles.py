@@ -1,0 +1,270 @@
+"""What each role takes on so many devices: time for one batch, memory of a device, in each layout that could be best.
+
+Roles are the passes of a step: `generate`, the frozen `reference` and `reward` models, the critic's `values`, `train` of the
+policy and `train_critic`. Rows of training and inference are taken to be equally long, at their mean; memory has room for the
+longest one. Key-value caches are paged: an engine decodes so many rows as fit at the mean context of those alive.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.plan import devices
+from async_rlhf.plan.devices import Device
+from async_rlhf.plan.generation import generate
+from async_rlhf.plan.model_costs import ModelCosts, Recompute
+from async_rlhf.plan.schedules import StageTime
+from async_rlhf.plan.spec import Spec, costs_of
+from async_rlhf.plan.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
+
+Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
+Training = Literal["any", "here", "zero-3"]
+_LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them
+_CONTEXT_BYTES = 512 << 20  # a CUDA process before its first tensor
+_PASS_TOKENS = 32768  # of one forward pass of a frozen model
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Of a model over its devices. micro_rows: of one forward and backward pass of a data-parallel part."""
+
+    tensor: int
+    pipeline: int = 1
+    data: int = 1
+    zero_stage: int = 0
+    micro_rows: int = 1
+    recompute: Recompute = "none"
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data)) if size > 1]
+        if self.zero_stage:
+            parts.append(f"ZeRO-{self.zero_stage}")
+        if self.recompute == "full":
+            parts.append("recomputation")
+        return ", ".join(parts) or "one device"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to do a role. kept_bytes: of a device, always; working_bytes: besides, while the role works."""
+
+    layout: Layout
+    seconds: float
+    kept_bytes: float
+    working_bytes: float
+
+
+class Roles:
+    """The roles of a spec. Answers are kept, so that a search asks each question once."""
+
+    def __init__(self, spec: Spec, device: Device) -> None:
+        self.spec, self.device = spec, device
+        self.policy = costs_of(spec.models.policy)
+        critic = None if spec.models.critic is None else costs_of(spec.models.critic)
+        reward = None if spec.models.reward is None else costs_of(spec.models.reward)
+        self.lengths = spec.lengths.batch(spec.batch.rows)
+        self.rows, self.prompt = spec.batch.rows, spec.lengths.prompt
+        self.mean = sum(self.lengths) / self.rows
+        self.alive_tokens = sum(length * length for length in self.lengths) / sum(self.lengths) / 2
+        """Of the completion of a row that decodes, in the mean: long ones decode for longer."""
+        self.models: Mapping[Role, ModelCosts] = {
+            role: model
+            for role, model in (
+                ("generate", self.policy),
+                ("reference", self.policy if spec.loss.needs_reference else None),
+                ("reward", reward),
+                ("values", critic),
+                ("train", self.policy),
+                ("train_critic", critic),
+            )
+            if model is not None
+        }
+        self.inference = cache(self._inference)
+        self.training = cache(self._training)
+        self._generated = cache(self._generate)
+
+    @classmethod
+    def of(cls, spec: Spec) -> Roles:
+        """Raises ConfigError for models and files that are not there."""
+        cluster = spec.cluster
+        return cls(spec, cluster.own if cluster.own is not None else devices.device(cluster.device))
+
+    @property
+    def room_bytes(self) -> float:
+        """Of a device that a plan may fill."""
+        return self.spec.search.memory_share * self.device.memory_bytes - _CONTEXT_BYTES
+
+    def place(self, role: Role, layout: Layout) -> Place:
+        size = layout.tensor * layout.pipeline * layout.data
+        efficiency = self.spec.efficiency
+        return Place(
+            model=self.models[role],
+            device=self.device,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            data=layout.data,
+            spread=size > self.spec.cluster.devices_per_node,
+            efficiency=efficiency.of_training if role.startswith("train") else efficiency.of_inference,
+        )
+
+    def tensors(self, role: Role, count: int) -> list[int]:
+        """Sizes of tensor groups: powers of two within a node that divide heads and devices."""
+        most = min(count, self.spec.cluster.devices_per_node)
+        return [size for size in _powers(most) if count % size == 0 and self.models[role].heads % size == 0]
+
+    def _inference(self, role: Role, count: int) -> tuple[Choice, ...]:
+        """Passes of a frozen model or of values over a batch, weights in tensor groups, or in shards over all devices."""
+        found = []
+        head = role == "reference"
+        for tensor in self.tensors(role, count):
+            for zero_stage in (0, 3) if count > tensor else (0,):
+                layout = Layout(tensor=tensor, data=count // tensor, zero_stage=zero_stage)
+                place = self.place(role, layout)
+                seconds = inference_s(place, self.rows, round(self.prompt + self.mean), head=head)
+                weights = self.models[role].weight_bytes / tensor
+                if zero_stage:
+                    passes = math.ceil(self.rows * (self.prompt + self.mean) / layout.data / _PASS_TOKENS)
+                    seconds += passes * place.far.gather_s(weights, layout.data)
+                    weights /= layout.data
+                working = 2 * 8 * _PASS_TOKENS / tensor * self.models[role].hidden + (_LOGITS_BYTES if head else 0)
+                # values are read by the weights that train
+                found.append(Choice(layout, seconds, 0.0 if role == "values" else weights, working))
+        return _front(found)
+
+    def _training(self, role: Role, count: int, kind: Training = "any") -> tuple[Choice, ...]:
+        """here: layouts that this learner has, data parallel by ZeRO or one tensor group. zero-3: that stage, over all."""
+        return _front([self._trained(role, layout) for layout in self._training_layouts(role, count, kind)])
+
+    def _training_layouts(self, role: Role, count: int, kind: Training) -> Iterator[Layout]:
+        update_rows = self.rows // self.spec.batch.updates_per_step
+        for tensor in self.tensors(role, count):
+            for pipeline in _powers(min(count // tensor, self.models[role].layers)):
+                data = count // tensor // pipeline
+                if data * tensor * pipeline != count or (kind == "zero-3" and data < count):
+                    continue
+                if kind == "here" and (pipeline > 1 or (tensor > 1 and data > 1)):
+                    continue
+                # Here a rank trains on whole groups.
+                if data > (self.spec.batch.groups // self.spec.batch.updates_per_step if kind == "here" else update_rows):
+                    continue
+                stages = (0,) if data == 1 else (1,) if pipeline > 1 else (3,) if kind == "zero-3" else (1, 2, 3)
+                for zero_stage in stages:
+                    for recompute in _RECOMPUTES:
+                        for micro_rows in _powers(min(math.ceil(update_rows / data), 16)):
+                            yield Layout(
+                                tensor=tensor,
+                                pipeline=pipeline,
+                                data=data,
+                                zero_stage=zero_stage,
+                                micro_rows=micro_rows,
+                                recompute=recompute,
+                            )
+
+    def _trained(self, role: Role, layout: Layout) -> Choice:
+        place, model, updates = self.place(role, layout), self.models[role], self.spec.batch.updates_per_step
+        tokens, rows = round(self.prompt + self.mean), self.rows // updates
+        micro_batches = math.ceil(rows / layout.data / layout.micro_rows)
+        update = training_s(
+            place, rows, tokens, micro_batches=micro_batches, zero_stage=layout.zero_stage, recompute=layout.recompute
+        ) + optimizer_s(place, zero_stage=layout.zero_stage)
+        proximal = 0.0
+        if role == "train" and self.spec.proximal_pass:
+            proximal = inference_s(place, self.rows, tokens, micro_batches=micro_batches * updates)
+        part = layout.tensor * layout.pipeline
+        kept = model.training_bytes(layout.zero_stage, layout.data) / part
+        # A row is never cut: where one pass takes one row, it may be the longest.
+        held = max(self.prompt + self.spec.lengths.longest, layout.micro_rows * tokens)
+        working = model.activation_bytes(1, held, tensor_parallel=layout.tensor, recompute=layout.recompute)
+        if layout.recompute == "full":  # the layer that is computed again
+            working += model.activation_bytes(1, held, tensor_parallel=layout.tensor) / model.layers
+        return Choice(layout, updates * update + proximal, kept, working + _LOGITS_BYTES)
+
+    def generation(self, count: int, tensor: int, room: float, ahead: float) -> tuple[StageTime, int] | None:
+        """One batch on `count` devices, `tensor` to an engine, and the slots of one; None where the longest row finds no room.
+
+        room: bytes of a device for keys and values. ahead: batches that may be begun before the oldest is trained on.
+        """
+        per_token = self.policy.kv_bytes_per_token / min(tensor, self.policy.kv_heads)
+        if room < per_token * (self.prompt + self.spec.lengths.longest):
+            return None
+        fitting = int(room / per_token / (self.prompt + self.alive_tokens))
+        slots = _rounded(min(self.spec.search.slots, max(fitting, 1)))
+        replicas = count // tensor
+        span = self._generated(replicas, tensor, slots)
+        if not ahead:
+            return StageTime(span, span), slots
+        rows = self.rows / replicas
+        alive = max(min(slots, ahead * rows), 1.0)
+        place = self.place("generate", Layout(tensor=tensor))
+        step = decode_step_s(place, math.ceil(alive), self.prompt + self.alive_tokens)
+        busy = rows * self.mean / alive * step + self._prefill_s(tensor, math.ceil(rows))
+        return StageTime(min(busy, span), span), slots
+
+    def _prefill_s(self, tensor: int, rows: int) -> float:
+        """Prompts of a group are computed once."""
+        groups = math.ceil(rows / self.spec.batch.group_size)
+        return prefill_s(self.place("generate", Layout(tensor=tensor)), groups, self.prompt)
+
+    def _generate(self, replicas: int, tensor: int, slots: int) -> float:
+        """Seconds from the first prompt to the last row's end: of the engine with the longest row, and its even share of the
+        others in no particular order."""
+        place = self.place("generate", Layout(tensor=tensor))
+        lengths = list(self.lengths[::replicas])
+        random.Random(0).shuffle(lengths)
+        longest = max(lengths)
+        return generate(
+            lengths,
+            prompt_tokens=self.prompt,
+            slots=slots,
+            room_tokens=slots * (self.prompt + longest),
+            longest=longest,
+            step_s=lambda rows, context: decode_step_s(place, rows, context),
+            prefill_s=lambda rows: self._prefill_s(tensor, rows),
+        ).total_s
+
+    def judged(self) -> StageTime:
+        """By what is no model: a verifier, a sandbox."""
+        reward = self.spec.reward
+        return StageTime(
+            self.rows * reward.seconds / reward.concurrency,
+            math.ceil(self.rows / reward.concurrency) * reward.seconds,
+            reward.seconds,
+        )
+
+
+def no_fit(spec: Spec, roles: Roles) -> ConfigError:
+    """Of models that fit nowhere: what the smallest layout of training would take."""
+    count = spec.cluster.size
+    least = min((choice.kept_bytes + choice.working_bytes for choice in roles.training("train", count)), default=math.inf)
+    return ConfigError(
+        f"no plan fits: the policy has {roles.policy.parameters / 1e9:.3g} billion parameters; its training on {count} devices "
+        f"takes at least {least / 1e9:.3g} GB of each, which has {roles.device.memory_bytes / 1e9:.3g} GB, "
+        f"{spec.search.memory_share:.0%} of it for the plan. Add nodes, take devices with more memory, shorten "
+        "lengths.longest, or train a smaller model"
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())] if most else []
+
+
+def _rounded(slots: int) -> int:
+    """Down to three binary digits, so that few different ones are computed."""
+    step = 1 << max(slots.bit_length() - 3, 0)
+    return slots // step * step
+
+
+def _front(choices: list[Choice]) -> tuple[Choice, ...]:
+    """Those that no other beats in time and in both kinds of memory, the fastest first."""
+    found: list[Choice] = []
+    for choice in sorted(choices, key=lambda each: (each.seconds, each.kept_bytes + each.working_bytes)):
+        if not any(other.kept_bytes <= choice.kept_bytes and other.working_bytes <= choice.working_bytes for other in found):
+            found.append(choice)
+    return tuple(found)
