@@ -51,7 +51,7 @@ ROOMS = {
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "pebble": ("actors/scoring/process_executor.py",),
-    "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
+    "matplotlib": ("async_rlhf/inspect/plot.py", "async_rlhf/plan/picture.py", "experiments/"),
     "pandas": ("experiments/staleness/frames.py",),
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking.py",),

@@ -102,11 +102,14 @@ class Evaluation:
 
     def _options(self, candidate: Candidate, group: DeviceSet, ahead: float) -> Iterator[Filled]:
         """Every combination of layouts that fits."""
-        others = [seat for seat in group.seats if seat.role != "generate"]
+        beside = candidate.here and "train_critic" in group.roles
+        others = [seat for seat in group.seats if seat.role != "generate" and not (beside and seat.role == "train_critic")]
         each = [self._choices(candidate, seat.role, seat.devices)[:_MOST_CHOICES] for seat in others]
         parts = {seat.part for seat in others} - {None} or {None}
         for choices in product(*each):
             by_role = {seat.role: choice for seat, choice in zip(others, choices, strict=True)}
+            if beside:
+                by_role["train_critic"] = self.roles.critic_beside(by_role["train"].layout)
             kept, working = 0.0, 0.0
             for part in parts:
                 here = [by_role[seat.role] for seat in others if seat.part in (None, part)]
@@ -120,8 +123,8 @@ class Evaluation:
             for tensor in self.roles.tensors("generate", group.devices):
                 weights = self.roles.policy.weight_bytes / tensor
                 # Actors that never stop hold their cache while others of the set work.
-                beside = working if candidate.schedule.continuous or candidate.here else 0.0
-                room = self.roles.room_bytes - kept - beside - weights
+                active = working if candidate.schedule.continuous or candidate.here else 0.0
+                room = self.roles.room_bytes - kept - active - weights
                 generated = self.roles.generation(group.devices, tensor, room, ahead) if room > 0 else None
                 if generated is None:
                     continue
@@ -129,7 +132,7 @@ class Evaluation:
                 layout = Layout(tensor=tensor, data=group.devices // tensor)
                 cache_bytes = slots * self.cache_bytes_per_row / min(tensor, self.roles.policy.kv_heads)
                 own = Choice(layout, time.span_s, weights, cache_bytes)
-                peak = kept + weights + (cache_bytes + beside if beside else max(cache_bytes, working - weights))
+                peak = kept + weights + (cache_bytes + active if active else max(cache_bytes, working - weights))
                 yield Filled(group, {**by_role, "generate": own}, time, slots, peak)
 
     @property

@@ -91,7 +91,7 @@ def _quantiles(weighted: Iterable[tuple[int, float]], shares: Sequence[float]) -
 
 
 def _lengths_of(path: Path) -> list[int]:
-    found = [length for line in read_lines(path) for length in _of_group(line)]
+    found = [length for line in read_lines(path).records for length in _of_group(line)]
     if not found:
         raise ConfigError(f"lengths.rollouts = {str(path)!r}: no completions in it; name the rollouts.jsonl of a run")
     return found

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
+from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.plan import devices
 from async_rlhf.plan.devices import Device
 from async_rlhf.plan.generation import generate
@@ -22,12 +24,15 @@ from async_rlhf.plan.model_costs import ModelCosts, Recompute
 from async_rlhf.plan.schedules import StageTime
 from async_rlhf.plan.spec import Spec, costs_of
 from async_rlhf.plan.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
+from async_rlhf.run import memory
 
 Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
 Training = Literal["any", "here", "zero-3"]
 _LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them
 _CONTEXT_BYTES = 512 << 20  # a CUDA process before its first tensor
 _PASS_TOKENS = 32768  # of one forward pass of a frozen model
+MOST_RANKS = 64
+"""Of this learner."""
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 
 
@@ -74,18 +79,15 @@ class Roles:
         self.mean = sum(self.lengths) / self.rows
         self.alive_tokens = sum(length * length for length in self.lengths) / sum(self.lengths) / 2
         """Of the completion of a row that decodes, in the mean: long ones decode for longer."""
-        self.models: Mapping[Role, ModelCosts] = {
-            role: model
-            for role, model in (
-                ("generate", self.policy),
-                ("reference", self.policy if spec.loss.needs_reference else None),
-                ("reward", reward),
-                ("values", critic),
-                ("train", self.policy),
-                ("train_critic", critic),
-            )
-            if model is not None
+        models: dict[Role, ModelCosts | None] = {
+            "generate": self.policy,
+            "reference": self.policy if spec.loss.needs_reference else None,
+            "reward": reward,
+            "values": critic,
+            "train": self.policy,
+            "train_critic": critic,
         }
+        self.models: Mapping[Role, ModelCosts] = {role: model for role, model in models.items() if model is not None}
         self.inference = cache(self._inference)
         self.training = cache(self._training)
         self._generated = cache(self._generate)
@@ -140,7 +142,12 @@ class Roles:
 
     def _training(self, role: Role, count: int, kind: Training = "any") -> tuple[Choice, ...]:
         """here: layouts that this learner has, data parallel by ZeRO or one tensor group. zero-3: that stage, over all."""
-        return _front([self._trained(role, layout) for layout in self._training_layouts(role, count, kind)])
+        found = [self._trained(role, layout) for layout in self._training_layouts(role, count, kind)]
+        return _front([self._as_checked(choice) for choice in found] if kind == "here" else found)
+
+    def critic_beside(self, layout: Layout) -> Choice:
+        """This learner's critic lies as its policy does, whose memory counts it."""
+        return replace(self._trained("train_critic", layout), kept_bytes=0.0, working_bytes=0.0)
 
     def _training_layouts(self, role: Role, count: int, kind: Training) -> Iterator[Layout]:
         update_rows = self.rows // self.spec.batch.updates_per_step
@@ -149,7 +156,7 @@ class Roles:
                 data = count // tensor // pipeline
                 if data * tensor * pipeline != count or (kind == "zero-3" and data < count):
                     continue
-                if kind == "here" and (pipeline > 1 or (tensor > 1 and data > 1)):
+                if kind == "here" and (pipeline > 1 or (tensor > 1 and data > 1) or tensor * data > MOST_RANKS):
                     continue
                 # Here a rank trains on whole groups.
                 if data > (self.spec.batch.groups // self.spec.batch.updates_per_step if kind == "here" else update_rows):
@@ -185,6 +192,58 @@ class Roles:
         if layout.recompute == "full":  # the layer that is computed again
             working += model.activation_bytes(1, held, tensor_parallel=layout.tensor) / model.layers
         return Choice(layout, updates * update + proximal, kept, working + _LOGITS_BYTES)
+
+    def _as_checked(self, choice: Choice) -> Choice:
+        """With the memory that `check` counts for this learner, its critic's too."""
+        parts = memory.learner(
+            LearnerConfig.model_validate(self.learner_settings(choice.layout)), self.shape, self.settings, reference=False
+        )
+        kept = sum(size for name, size in parts.items() if name in ("weights", "gradients", "optimizer", "critic"))
+        return replace(choice, kept_bytes=kept, working_bytes=sum(parts.values()) - kept)
+
+    @property
+    def settings(self) -> GenerationConfig:
+        """As a configuration says it."""
+        return GenerationConfig(
+            group_size=self.spec.batch.group_size,
+            max_prompt_length=self.prompt,
+            max_completion_length=self.spec.lengths.longest,
+        )
+
+    @property
+    def shape(self) -> memory.Shape:
+        """Of the policy, as `check` knows it."""
+        model = self.policy
+        return memory.Shape(
+            parameters=model.parameters,
+            layers=model.layers,
+            width=model.hidden,
+            mlp=model.mlp_width * max(model.active_experts, 1),
+            heads=model.heads * model.head_dim,
+            key_heads=model.kv_heads * model.head_dim,
+            vocabulary=model.vocabulary,
+            tied=model.tied,
+        )
+
+    def learner_settings(self, layout: Layout) -> dict[str, Any]:
+        """The section `learner` of a configuration. Data-parallel ranks and tensor groups are DeepSpeed's."""
+        ranks = layout.tensor * layout.data
+        settings: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "batch_size": self.rows,
+            "updates_per_step": self.spec.batch.updates_per_step,
+            "micro_batch_tokens": layout.micro_rows * round(self.prompt + self.mean),
+            "gradient_checkpointing": layout.recompute == "full",
+            "ranks": ranks,
+        }
+        if self.spec.models.critic is not None:
+            settings["critic"] = {"kind": "model"}
+        if self.spec.loss.needs_reference:
+            settings["reference_dtype"] = "bfloat16"
+        if ranks > 1:
+            settings |= {"backend": "deepspeed", "zero_stage": layout.zero_stage or 1, "tensor_parallel": layout.tensor}
+        return settings
 
     def generation(self, count: int, tensor: int, room: float, ahead: float) -> tuple[StageTime, int] | None:
         """One batch on `count` devices, `tensor` to an engine, and the slots of one; None where the longest row finds no room.

@@ -173,8 +173,8 @@ def _colocated_sets(ask: Ask) -> Iterator[Candidate]:
         if len(partition) == 1:
             continue  # flattening
         for sizes in ask.splits(len(partition)):
-            roles = [[role for model in together for role in model] for together in partition]
-            sets = tuple(_group("+".join(each), size, each) for each, size in zip(roles, sizes, strict=True))
+            named = [[role for model in together for role in model] for together in partition]
+            sets = tuple(_group("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
             yield Candidate("colocated_sets", schedule("synchronous"), sets)
 
 
@@ -226,49 +226,51 @@ def _makers(ask: Ask) -> Iterator[Candidate]:
         yield Candidate("maker_split", schedule("one_step"), sets)
 
 
-def _two_pools(name: str) -> Enumeration:
+def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
     """Generators, and everything else."""
-
-    def candidates(ask: Ask) -> Iterator[Candidate]:
-        bounds = {"bounded": [bound for bound in ask.bounds if bound], "one_step": [1], "fully_async": [math.inf]}[name]
-        for sizes in ask.splits(2):
-            sets = (_group("actors", sizes[0], ["generate"]), _group("learner", sizes[1], (*ask.scoring, *ask.learning)))
-            for bound in bounds:
-                yield Candidate(name, schedule(name, bound), sets)
-                if name == "bounded" and "reward" not in ask.roles:
-                    yield Candidate(name, schedule(name, bound), sets, here=True)
-
-    return candidates
+    for sizes in ask.splits(2):
+        sets = (_group("actors", sizes[0], ["generate"]), _group("learner", sizes[1], (*ask.scoring, *ask.learning)))
+        for bound in bounds:
+            yield Candidate(name, schedule(name, bound), sets)
+            if here and "reward" not in ask.roles:
+                yield Candidate(name, schedule(name, bound), sets, here=True)
 
 
-def _three_pools(name: str) -> Enumeration:
-    """Generators, those that score, learners."""
-
-    def candidates(ask: Ask) -> Iterator[Candidate]:
-        if not ask.frozen:
-            return
-        values = [role for role in ask.scoring if role == "values"]
-        bounds = {"bounded": [bound for bound in ask.bounds if bound], "inter_batch": [1]}[name]
-        for generate, score in product(ask.counts(), repeat=2):
-            rest = ask.devices - generate - score
-            if rest < 1:
-                continue
-            sets = (
-                _group("actors", generate, ["generate"]),
-                _group("scorers", score, ask.frozen),
-                _group("learner", rest, (*values, *ask.learning)),
-            )
-            for bound in bounds:
-                yield Candidate(name, schedule(name, bound), sets)
-                # A scorer has one device on each host of actors.
-                if name == "bounded" and score == math.ceil((generate + score) / ask.node):
-                    yield Candidate(name, schedule(name, bound), sets, here=True)
-
-    return candidates
+def _three_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
+    """Generators, frozen models, learners with what reads the weights that they train."""
+    values = [role for role in ask.scoring if role == "values"]
+    for generate, score in product(ask.counts(), repeat=2):
+        rest = ask.devices - generate - score
+        if rest < 1 or not ask.frozen:
+            continue
+        sets = (
+            _group("actors", generate, ["generate"]),
+            _group("scorers", score, ask.frozen),
+            _group("learner", rest, (*values, *ask.learning)),
+        )
+        for bound in bounds:
+            yield Candidate(name, schedule(name, bound), sets)
+            # A scorer has one device on each host of actors.
+            if here and score == math.ceil((generate + score) / ask.node):
+                yield Candidate(name, schedule(name, bound), sets, here=True)
 
 
-def _either(*enumerations: Enumeration) -> Enumeration:
-    return lambda ask: (candidate for each in enumerations for candidate in each(ask))
+def _one_step(ask: Ask) -> Iterator[Candidate]:
+    yield from _two_pools(ask, "one_step", [1])
+
+
+def _inter_batch(ask: Ask) -> Iterator[Candidate]:
+    yield from _three_pools(ask, "inter_batch", [1])
+
+
+def _bounded(ask: Ask) -> Iterator[Candidate]:
+    bounds = [bound for bound in ask.bounds if bound]
+    yield from _two_pools(ask, "bounded", bounds, here=True)
+    yield from _three_pools(ask, "bounded", bounds, here=True)
+
+
+def _fully_async(ask: Ask) -> Iterator[Candidate]:
+    yield from _two_pools(ask, "fully_async", [math.inf])
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -285,14 +287,14 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("colocated_sets", "HybridFlow", "models divided into sets in every way", _colocated_sets),
         Strategy("fused_stages", "RLHFuse", "as flattening; stages fill each other's gaps", _fused_stages),
         Strategy("maker_split", "ColossalChat", "makers of experience, and trainers, a step apart", _makers),
-        Strategy("inter_batch", "Pipe-RLHF", "three pools, a step apart, batch by batch", _three_pools("inter_batch")),
-        Strategy("one_step", "Noukhovitch et al.; verl one-step-off", "two pools, a step apart", _two_pools("one_step")),
+        Strategy("inter_batch", "Pipe-RLHF", "three pools, a step apart, batch by batch", _inter_batch),
+        Strategy("one_step", "Noukhovitch et al.; verl one-step-off", "two pools, a step apart", _one_step),
         Strategy(
             "bounded",
             "async-rlhf",
             "actors never stop; at most max_staleness steps old",
-            _either(_two_pools("bounded"), _three_pools("bounded")),
+            _bounded,
         ),
-        Strategy("fully_async", "AReaL; verl fully async; LlamaRL", "as bounded, without a bound", _two_pools("fully_async")),
+        Strategy("fully_async", "AReaL; verl fully async; LlamaRL", "as bounded, without a bound", _fully_async),
     )
 }

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from async_rlhf.run.config import Config
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError."""
+def check(config: Config, *, has_model: bool = True) -> None:
+    """Raises ConfigError. has_model: the model's files are here, and are looked for."""
     size, group = config.learner.batch_size, config.generation.group_size
     if size % group:
         low = size - size % group
@@ -62,7 +62,8 @@ def check(config: Config) -> None:
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
     _check_curriculum(config)
-    _check_model(config)
+    if has_model:
+        _check_model(config)
 
 
 def _check_curriculum(config: Config) -> None:

@@ -49,9 +49,12 @@ class Load:
         )
 
 
-def check_memory(config: Config, inventory: Inventory, placement: Placement) -> list[str]:
-    """What each device holds, estimated; those that hold the same share a line. Raises ConfigError for what cannot fit."""
-    shape = _shape(Path(config.model))
+def check_memory(config: Config, inventory: Inventory, placement: Placement, shape: Shape | None = None) -> list[str]:
+    """What each device holds, estimated; those that hold the same share a line. Raises ConfigError for what cannot fit.
+
+    shape: of a model whose files are not here.
+    """
+    shape = shape or _shape(Path(config.model))
     if shape is None:
         return ["memory: not estimated, for the model's files do not say how large it is"]
     found: dict[tuple[Any, ...], list[str]] = {}

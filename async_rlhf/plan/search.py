@@ -1,0 +1,110 @@
+"""Every candidate of every strategy, those that fit, the fastest of each, and the trade of speed against staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.plan.evaluation import Evaluation, Plan
+from async_rlhf.plan.roles import Roles, no_fit
+from async_rlhf.plan.settings import settings_of
+from async_rlhf.plan.spec import Spec
+from async_rlhf.plan.strategies import STRATEGIES, Ask
+
+_MOST_REFUSED = 200
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
+
+    by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
+    those alone that are faster than all smaller bounds. candidates, fitting: how many there were.
+    """
+
+    roles: Roles
+    best: Plan | None
+    settings: Mapping[str, Mapping[str, object]]
+    refusal: str
+    by_strategy: Mapping[str, Plan | None]
+    by_bound: Mapping[float, Plan]
+    here_by_bound: Mapping[float, Plan]
+    candidates: int
+    fitting: int
+
+    @property
+    def fastest(self) -> Plan:
+        """Of all, run here or not, within the bounds of the spec."""
+        return min(self.by_bound.values(), key=_seconds)
+
+
+def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name, done, of: None) -> Found:
+    """Raises ConfigError where nothing fits. progress: the strategy that is looked at, and how many are done of how many."""
+    names = spec.search.strategies or tuple(STRATEGIES)
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"search.strategies: {name!r}; {did_you_mean(name, STRATEGIES)}")
+    roles = Roles.of(spec)
+    evaluation = Evaluation(roles)
+    ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
+    plans: list[Plan] = []
+    count = 0
+    for number, name in enumerate(names):
+        progress(name, number, len(names))
+        for candidate in STRATEGIES[name].candidates(ask):
+            count += 1
+            if (plan := evaluation.plan(candidate)) is not None:
+                plans.append(plan)
+    progress("", len(names), len(names))
+    if not plans:
+        raise no_fit(spec, roles)
+    plans.sort(key=_seconds)
+    best, settings, refusal = _first_that_runs(plans, roles)
+    allowed = set(spec.search.max_staleness)
+    bounded = [plan for plan in plans if plan.candidate.max_staleness in allowed]
+    return Found(
+        roles=roles,
+        best=best,
+        settings=settings,
+        refusal=refusal,
+        by_strategy={name: next((plan for plan in plans if plan.candidate.strategy == name), None) for name in names},
+        by_bound=_front(bounded or plans),
+        here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
+        candidates=count,
+        fitting=len(plans),
+    )
+
+
+def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, object]], str]:
+    """In the order of `plans`; the first refusal where all are refused."""
+    refusal = "no placement that this system runs fits; see the others"
+    tried = 0
+    for plan in plans:
+        if not plan.candidate.here:
+            continue
+        try:
+            return plan, settings_of(plan, roles), ""
+        except ConfigError as error:
+            tried += 1
+            refusal = str(error) if tried == 1 else refusal
+        if tried == _MOST_REFUSED:
+            break
+    return None, {}, refusal
+
+
+def _front(plans: list[Plan]) -> dict[float, Plan]:
+    """plans: the fastest first."""
+    found: dict[float, Plan] = {}
+    least = math.inf
+    for bound in sorted({plan.candidate.max_staleness for plan in plans}):
+        plan = next(each for each in plans if each.candidate.max_staleness == bound)
+        if plan.step.seconds < least:
+            found[bound], least = plan, plan.step.seconds
+    return found
+
+
+def _seconds(plan: Plan) -> tuple[float, float, int]:
+    """Of equally fast ones the less stale, then that of fewer sets."""
+    return plan.step.seconds, plan.candidate.max_staleness, len(plan.candidate.sets)

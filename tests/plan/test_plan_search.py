@@ -1,0 +1,200 @@
+"""Plans: what is found fits, runs and is no slower than what it is compared with; what cannot be planned is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.plan import telling
+from async_rlhf.plan.roles import Roles
+from async_rlhf.plan.search import Found, search
+from async_rlhf.plan.settings import as_toml, settings_of
+from async_rlhf.plan.spec import Spec, parse, read
+from async_rlhf.plan.strategies import STRATEGIES, Ask
+from async_rlhf.run.config import load
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "plans" / "qwen3-8b.toml"
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def spec(**changes: Any) -> Spec:
+    values: dict[str, Any] = {
+        "models": {"policy": LLAMA_1B},
+        "cluster": {"device": "A100-80GB", "nodes": 1, "devices_per_node": 8},
+        "lengths": {"prompt": 256, "mean": 300, "longest": 1024},
+        "batch": {"groups": 32, "group_size": 8},
+    }
+    for section, table in changes.items():
+        values[section] = {**values.get(section, {}), **table}
+    return parse(values, Path())
+
+
+@cache
+def shipped() -> Found:
+    return search(read(SHIPPED))
+
+
+@cache
+def with_everything() -> Found:
+    """A critic, a reward model, a reference: all roles."""
+    return search(spec(models={"critic": LLAMA_1B, "reward": LLAMA_1B}, loss={"kl_coef": 0.05}))
+
+
+FOUND = (shipped, with_everything)
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_every_plan_fits_and_uses_each_device_once(found: Any) -> None:
+    found = found()
+    plans = [plan for plan in [*found.by_strategy.values(), *found.by_bound.values(), found.best] if plan is not None]
+    assert len(plans) > 6
+    for plan in plans:
+        assert sum(group.devices for group in plan.candidate.sets) == found.roles.spec.cluster.size
+        assert {role for group in plan.candidate.sets for role in group.roles} == set(found.roles.models)
+        for filled in plan.filled:
+            assert 0 < filled.bytes_per_device <= found.roles.room_bytes
+            for role, choice in filled.choices.items():
+                seat = next(seat for seat in filled.set.seats if seat.role == role)
+                layout = choice.layout
+                assert layout.tensor * layout.pipeline * layout.data == seat.devices
+
+
+def test_all_strategies_have_a_plan_where_all_roles_are_asked_for() -> None:
+    assert [name for name, plan in with_everything().by_strategy.items() if plan is None] == []
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_more_staleness_is_faster_on_the_front_and_no_strategy_beats_it(found: Any) -> None:
+    found = found()
+    seconds = [found.by_bound[bound].step.seconds for bound in sorted(found.by_bound)]
+    assert seconds == sorted(seconds, reverse=True)
+    for plan in found.by_strategy.values():
+        if plan is not None and not math.isinf(plan.candidate.max_staleness):
+            better = [each for bound, each in found.by_bound.items() if bound <= plan.candidate.max_staleness]
+            assert min(each.step.seconds for each in better) <= plan.step.seconds * (1 + 1e-9)
+
+
+def test_the_same_devices_bound_by_nothing_are_never_slower_than_a_step_ahead() -> None:
+    found = with_everything().by_strategy
+    assert found["fully_async"].step.seconds <= found["one_step"].step.seconds  # type: ignore[union-attr]
+
+
+def test_the_settings_of_a_plan_are_a_configuration_that_loads() -> None:
+    found = shipped()
+    assert found.best is not None and found.best.candidate.here
+    sections = tomllib.loads(as_toml(found.settings))
+    config = load({**sections, "name": "planned", "model": str(TINY), "data": {"source": "spell_backward"}})
+    assert config.queue.max_staleness == found.best.candidate.max_staleness
+    assert config.learner.ranks + config.actors.count * config.engine.vllm.tensor_parallel_size == 16  # type: ignore[operator]
+
+
+def test_what_this_system_does_not_place_has_no_settings() -> None:
+    found = with_everything()
+    modelled = found.by_strategy["interleaving"]
+    assert modelled is not None
+    with pytest.raises(ConfigError, match="interleaving is modelled"):
+        settings_of(modelled, found.roles)
+
+
+def test_a_verifier_that_is_slow_bounds_the_step() -> None:
+    found = search(spec(reward={"seconds": 60.0, "concurrency": 16}, search={"strategies": ["bounded"]}))
+    assert found.fastest.step.bound_by.name == "judges"
+    assert found.fastest.step.seconds == pytest.approx(256 * 60 / 16)
+
+
+def test_twice_the_devices_are_never_slower_and_cost_no_less() -> None:
+    one, two = (search(spec(cluster={"nodes": nodes}, search={"strategies": ["bounded"]})).fastest for nodes in (1, 2))
+    assert two.step.seconds <= one.step.seconds
+    assert two.device_seconds_per_million >= one.device_seconds_per_million * 0.99
+
+
+def test_longer_tails_gain_more_from_staleness() -> None:
+    gains = []
+    for spread in (0.0, 1.0):
+        found = search(spec(lengths={"spread": spread}))
+        bounds = sorted(found.by_bound)
+        gains.append(found.by_bound[bounds[0]].step.seconds / found.by_bound[bounds[-1]].step.seconds)
+    assert gains[0] < gains[1]
+
+
+def test_a_static_batch_is_as_long_as_its_longest_row_on_any_number_of_devices() -> None:
+    roles = Roles.of(spec())
+    spans = []
+    for count in (1, 2, 4, 8):
+        generated = roles.generation(count, 1, 40e9, 0)
+        assert generated is not None
+        spans.append(generated[0].span_s)
+    assert spans == sorted(spans, reverse=True)
+    # Decoding reads the weights whatever the rows: eight times the devices are far from eight times as fast.
+    assert spans[0] / spans[-1] < 4
+
+
+def test_splits_of_the_cluster_use_all_of_it() -> None:
+    ask = Ask(("generate", "train", "reference"), 24, 8, (0, 1))
+    assert all(sum(split) == 24 for parts in (1, 2, 3) for split in ask.splits(parts))
+    assert (8, 16) in list(ask.splits(2)) and (1, 23) in list(ask.splits(2))
+
+
+def test_text_and_json_say_the_plan_what_bounds_it_and_why_others_lose() -> None:
+    found = shipped()
+    text = "\n".join(telling.lines(found))
+    assert "Best that runs here: bounded" in text and "bound by actors" in text
+    assert all(name in text for name in STRATEGIES)
+    said = json.loads(json.dumps(telling.as_json(found), allow_nan=False))
+    assert said["best"]["runs_here"] and said["best"]["samples_per_s"] == pytest.approx(512 / said["best"]["seconds"])
+
+
+def test_the_command_writes_settings_and_a_picture(tmp_path: Path) -> None:
+    files = tmp_path / "plan.toml", tmp_path / "plan.png"
+    result = CliRunner().invoke(app, ["plan", str(SHIPPED), "--settings", str(files[0]), "--picture", str(files[1])])
+    assert result.exit_code == 0, result.output
+    assert "[queue]" in files[0].read_text() and files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_lists_the_devices() -> None:
+    result = CliRunner().invoke(app, ["plan", "--devices"])
+    assert result.exit_code == 0 and "MI300X" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": {"device": "H10"}}, "H100"),
+        ({"cluster": {"device": "own"}}, "cluster.own"),
+        ({"batch": {"groups": 32, "updates_per_step": 5}}, "must divide groups = 32.*nearest: 4"),
+        ({"lengths": {"longest": 0}}, "longest"),
+        ({"lengths": {"mean": 2000}}, "below longest"),
+        ({"models": {"policy": {"model_type": "lama"}}}, "llama"),
+        ({"models": {"policy": "nowhere"}}, "no model configuration at"),
+        ({"search": {"strategies": ["flatening"]}}, "flattening"),
+        ({"search": {"max_staleness": []}}, "one or more of 0 to 1024"),
+        ({"cluster": {"device": "L40S", "devices_per_node": 1}, "lengths": {"longest": 1_000_000}}, "no plan fits"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_nearest_choice(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(spec(**changes))
+
+
+def test_a_cluster_without_links_is_refused() -> None:
+    own = {"peak_flops": 1e12, "memory_bytes": 8e9, "memory_bytes_per_s": 1e11}
+    with pytest.raises(ConfigError, match=r"cluster\.own\.link_bytes_per_s"):
+        spec(cluster={"device": "own", "own": own})
