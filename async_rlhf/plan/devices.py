@@ -24,6 +24,7 @@ class Device(BaseModel):
     network_bytes_per_s: float = Field(gt=0, description="of the device's share of its node's ports")
     network_latency_s: float = Field(ge=0)
     host_bytes_per_s: float = Field(gt=0, description="to the memory of the host")
+    is_cpu: bool = Field(default=False, description="a processor's socket, not an accelerator")
 
 
 @cache

@@ -22,6 +22,8 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
     """Sections of a configuration by name, for `train`. Raises ConfigError for what `check` would refuse."""
     if not plan.candidate.here:
         raise ConfigError(f"{plan.candidate.strategy} is modelled; this system does not place its roles so")
+    if roles.device.is_cpu:
+        raise ConfigError("settings are written for accelerators; on CPUs start from a shipped configuration: quick")
     generate, train = plan.layout("generate"), plan.layout("train")
     cluster = roles.spec.cluster
     colocated = plan.candidate.set_of("train") is plan.candidate.set_of("generate")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_rlhf.plan.evaluation import Filled, Plan
+from async_rlhf.plan.roles import Role
 from async_rlhf.plan.schedules import Circuit
 from async_rlhf.plan.search import Found
 from async_rlhf.plan.settings import as_toml
@@ -38,7 +39,12 @@ def lines(found: Found) -> Iterator[str]:
 
 def _question(found: Found) -> Iterator[str]:
     roles, spec = found.roles, found.roles.spec
-    models = ", ".join(f"{role} {model.parameters / 1e9:.3g} B" for role, model in roles.models.items() if role != "train")
+    named: dict[Role, str] = {"generate": "policy", "reference": "reference", "values": "critic", "reward": "reward model"}
+    models = ", ".join(
+        f"{name} of {roles.models[role].parameters / 1e9:.3g} billion parameters"
+        for role, name in named.items()
+        if role in roles.models
+    )
     cluster = spec.cluster
     yield (
         f"{models}; {cluster.size} x {cluster.device} in {cluster.nodes} node(s); {spec.batch.groups} groups of "

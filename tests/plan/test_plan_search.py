@@ -198,3 +198,10 @@ def test_a_cluster_without_links_is_refused() -> None:
     own = {"peak_flops": 1e12, "memory_bytes": 8e9, "memory_bytes_per_s": 1e11}
     with pytest.raises(ConfigError, match=r"cluster\.own\.link_bytes_per_s"):
         spec(cluster={"device": "own", "own": own})
+
+
+def test_the_document_shows_what_the_command_says_and_all_strategies() -> None:
+    document = (SHIPPED.parents[2] / "docs" / "planning.md").read_text()
+    said = "\n".join(telling.lines(shipped())).split("\n\n# For train")[0]
+    assert said in document
+    assert all(f"| `{each.name}` | {each.source} | {each.says} |" in document for each in STRATEGIES.values())
