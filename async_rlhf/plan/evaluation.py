@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from async_rlhf.plan.layouts import Layout
 from async_rlhf.plan.resharding import Layout as Sharding
 from async_rlhf.plan.resharding import gather_from_zero, gather_micro_data_parallel
-from async_rlhf.plan.roles import Choice, Layout, Role, Roles
+from async_rlhf.plan.roles import Choice, Role, Roles
 from async_rlhf.plan.schedules import Stage, StageTime, StepTime, step_time
 from async_rlhf.plan.stages import publication_s
 from async_rlhf.plan.strategies import Candidate, DeviceSet
@@ -44,7 +45,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Plan:
-    """A candidate that fits. times: by stage, of the whole cluster."""
+    """A candidate that fits. times: by stage, of the whole cluster. devices: of the cluster, used or not."""
 
     candidate: Candidate
     filled: tuple[Filled, ...]
@@ -88,8 +89,7 @@ class Evaluation:
             filled.append(found)
         times = self._times(candidate, filled)
         step = step_time(candidate.schedule, times, self._lanes(candidate, filled, times))
-        devices = sum(group.devices for group in candidate.sets)
-        return Plan(candidate, tuple(filled), times, step, self.roles.rows, devices)
+        return Plan(candidate, tuple(filled), times, step, self.roles.rows, self.roles.spec.cluster.size)
 
     def _fill(self, candidate: Candidate, group: DeviceSet) -> Filled | None:
         ahead = candidate.max_staleness if candidate.schedule.continuous else 0
@@ -103,6 +103,8 @@ class Evaluation:
     def _options(self, candidate: Candidate, group: DeviceSet, ahead: float) -> Iterator[Filled]:
         """Every combination of layouts that fits."""
         beside = candidate.here and "train_critic" in group.roles
+        if beside and self.roles.models["train_critic"] != self.roles.policy:
+            return
         others = [seat for seat in group.seats if seat.role != "generate" and not (beside and seat.role == "train_critic")]
         each = [self._choices(candidate, seat.role, seat.devices)[:_MOST_CHOICES] for seat in others]
         parts = {seat.part for seat in others} - {None} or {None}

@@ -127,6 +127,11 @@ class ModelCosts:
     def weight_bytes(self) -> int:
         return _WEIGHT_BYTES * self.parameters
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights, those of experts."""
+        return _WEIGHT_BYTES * (self.parameters - self._parameters(0)) if self.experts else 0
+
     def training_bytes(self, zero_stage: int, data_parallel: int) -> float:
         """Weights, gradients and Adam's state on one device: 2P + 2P + 12P, of which a ZeRO stage divides the last few.
 

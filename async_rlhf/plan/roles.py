@@ -9,51 +9,27 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.plan import devices
+from async_rlhf.plan import devices, layouts
 from async_rlhf.plan.devices import Device
 from async_rlhf.plan.generation import generate
-from async_rlhf.plan.model_costs import ModelCosts, Recompute
+from async_rlhf.plan.layouts import Kind, Layout, powers
+from async_rlhf.plan.model_costs import ModelCosts
 from async_rlhf.plan.schedules import StageTime
 from async_rlhf.plan.spec import Spec, costs_of
 from async_rlhf.plan.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
 from async_rlhf.run import memory
 
 Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
-Training = Literal["any", "here", "zero-3"]
 _LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them
 _CONTEXT_BYTES = 512 << 20  # a CUDA process before its first tensor
 _PASS_TOKENS = 32768  # of one forward pass of a frozen model
-MOST_RANKS = 64
-"""Of this learner."""
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Of a model over its devices. micro_rows: of one forward and backward pass of a data-parallel part."""
-
-    tensor: int
-    pipeline: int = 1
-    data: int = 1
-    zero_stage: int = 0
-    micro_rows: int = 1
-    recompute: Recompute = "none"
-
-    def __str__(self) -> str:
-        parts = [f"{name} {size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data)) if size > 1]
-        if self.zero_stage:
-            parts.append(f"ZeRO-{self.zero_stage}")
-        if self.recompute == "full":
-            parts.append("recomputation")
-        return ", ".join(parts) or "one device"
 
 
 @dataclass(frozen=True)
@@ -104,7 +80,6 @@ class Roles:
         return self.spec.search.memory_share * self.device.memory_bytes - _CONTEXT_BYTES
 
     def place(self, role: Role, layout: Layout) -> Place:
-        size = layout.tensor * layout.pipeline * layout.data
         efficiency = self.spec.efficiency
         return Place(
             model=self.models[role],
@@ -112,14 +87,14 @@ class Roles:
             tensor=layout.tensor,
             pipeline=layout.pipeline,
             data=layout.data,
-            spread=size > self.spec.cluster.devices_per_node,
+            context=layout.context,
+            experts=layout.experts,
+            spread=layout.devices > self.spec.cluster.devices_per_node,
             efficiency=efficiency.of_training if role.startswith("train") else efficiency.of_inference,
         )
 
     def tensors(self, role: Role, count: int) -> list[int]:
-        """Sizes of tensor groups: powers of two within a node that divide heads and devices."""
-        most = min(count, self.spec.cluster.devices_per_node)
-        return [size for size in _powers(most) if count % size == 0 and self.models[role].heads % size == 0]
+        return layouts.tensor_sizes(self.models[role], count, self.spec.cluster.devices_per_node)
 
     def _inference(self, role: Role, count: int) -> tuple[Choice, ...]:
         """Passes of a frozen model or of values over a batch, weights in tensor groups, or in shards over all devices."""
@@ -140,39 +115,23 @@ class Roles:
                 found.append(Choice(layout, seconds, 0.0 if role == "values" else weights, working))
         return _front(found)
 
-    def _training(self, role: Role, count: int, kind: Training = "any") -> tuple[Choice, ...]:
-        """here: layouts that this learner has, data parallel by ZeRO or one tensor group. zero-3: that stage, over all."""
-        found = [self._trained(role, layout) for layout in self._training_layouts(role, count, kind)]
+    def _training(self, role: Role, count: int, kind: Kind = "any") -> tuple[Choice, ...]:
+        batch = self.spec.batch
+        tried = layouts.training(
+            self.models[role],
+            count,
+            self.spec.cluster.devices_per_node,
+            kind,
+            update_rows=self.rows // batch.updates_per_step,
+            update_groups=batch.groups // batch.updates_per_step,
+            longest_row=self.prompt + self.spec.lengths.longest,
+        )
+        found = [self._trained(role, layout) for layout in tried]
         return _front([self._as_checked(choice) for choice in found] if kind == "here" else found)
 
     def critic_beside(self, layout: Layout) -> Choice:
         """This learner's critic lies as its policy does, whose memory counts it."""
         return replace(self._trained("train_critic", layout), kept_bytes=0.0, working_bytes=0.0)
-
-    def _training_layouts(self, role: Role, count: int, kind: Training) -> Iterator[Layout]:
-        update_rows = self.rows // self.spec.batch.updates_per_step
-        for tensor in self.tensors(role, count):
-            for pipeline in _powers(min(count // tensor, self.models[role].layers)):
-                data = count // tensor // pipeline
-                if data * tensor * pipeline != count or (kind == "zero-3" and data < count):
-                    continue
-                if kind == "here" and (pipeline > 1 or (tensor > 1 and data > 1) or tensor * data > MOST_RANKS):
-                    continue
-                # Here a rank trains on whole groups.
-                if data > (self.spec.batch.groups // self.spec.batch.updates_per_step if kind == "here" else update_rows):
-                    continue
-                stages = (0,) if data == 1 else (1,) if pipeline > 1 else (3,) if kind == "zero-3" else (1, 2, 3)
-                for zero_stage in stages:
-                    for recompute in _RECOMPUTES:
-                        for micro_rows in _powers(min(math.ceil(update_rows / data), 16)):
-                            yield Layout(
-                                tensor=tensor,
-                                pipeline=pipeline,
-                                data=data,
-                                zero_stage=zero_stage,
-                                micro_rows=micro_rows,
-                                recompute=recompute,
-                            )
 
     def _trained(self, role: Role, layout: Layout) -> Choice:
         place, model, updates = self.place(role, layout), self.models[role], self.spec.batch.updates_per_step
@@ -184,14 +143,20 @@ class Roles:
         proximal = 0.0
         if role == "train" and self.spec.proximal_pass:
             proximal = inference_s(place, self.rows, tokens, micro_batches=micro_batches * updates)
-        part = layout.tensor * layout.pipeline
-        kept = model.training_bytes(layout.zero_stage, layout.data) / part
         # A row is never cut: where one pass takes one row, it may be the longest.
-        held = max(self.prompt + self.spec.lengths.longest, layout.micro_rows * tokens)
+        held = math.ceil(max(self.prompt + self.spec.lengths.longest, layout.micro_rows * tokens) / layout.context)
         working = model.activation_bytes(1, held, tensor_parallel=layout.tensor, recompute=layout.recompute)
         if layout.recompute == "full":  # the layer that is computed again
             working += model.activation_bytes(1, held, tensor_parallel=layout.tensor) / model.layers
-        return Choice(layout, updates * update + proximal, kept, working + _LOGITS_BYTES)
+        return Choice(layout, updates * update + proximal, self._trained_bytes(model, layout), working + _LOGITS_BYTES)
+
+    @staticmethod
+    def _trained_bytes(model: ModelCosts, layout: Layout) -> float:
+        """Weights, gradients and optimizer; experts that groups of data share are divided among those first."""
+        shared, expert_share = layout.data * layout.context, model.expert_bytes / model.weight_bytes
+        rest = model.training_bytes(layout.zero_stage, shared) * (1 - expert_share)
+        experts = model.training_bytes(layout.zero_stage, shared // layout.experts) * expert_share / layout.experts
+        return (rest + experts) / (layout.tensor * layout.pipeline)
 
     def _as_checked(self, choice: Choice) -> Choice:
         """With the memory that `check` counts for this learner, its critic's too."""
@@ -227,7 +192,7 @@ class Roles:
 
     def learner_settings(self, layout: Layout) -> dict[str, Any]:
         """The section `learner` of a configuration. Data-parallel ranks and tensor groups are DeepSpeed's."""
-        ranks = layout.tensor * layout.data
+        ranks = layout.devices
         settings: dict[str, Any] = {
             "device": "cuda",
             "dtype": "bfloat16",
@@ -243,6 +208,8 @@ class Roles:
             settings["reference_dtype"] = "bfloat16"
         if ranks > 1:
             settings |= {"backend": "deepspeed", "zero_stage": layout.zero_stage or 1, "tensor_parallel": layout.tensor}
+            if layout.context > 1:
+                settings["sequence_parallel"] = layout.context
         return settings
 
     def generation(self, count: int, tensor: int, room: float, ahead: float) -> tuple[StageTime, int] | None:
@@ -297,21 +264,33 @@ class Roles:
             reward.seconds,
         )
 
+    def least_bytes(self, kind: Kind = "any") -> dict[Role, float]:
+        """Of a device, by role, where all devices do nothing else; generation with room for one longest row."""
+        count = self.spec.cluster.size
+        counts = [*powers(count), count] if kind == "here" else [count]  # a batch may have too few groups for all of them
+        row = self.policy.kv_bytes_per_token * (self.prompt + self.spec.lengths.longest)
+        found: dict[Role, float] = {}
+        for role, model in self.models.items():
+            if role == "generate":
+                engines = [(t, min(t, model.kv_heads)) for t in self.tensors(role, count)]
+                found[role] = min(model.weight_bytes / tensor + row / split for tensor, split in engines)
+            elif role.startswith("train"):
+                choices = [choice for number in counts for choice in self.training(role, number, kind)]
+                found[role] = min((each.kept_bytes + each.working_bytes for each in choices), default=math.inf)
+            else:
+                found[role] = min(each.kept_bytes + each.working_bytes for each in self.inference(role, count))
+        return found
 
-def no_fit(spec: Spec, roles: Roles) -> ConfigError:
-    """Of models that fit nowhere: what the smallest layout of training would take."""
-    count = spec.cluster.size
-    least = min((choice.kept_bytes + choice.working_bytes for choice in roles.training("train", count)), default=math.inf)
-    return ConfigError(
-        f"no plan fits: the policy has {roles.policy.parameters / 1e9:.3g} billion parameters; its training on {count} devices "
-        f"takes at least {least / 1e9:.3g} GB of each, which has {roles.device.memory_bytes / 1e9:.3g} GB, "
-        f"{spec.search.memory_share:.0%} of it for the plan. Add nodes, take devices with more memory, shorten "
+
+def no_fit(roles: Roles, kind: Kind = "any") -> str:
+    """Why no placement fits."""
+    least = ", ".join(f"{role} {size / 1e9:.3g} GB" for role, size in roles.least_bytes(kind).items())
+    return (
+        f"shared out over all {roles.spec.cluster.size} devices, each takes at least: {least}; a device has "
+        f"{roles.device.memory_bytes / 1e9:.3g} GB, "
+        f"{roles.spec.search.memory_share:.0%} of it for the plan. Add nodes, take devices with more memory, shorten "
         "lengths.longest, or train a smaller model"
     )
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())] if most else []
 
 
 def _rounded(slots: int) -> int:

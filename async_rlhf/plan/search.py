@@ -59,7 +59,7 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
                 plans.append(plan)
     progress("", len(names), len(names))
     if not plans:
-        raise no_fit(spec, roles)
+        raise ConfigError(f"no placement fits: {no_fit(roles)}")
     plans.sort(key=_seconds)
     best, settings, refusal = _first_that_runs(plans, roles)
     allowed = set(spec.search.max_staleness)
@@ -79,7 +79,9 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
 
 def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, object]], str]:
     """In the order of `plans`; the first refusal where all are refused."""
-    refusal = "no placement that this system runs fits; see the others"
+    if roles.models.get("train_critic", roles.policy) != roles.policy:
+        return None, {}, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"
+    refusal = f"no placement that it runs fits: {no_fit(roles, 'here')}"
     tried = 0
     for plan in plans:
         if not plan.candidate.here:

@@ -54,9 +54,8 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
         share = (own.kept_bytes + own.working_bytes) / roles.device.memory_bytes
         found["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
     if "train_critic" in roles.models:
-        if roles.models["train_critic"] != roles.policy:
-            raise ConfigError("models.critic differs from models.policy; this learner's critic begins as a copy of the policy")
-        found["advantage"] = {"kind": "gae"}
+        # Older data would fit the critic of `gae` to the policies that sampled them.
+        found["advantage"] = {"kind": "gae" if plan.candidate.max_staleness <= 1 else "traced"}
     found |= _scoring(plan, roles)
     found = {name: section for name, section in found.items() if section}
     _check(found, roles)

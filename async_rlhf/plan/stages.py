@@ -57,7 +57,9 @@ class Link:
 class Place:
     """A model on its devices: tensor · pipeline hold it once, data such groups work on different rows.
 
-    Tensor groups lie within a node; the others use the network where they are spread over nodes, else the node's own links.
+    context: groups that share the positions of a row, each with the same weights. experts: of the data-parallel groups, how
+    many share the experts of a layer. Tensor groups lie within a node; the others use the network where they are spread over
+    nodes, else the node's own links.
     """
 
     model: ModelCosts
@@ -65,16 +67,23 @@ class Place:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    experts: int = 1
     spread: bool = False
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
+        for name in ("tensor", "pipeline", "data", "context", "experts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a place with {name} = {getattr(self, name)}: at least 1")
         if self.model.heads % self.tensor:
             near = max(number for number in range(1, self.tensor) if self.model.heads % number == 0)
             raise ConfigError(f"tensor = {self.tensor} must divide the model's {self.model.heads} heads; nearest: {near}")
+        if self.experts > 1 and (self.model.experts % self.experts or self.data % self.experts):
+            raise ConfigError(
+                f"experts = {self.experts} must divide the model's {self.model.experts} experts and {self.data} groups of "
+                f"data; nearest: {math.gcd(self.model.experts, self.data, self.experts) or 1}"
+            )
         if self.pipeline > self.model.layers:
             raise ConfigError(
                 f"pipeline = {self.pipeline} of a model with {self.model.layers} layers; nearest: {self.model.layers}"
@@ -82,7 +91,7 @@ class Place:
 
     @property
     def devices(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def flops(self) -> float:
@@ -184,14 +193,19 @@ def training_s(
         raise ConfigError(f"zero_stage = {zero_stage}: 0 to 3; nearest: {min(max(zero_stage, 0), 3)}")
     again = 1 if recompute == "full" else 0
     passes = _passes_s(place, rows, tokens, micro_batches, compute=3 + again, layers=2 + again, head=True)
-    part = place.model.weight_bytes / (place.tensor * place.pipeline)
+    shared = place.model.expert_bytes
+    parts = ((place.model.weight_bytes - shared, 1), (shared, place.experts))
     gathers = 3 * micro_batches if zero_stage == 3 else 2
-    return passes + gathers * place.far.gather_s(part, place.data)
+    return passes + gathers * sum(
+        place.far.gather_s(size / (place.tensor * place.pipeline * few), place.data * place.context // few)
+        for size, few in parts
+        if size
+    )
 
 
 def optimizer_s(place: Place, *, zero_stage: int = 0) -> float:
     """Adam reads and writes its 16 bytes a parameter; ZeRO divides them over the data-parallel devices from stage 1 on."""
-    share = place.tensor * place.pipeline * (place.data if zero_stage else 1)
+    share = place.tensor * place.pipeline * (place.data * place.context if zero_stage else 1)
     return 2 * 16 * place.model.parameters / share / place.memory_bytes_per_s
 
 
@@ -216,18 +230,39 @@ def _passes_s(place: Place, rows: int, tokens: int, micro_batches: int, *, compu
     # The group with the most rows is waited for.
     most = math.ceil(rows / place.data)
     flops = compute * most * place.model.sequence_flops(tokens, head=head)
-    size = _BYTES * most * tokens * place.model.hidden
+    size = _BYTES * most * tokens * place.model.hidden / place.context
     bubble = (place.pipeline + micro_batches - 1) / micro_batches
-    busy = flops / (place.flops * place.tensor * place.pipeline)
+    busy = flops / (place.flops * place.tensor * place.pipeline * place.context)
     # Each stage of a pipeline does the all-reduces of its own layers.
     reduced = layers * _layers_s(place, size / micro_batches) * micro_batches / place.pipeline
+    exchanged = layers * _exchanges_s(place, most / micro_batches, tokens) * micro_batches / place.pipeline
     crossings = (1 if layers == 1 else 2) * _boundaries_s(place, size / micro_batches)
-    return (busy + reduced) * bubble + crossings
+    return (busy + reduced + exchanged) * bubble + crossings
 
 
 def _layers_s(place: Place, size: float) -> float:
     """Two all-reduces of `size` bytes for each layer of the model."""
     return 2 * place.model.layers * place.near.reduce_s(size, place.tensor)
+
+
+def _exchanges_s(place: Place, rows: float, tokens: int) -> float:
+    """Of all layers, for one pass forward: keys and values in a ring of context groups, tokens to their experts and back.
+
+    Ring attention (Liu et al., arXiv 2310.01889): c - 1 hops of one group's keys and values, hidden behind its attention as far
+    as that takes as long. Experts: two all-to-alls of each token's hidden state for each of its experts (GShard, arXiv
+    2006.16668, section 3.2).
+    """
+    model, own = place.model, tokens / place.context
+    seconds = 0.0
+    if place.context > 1:
+        hops = (place.context - 1) * place.far.send_s(rows * own * model.kv_bytes_per_token / model.layers / place.tensor)
+        attention = rows * own * (model.forward_flops(tokens / 2) - model.forward_flops(0)) / model.layers
+        seconds += model.layers * max(0.0, hops - attention / (place.flops * place.tensor))
+    if place.experts > 1:
+        away = (place.experts - 1) / place.experts
+        size = _BYTES * rows * own * model.hidden * model.active_experts * away / place.tensor
+        seconds += 2 * model.layers * place.far.send_s(size)
+    return seconds
 
 
 def _boundaries_s(place: Place, size: float) -> float:

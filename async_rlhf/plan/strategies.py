@@ -236,23 +236,36 @@ def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = Fal
                 yield Candidate(name, schedule(name, bound), sets, here=True)
 
 
-def _three_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
+def _three_pools(ask: Ask, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
     """Generators, frozen models, learners with what reads the weights that they train."""
-    values = [role for role in ask.scoring if role == "values"]
+    if not ask.frozen:
+        return
     for generate, score in product(ask.counts(), repeat=2):
-        rest = ask.devices - generate - score
-        if rest < 1 or not ask.frozen:
-            continue
-        sets = (
-            _group("actors", generate, ["generate"]),
-            _group("scorers", score, ask.frozen),
-            _group("learner", rest, (*values, *ask.learning)),
-        )
-        for bound in bounds:
-            yield Candidate(name, schedule(name, bound), sets)
-            # A scorer has one device on each host of actors.
-            if here and score == math.ceil((generate + score) / ask.node):
-                yield Candidate(name, schedule(name, bound), sets, here=True)
+        if (rest := ask.devices - generate - score) >= 1:
+            for bound in bounds:
+                yield Candidate(name, schedule(name, bound), _with_scorers(ask, generate, score, rest))
+
+
+def _three_pools_here(ask: Ask, bounds: Sequence[float]) -> Iterator[Candidate]:
+    """A scorer has one device on each host of actors; engines of several devices may leave some of a host unused."""
+    if not ask.frozen:
+        return
+    for learner in ask.counts():
+        hosts = math.ceil((ask.devices - learner) / ask.node)
+        free = ask.devices - learner - hosts
+        for generate in sorted({free // tensor * tensor for tensor in (1, 2, 4, 8)} - {0}):
+            for bound in bounds:
+                sets = _with_scorers(ask, generate, hosts, learner)
+                yield Candidate("bounded", schedule("bounded", bound), sets, here=True)
+
+
+def _with_scorers(ask: Ask, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
+    values = [role for role in ask.scoring if role == "values"]
+    return (
+        _group("actors", generate, ["generate"]),
+        _group("scorers", score, ask.frozen),
+        _group("learner", learner, (*values, *ask.learning)),
+    )
 
 
 def _one_step(ask: Ask) -> Iterator[Candidate]:
@@ -266,7 +279,8 @@ def _inter_batch(ask: Ask) -> Iterator[Candidate]:
 def _bounded(ask: Ask) -> Iterator[Candidate]:
     bounds = [bound for bound in ask.bounds if bound]
     yield from _two_pools(ask, "bounded", bounds, here=True)
-    yield from _three_pools(ask, "bounded", bounds, here=True)
+    yield from _three_pools(ask, "bounded", bounds)
+    yield from _three_pools_here(ask, bounds)
 
 
 def _fully_async(ask: Ask) -> Iterator[Candidate]:

@@ -19,7 +19,7 @@ def lines(found: Found) -> Iterator[str]:
     yield from _question(found)
     yield ""
     if found.best is None:
-        yield f"This system runs no plan of these: {found.refusal}"
+        yield f"This system runs none of these plans: {found.refusal}"
     else:
         yield f"Best that runs here: {_headline(found.best)}"
         yield from _plan(found.best, found)

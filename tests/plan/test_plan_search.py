@@ -62,12 +62,12 @@ FOUND = (shipped, with_everything)
 
 
 @pytest.mark.parametrize("found", FOUND)
-def test_every_plan_fits_and_uses_each_device_once(found: Any) -> None:
+def test_every_plan_fits_and_gives_each_device_once(found: Any) -> None:
     found = found()
     plans = [plan for plan in [*found.by_strategy.values(), *found.by_bound.values(), found.best] if plan is not None]
     assert len(plans) > 6
     for plan in plans:
-        assert sum(group.devices for group in plan.candidate.sets) == found.roles.spec.cluster.size
+        assert sum(group.devices for group in plan.candidate.sets) <= found.roles.spec.cluster.size
         assert {role for group in plan.candidate.sets for role in group.roles} == set(found.roles.models)
         for filled in plan.filled:
             assert 0 < filled.bytes_per_device <= found.roles.room_bytes
@@ -186,7 +186,10 @@ def test_the_command_lists_the_devices() -> None:
         ({"models": {"policy": "nowhere"}}, "no model configuration at"),
         ({"search": {"strategies": ["flatening"]}}, "flattening"),
         ({"search": {"max_staleness": []}}, "one or more of 0 to 1024"),
-        ({"cluster": {"device": "L40S", "devices_per_node": 1}, "lengths": {"longest": 1_000_000}}, "no plan fits"),
+        (
+            {"cluster": {"device": "L40S", "devices_per_node": 1}, "lengths": {"longest": 1_000_000}},
+            "no placement fits: shared out over all 1 devices, each takes at least: generate",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_nearest_choice(changes: dict[str, Any], message: str) -> None:

@@ -62,6 +62,7 @@ places = st.builds(
     tensor=st.sampled_from([1, 2, 4, 8]),
     pipeline=st.sampled_from([1, 2, 4]),
     data=st.sampled_from([1, 2, 3, 8]),
+    context=st.sampled_from([1, 1, 2, 4]),
     spread=st.booleans(),
     efficiency=st.builds(
         Efficiency,
@@ -172,6 +173,32 @@ def test_four_all_reduces_a_layer_are_the_price_of_a_tensor_group_in_training() 
     size = 2 * 4 * 100 * 2048
     assert training_s(pair, 4, 100) - training_s(fast, 4, 100) == pytest.approx(4 * 16 * size / 1e9)
     assert inference_s(pair, 4, 100) - inference_s(fast, 4, 100) == pytest.approx(2 * 16 * size / 1e9)
+
+
+def test_groups_that_share_the_positions_of_long_rows_divide_the_work_and_hide_their_ring_behind_attention() -> None:
+    links = Device(**{**vars(device("H100")), "link_latency_s": 0.0, "link_bytes_per_s": 1e15})
+    one, four = (Place(model=DENSE, device=links, context=context) for context in (1, 4))
+    assert four.devices == 4 and inference_s(four, 1, 32768) == pytest.approx(inference_s(one, 1, 32768) / 4)
+    slow = Place(model=DENSE, device=Device(**{**vars(device("H100")), "link_bytes_per_s": 25e9}), context=4)
+    long, short = (inference_s(slow, 1, tokens) / inference_s(one, 1, tokens) for tokens in (131072, 1024))
+    # Attention grows with the square of a row, what the ring carries with the row.
+    assert long == pytest.approx(1 / 4, rel=0.02) and short > 1 / 2
+
+
+def test_tokens_travel_to_their_experts_and_back_in_each_layer() -> None:
+    alone, shared = (Place(model=EXPERTS, device=device("H100"), data=2, experts=number) for number in (1, 2))
+    size = 2 * 4 * 100 * EXPERTS.hidden * EXPERTS.active_experts / 2
+    extra = 2 * EXPERTS.layers * shared.far.send_s(size)
+    assert inference_s(shared, 8, 100) == pytest.approx(inference_s(alone, 8, 100) + extra)
+
+
+def test_experts_that_are_shared_have_fewer_gradients_to_exchange() -> None:
+    links = Device(**{**vars(device("H100")), "link_latency_s": 0.0, "network_latency_s": 0.0})
+    alone, shared = (Place(model=EXPERTS, device=links, data=8, experts=number) for number in (1, 8))
+    of_passes = [inference_s(place, 8, 1) for place in (alone, shared)]
+    gradients = [training_s(place, 8, 1) - 3 * passes for place, passes in zip((alone, shared), of_passes, strict=True)]
+    dense = EXPERTS.weight_bytes - EXPERTS.expert_bytes
+    assert gradients[1] / gradients[0] == pytest.approx(dense / EXPERTS.weight_bytes, rel=0.05)
 
 
 def test_the_head_meets_the_last_token_of_a_prompt_only() -> None:
