@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -34,20 +36,26 @@ def measure(
     """Measure what is not in the table yet, one run after the other: each has the machine for itself."""
     from async_rlhf.experiments.planning.measured import runs
 
-    began = time.monotonic()
-    try:
+    began, failed = time.monotonic(), 0
+    with _errors():
         todo = results.missing(results.read(results_file), repeats, only or [])
         typer.echo(f"{len(todo)} runs, about {len(todo) * (seconds + _START_S) / 60:.0f} minutes")
         for number, (cell, repeat) in enumerate(todo, 1):
-            row = results.row_of(cell, repeat, runs.measure(cell, seconds))
+            label = f"{number}/{len(todo)} {cell.name}, run {repeat + 1}"
+            try:
+                row = results.row_of(cell, repeat, runs.measure(cell, seconds))
+            except AsyncRLHFError as error:  # the others are measured all the same
+                typer.echo(f"{label} failed: {error}", err=True)
+                failed += 1
+                continue
             results.append(results_file, row)
             shown = f"{float(row['samples_per_s']):.1f} samples/s, other programs {float(row['foreign'] or 0):.0%}"
-            typer.echo(f"{number}/{len(todo)} {cell.name}, run {repeat + 1}: {shown}, {float(row['wall_s']):.0f} s")
+            typer.echo(f"{label}: {shown}, {float(row['wall_s']):.0f} s")
         _show(results_file, {})
-    except AsyncRLHFError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
     typer.echo(f"{results_file}: in {(time.monotonic() - began) / 60:.1f} minutes")
+    if failed:
+        typer.echo(f"{failed} runs failed; the same command makes them again", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -58,8 +66,14 @@ def compare(
     ),
 ) -> None:
     """Predictions beside measurements: the error of each cell beside the spread of its runs, and the order of pairs."""
-    try:
+    with _errors():
         _show(results_file, _predicted(predictions))
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
     except AsyncRLHFError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +20,17 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch import affinity
+from async_rlhf.launch.connection import Parcel
 from async_rlhf.launch.cpu_sets import PARTS, Part, Strategy, cpu_sets, shares
 from async_rlhf.launch.exit_codes import InterruptedRunError
+from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Host, Placement, Wanted, place
 from async_rlhf.launch.program import Node, Process
+from async_rlhf.launch.remote import Connections, RemoteLauncher
+from async_rlhf.launch.sockets import ON_HOST
+from async_rlhf.run.config import dump
 from async_rlhf.run.placing import placement_of, table, with_threads
 from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
@@ -137,7 +145,7 @@ def test_a_strategy_that_cannot_be_is_refused_with_the_nearest_that_can(
 def test_settings_that_contradict_a_strategy_are_refused(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"colocate = true lets all share devices, and strategy = 'separation' does not"):
         small(**{"placement.strategy": "separation", "placement.colocate": True})
-    with pytest.raises(ConfigError, match=r"strategy.*'seperation'.*'separation'|'separation'.*"):
+    with pytest.raises(ConfigError, match=r"'seperation': .* 'flattening', 'interleaving' or 'separation'"):
         small(**{"placement.strategy": "seperation"})
     with pytest.raises(ConfigError, match=r"there is none: .* scoring.placement = 'process'"):
         placement_of(small(**{"placement.strategy": "interleaving"}), (Host(cpus=2),))
@@ -171,6 +179,30 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
         LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
     assert os.sched_getaffinity(0) == before
+
+
+def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[..., Any], tmp_path: Path) -> None:
+    hosts = CommandHosts(("far",), (sys.executable, "-m", "async_rlhf.launch.agent"))
+    inline = {"config.toml": dump(small()).encode()}
+    connections = Connections(
+        hosts,
+        Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
+        60.0,
+        pack=lambda node, directory, found: Parcel({}, inline, {"hub.log": node.log}),
+    )
+    try:
+        connections.check()
+        (host,) = connections.inventory()
+        assert host.holds and host.cpus == len(os.sched_getaffinity(0))
+        launcher = RemoteLauncher(LocalLauncher(), connections)
+        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
+        hub = launcher.start(tmp_path, node)
+        wait_for(lambda: hub.pid, "the agent to start it", 60)
+        assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
+        assert affinity.told_threads(psutil.Process(hub.pid).environ()) == 3
+        hub.kill()
+    finally:
+        connections.close()
 
 
 def allowed(pid: int) -> set[int]:

@@ -23,6 +23,8 @@ EVERYWHERE: Mapping[str, Any] = {
     "data.size": 512,
     "data.held_out": 8,
     "generation.group_size": GROUP_SIZE,
+    "engine.slots": 128,
+    "actors.queued_groups": 0,  # what an engine holds it decodes: no time of a completion is a wait for a slot
     "learner.batch_size": BATCH_SIZE,
     "learner.learning_rate": 1e-9,
     "checkpoint.save_every": 1_000_000,
