@@ -51,9 +51,17 @@ def held_to(cpus: tuple[int, ...] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def environment(threads: int | None) -> dict[str, str]:
-    """Variables that tell a process how many threads to compute with; None: as its configuration says."""
-    return {} if threads is None else {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
+def environment(threads: int | None, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that tell a process how many threads to compute with; None: as its configuration says.
+
+    Where parts share CPUs, not all threads of a process run at once. One that spins while it waits for another takes a CPU that
+    the other needs, and a decode step takes time slices instead of milliseconds. So they sleep while they wait, unless
+    OMP_WAIT_POLICY says otherwise.
+    """
+    if threads is None:
+        return {}
+    waits = variables.get("OMP_WAIT_POLICY", "PASSIVE")
+    return {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": waits}
 
 
 def told_threads(variables: Mapping[str, str] = os.environ) -> int | None:

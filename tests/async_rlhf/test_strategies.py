@@ -176,6 +176,9 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert affinity.told_threads(affinity.environment(7)) == 7 and affinity.told_threads({}) is None
+    assert affinity.environment(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
+    assert affinity.environment(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert affinity.environment(None) == {}
     with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
         LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
     assert os.sched_getaffinity(0) == before
