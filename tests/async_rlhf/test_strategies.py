@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from async_rlhf.run.config import dump
 from async_rlhf.run.placing import placement_of, table, with_threads
 from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf.test_placement import inventories, runs
 from tests.conftest import wait_for
 
 EQUAL: dict[Part, float] = {"generation": 1, "scoring": 1, "learning": 1}
@@ -105,6 +108,31 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
     hosts = Host(cpus=4), Host("me", cpus=4, own=True)
     slots = on(hosts, strategy="separation", actors=1, away=True).slots
     assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
+
+
+@given(runs(), inventories(), strategies)
+def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
+    wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
+) -> None:
+    try:
+        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL, colocate=False), inventory).slots
+    except ConfigError:
+        return
+    together = {"flattening": {"learner", "scorer", "actor"}, "interleaving": {"learner", "scorer"}, "separation": set[str]()}
+    cpus = {host.name: host.cpus for host in inventory}
+    for (one, a), (other, b) in combinations(slots.items(), 2):
+        kinds = {one.partition("-")[0], other.partition("-")[0]}
+        if a.host != b.host or not kinds <= {"learner", "scorer", "actor"}:
+            continue
+        assert a.cpus and b.cpus and max(*a.cpus, *b.cpus) < cpus[a.host]
+        if len(kinds) == 1:
+            assert a.cpus == b.cpus and not set(a.devices or ()) & set(b.devices or ())
+        elif not kinds <= together[strategy]:
+            assert not set(a.devices or ()) & set(b.devices or ())
+            assert (kinds == {"actor", "scorer"} and a.cpus == b.cpus) or not set(a.cpus) & set(b.cpus)
+    for kind, host in {(name.partition("-")[0], slot.host) for name, slot in slots.items() if slot.cpus}:
+        same = [slot for name, slot in slots.items() if name.partition("-")[0] == kind and slot.host == host]
+        assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
 
 
 def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
