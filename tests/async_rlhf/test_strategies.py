@@ -36,7 +36,6 @@ from async_rlhf.run.config import dump
 from async_rlhf.run.placing import placement_of, table, with_threads
 from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_placement import inventories, runs
 from tests.conftest import wait_for
 
 EQUAL: dict[Part, float] = {"generation": 1, "scoring": 1, "learning": 1}
@@ -110,12 +109,27 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
     assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
 
 
-@given(runs(), inventories(), strategies)
+runs_with_a_scorer = st.builds(
+    Wanted,
+    ranks=st.integers(1, 3),
+    rank_devices=st.sampled_from([0, 1]),
+    actors=st.integers(1, 6),
+    actor_devices=st.sampled_from([0, 1, 2]),
+    scorer=st.just(True),
+    scorer_devices=st.sampled_from([0, 1]),
+    actor_share=st.just(0.4),
+)
+hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
+    lambda found: tuple(Host(f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
+)
+
+
+@given(runs_with_a_scorer, hosts_with_devices, strategies)
 def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
     try:
-        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL, colocate=False), inventory).slots
+        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL), inventory).slots
     except ConfigError:
         return
     together = {"flattening": {"learner", "scorer", "actor"}, "interleaving": {"learner", "scorer"}, "separation": set[str]()}
