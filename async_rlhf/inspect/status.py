@@ -22,6 +22,7 @@ from async_rlhf.actors.scoring.remote_executor import server_state
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector
+from async_rlhf.launch.affinity import as_ranges
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
@@ -133,6 +134,7 @@ def read(run: RunDir) -> dict[str, Any]:
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
+        "cpus": tried(lambda: _cpus(run), {}),
         "restarts": tried(lambda: read_restarts(run.restarts), {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run), []),
@@ -165,6 +167,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
     if found["scorer"]:
         lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
+    if found["alive"] and found["cpus"]:
+        lines.append("CPUs: " + ", ".join(f"{process} {cpus}" for process, cpus in found["cpus"].items()))
     if restarts := found["restarts"]:
         lines.append("started again: " + ", ".join(f"{role} {count}" for role, count in sorted(restarts.items())))
     if found["alive"] and found["hub"].get("waiting_for"):
@@ -183,6 +187,13 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     lines += [f"changed: {change}" for change in found["changes"]]
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])
+
+
+def _cpus(run: RunDir) -> dict[str, str]:
+    """Of each process that is held to some, by number."""
+    placement = run.read_placement()
+    slots = {} if placement is None else placement.slots
+    return {name: as_ranges(slot.cpus) for name, slot in slots.items() if slot.cpus is not None}
 
 
 def _spool(found: dict[str, Any], run: RunDir) -> str:

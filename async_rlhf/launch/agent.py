@@ -138,6 +138,7 @@ class Agent:
             device_name=found.device_name,
             cpus=found.cpus,
             memory=found.memory,
+            holds=found.holds,
         )
         return orders.Opened(version=version("async-rlhf"), host=self._host, directory=directory, has=has)
 
@@ -147,9 +148,10 @@ class Agent:
             returns = [directory / name for name in message.returns]
             for path in returns:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            devices = None if message.devices is None else tuple(message.devices)
+            devices, cpus = (None if each is None else tuple(each) for each in (message.devices, message.cpus))
             arguments = tuple(each.replace(str(ON_HOST), str(depot.sockets)) for each in message.arguments)
-            node = Node(message.name, message.role, arguments, returns[0], devices=devices)
+            log, threads = returns[0], message.threads
+            node = Node(message.name, message.role, arguments, log, devices=devices, cpus=cpus, threads=threads)
             process = self._launcher.start(directory, node)
         except OSError as error:
             return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")

@@ -66,7 +66,18 @@ class HostConfig(Section):
     device_memory: int | None = Field(default=None, ge=1)
     """Bytes of each of them; `"none"`: not known, and then nothing is refused for its size."""
     cpus: int = Field(default=1, ge=1)
-    """CPUs that `actors.count = "fill"` may fill."""
+    """CPUs that `actors.count = "fill"` may fill, and that a `strategy` divides, numbered from 0."""
+
+
+class CpuWeights(Section):
+    """How a `strategy` divides the CPUs of a host: sets with several parts have the sum of their weights."""
+
+    generation: float = Field(default=2.0, gt=0)
+    """Of the actors."""
+    scoring: float = Field(default=1.0, gt=0)
+    """Of the scorer."""
+    learning: float = Field(default=1.0, gt=0)
+    """Of the learner's ranks."""
 
 
 class PlacementConfig(Section):
@@ -83,6 +94,25 @@ class PlacementConfig(Section):
     actor_share: float = Field(default=0.5, gt=0, le=1)
     """`colocate`: share of a device's memory that one engine may take (vLLM is given it as `gpu_memory_utilization`); what
     the engines leave is for the learner and the scorer."""
+    strategy: Literal["flattening", "interleaving", "separation"] | None = None
+    """Which CPUs, and devices, generation, scoring and learning have. `flattening`: all have all. `interleaving`: the scorer
+    has those of the learner, beside generation. `separation`: each has its own. The threads of each process follow its CPUs,
+    whatever `threads` says. `"none"`: every process may use every CPU, and devices are given as `colocate` says."""
+    cpu_weights: CpuWeights = CpuWeights()
+    """With a `strategy`."""
+
+    @property
+    def colocates(self) -> bool:
+        """Whether a device may be given to a process of each kind."""
+        return self.colocate or self.strategy == "flattening"
+
+    @model_validator(mode="after")
+    def _one_rule_for_devices(self) -> PlacementConfig:
+        if self.colocate and self.strategy in ("interleaving", "separation"):
+            raise ValueError(
+                f"colocate = true lets all share devices, and strategy = {self.strategy!r} does not; set one of them"
+            )
+        return self
 
     @field_validator("hosts")
     @classmethod

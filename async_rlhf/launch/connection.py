@@ -282,7 +282,7 @@ class Connection:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
         process.returns, process.clock = list(parcel.returns.values()), parcel.clock
-        devices = None if node.devices is None else list(node.devices)
+        devices, cpus = (None if each is None else list(each) for each in (node.devices, node.cpus))
         self._say(
             orders.Start(
                 life=process.life,
@@ -290,6 +290,8 @@ class Connection:
                 role=node.role,
                 arguments=list(node.arguments),
                 devices=devices,
+                cpus=cpus,
+                threads=node.threads,
                 files=digests,
                 inline=dict(parcel.inline),
                 returns=list(parcel.returns),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.affinity import can_hold
 from async_rlhf.launch.placement import Host
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
@@ -36,6 +37,7 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
         device_name=" / ".join(dict.fromkeys(name for name, _ in devices if name)),
         cpus=cpus,
         memory=memory,
+        holds=can_hold(),
     )
 
 

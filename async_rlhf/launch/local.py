@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch import affinity
 from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
@@ -89,18 +91,20 @@ class LocalLauncher:
                 "TOKENIZERS_PARALLELISM": "false",
                 "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
                 **visible(node.devices, os.environ),
+                **affinity.environment(node.threads),
                 **environment(beats, lock),
             }
             try:
-                child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=variables,
-                    pass_fds=(beats,) if lock is None else (beats, lock),
-                )
-            except OSError:
+                with affinity.held_to(node.cpus):
+                    child = subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=variables,
+                        pass_fds=(beats,) if lock is None else (beats, lock),
+                    )
+            except (OSError, ConfigError):
                 os.close(hears)
                 raise
             finally:

@@ -87,6 +87,8 @@ class Start(MessageBase):
     role: Name
     arguments: list[Text] = Field(max_length=64)
     devices: list[Count] | None = Field(default=None, max_length=1024)
+    cpus: list[Count] | None = Field(default=None, max_length=1 << 13)
+    threads: int | None = Field(default=None, ge=1)
     files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
     inline: dict[RelativeName, Annotated[bytes, Field(max_length=_MAX_INLINE_BYTES)]] = Field(max_length=64)
     returns: list[RelativeName] = Field(max_length=8)
@@ -120,6 +122,7 @@ class Machine(MessageBase):
     device_name: Text
     cpus: int = Field(ge=1)
     memory: Count | None
+    holds: bool = True
 
 
 class Opened(MessageBase):

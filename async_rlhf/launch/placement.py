@@ -1,4 +1,4 @@
-"""Which process of a run is on which host, with which accelerators: a pure function of what a run wants and what there is.
+"""Which process of a run is on which host, with which devices and CPUs: a pure function of what a run wants and what there is.
 
     learner      a device a rank, of the hosts of `learner_hosts` in their order
     evaluation   where it works beside the run: as many as an actor. Else it waits until the run's processes have ended and
@@ -10,20 +10,25 @@
                  would gain nothing
 
 A scorer and a relay have the number of their host, the supervisor's being 0. Every process is given the lowest free devices of
-its host. A device is given once; with `colocate` once to each kind of process. Hosts are looked through in their order, so
-another one at the end moves nothing; only actors on CPUs that are more than the CPUs there were (they stay on the first host)
-are spread over it.
+its host. A device is given once; with `colocate` or the strategy `flattening` once to each kind of process, with
+`interleaving` once to a rank and once to a scorer. Hosts are looked through in their order, so another one at the end moves
+nothing; only actors on CPUs that are more than the CPUs there were (they stay on the first host) are spread over it.
+
+With a strategy each process is also held to some of its host's CPUs (`cpu_sets`) and computes with as many threads as its set
+has CPUs, divided by the processes of its kind there. Evaluations have the set of generation; the hub and relays, which compute
+nothing, every CPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Literal
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.cpu_sets import Part, Strategy, Weights, cpu_sets
 from async_rlhf.launch.program import Node
 
 
@@ -32,7 +37,7 @@ class Host:
     """A machine. The first of a run is the supervisor's, whatever its name; a `Node` calls that one "".
 
     device_memory: bytes of each device; memory: of the machine. None: not known. own: it is the first once more, under the name
-    by which a launcher starts processes there; they share its devices.
+    by which a launcher starts processes there; they share its devices. holds: processes can be held to CPUs there.
     """
 
     name: str = ""
@@ -42,6 +47,7 @@ class Host:
     cpus: int = 1
     memory: int | None = None
     own: bool = False
+    holds: bool = True
 
     def __str__(self) -> str:
         return self.name or "this machine"
@@ -58,7 +64,8 @@ class Wanted:
 
     threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
     all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
-    device's memory that an engine takes.
+    device's memory that an engine takes. strategy: None leaves every process every CPU. cpu_weights: of all parts, with a
+    strategy.
     """
 
     ranks: int = 1
@@ -75,6 +82,8 @@ class Wanted:
     away: bool = False
     colocate: bool = False
     actor_share: float = 0.5
+    strategy: Strategy | None = None
+    cpu_weights: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Slot:
 
     host: str
     devices: tuple[int, ...] | None
+    cpus: tuple[int, ...] | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Placement:
     def placed(self, node: Node) -> Node:
         """The node with its place; one that has none is started as the launcher finds the machine."""
         slot = self.slots.get(node.name)
-        return node if slot is None else replace(node, host=slot.host, devices=slot.devices)
+        return node if slot is None else replace(node, **vars(slot))
 
 
 def rank_name(rank: int) -> str:
@@ -112,22 +123,34 @@ def scorer_name(host: int) -> str:
 
 def place(wanted: Wanted, inventory: Inventory) -> Placement:
     """Raises ConfigError for a process without room: what was asked, how much there is, the nearest that fits."""
-    rooms = _Rooms(inventory, wanted.colocate)
+    rooms = _Rooms(inventory, _sharing(wanted))
     slots = {"hub": Slot("", ()), **_learner(wanted, rooms)}
     waits = bool(wanted.evaluation_devices) and not wanted.evaluates_beside
     slots["evaluation"] = _evaluation(wanted, rooms, waits=waits)
     slots |= _actors(wanted, rooms)
     slots |= _relays(slots, [host.name for host in inventory[1:]])
-    if wanted.colocate:
+    if _sharing(wanted) == _KINDS:
         _check_shares(wanted, rooms)
+    if wanted.strategy is not None:
+        slots = _with_cpus(slots, wanted, wanted.strategy, rooms)
     return Placement(slots, waits)
+
+
+_KINDS = frozenset({"learner", "evaluation", "scorer", "actor"})
+
+
+def _sharing(wanted: Wanted) -> frozenset[str]:
+    """The kinds of process that one device may be given to at once."""
+    if wanted.colocate or wanted.strategy == "flattening":
+        return _KINDS
+    return frozenset({"learner", "scorer"}) if wanted.strategy == "interleaving" else frozenset()
 
 
 class _Rooms:
     """What the devices of the hosts are given to, while processes are placed. Hosts are numbers here."""
 
-    def __init__(self, hosts: Inventory, colocate: bool) -> None:
-        self.hosts, self._colocate = hosts, colocate
+    def __init__(self, hosts: Inventory, sharing: frozenset[str]) -> None:
+        self.hosts, self._sharing = hosts, sharing
         self.machine = [0 if host.own else number for number, host in enumerate(hosts)]
         """Of each host: the first that is the same."""
         self.given: dict[tuple[int, int], dict[str, str]] = {}
@@ -135,7 +158,7 @@ class _Rooms:
 
     def free(self, host: int, kind: str) -> list[int]:
         taken = (self.given.get((self.machine[host], device), {}) for device in range(self.hosts[host].devices))
-        return [device for device, by in enumerate(taken) if not by or (self._colocate and kind not in by)]
+        return [device for device, by in enumerate(taken) if not by or (kind not in by and self._sharing >= {kind, *by})]
 
     def has(self, host: int, kind: str, count: Devices) -> bool:
         return len(self.free(host, kind)) >= (count or 0)
@@ -252,9 +275,10 @@ def _relays(slots: Mapping[str, Slot], hosts: Sequence[str]) -> dict[str, Slot]:
 def _has_room(wanted: Wanted, rooms: _Rooms, host: int, with_scorer: bool) -> bool:
     """Whether an actor fits here, and the scorer that it would be the first to use."""
     scorer = (wanted.scorer_devices or 0) if with_scorer else 0
-    if wanted.colocate:
-        return rooms.has(host, "actor", wanted.actor_devices) and rooms.has(host, "scorer", scorer)
-    return rooms.has(host, "actor", (wanted.actor_devices or 0) + scorer)
+    if not rooms.has(host, "scorer", scorer):
+        return False
+    by_scorer = set() if _sharing(wanted) == _KINDS else set(rooms.free(host, "scorer")[:scorer])
+    return len(set(rooms.free(host, "actor")) - by_scorer) >= (wanted.actor_devices or 0)
 
 
 def _cpu_room(wanted: Wanted, rooms: _Rooms, host: int) -> int:
@@ -291,3 +315,42 @@ def _check_shares(wanted: Wanted, rooms: _Rooms) -> None:
                 f"{', '.join([*engines, *others])}, and the shares of engines add up to {share:g} of its memory; "
                 f"set it {'below' if others else 'to at most'} {1 / len(engines):g}"
             )
+
+
+_PARTS: dict[str, Part] = {"learner": "learning", "actor": "generation", "scorer": "scoring", "evaluation": "generation"}
+
+
+def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, rooms: _Rooms) -> dict[str, Slot]:
+    """The slots with the CPUs and threads of each process. Raises ConfigError."""
+    if wanted.actors == "fill" and not wanted.actor_devices:
+        raise ConfigError(
+            "actors.count = 'fill' with placement.strategy: on CPUs actors divide the set of generation, however many they "
+            "are; set a number"
+        )
+    if strategy == "interleaving" and not wanted.scorer:
+        raise ConfigError(
+            "placement.strategy = 'interleaving' puts the scorer on the learner's CPUs, and there is none: actors score by "
+            "themselves; set scoring.placement = 'process' (or scoring.stages.NAME.placement), or take 'separation'"
+        )
+    machines = {rooms.node_host(number): machine for number, machine in enumerate(rooms.machine)}
+    of_kind = Counter((machines[slot.host], name.partition("-")[0]) for name, slot in slots.items())
+    sets: dict[tuple[int, str], tuple[int, ...]] = {}
+    for machine in {machine for machine, kind in of_kind if kind in _PARTS}:
+        kinds = [kind for kind in _PARTS if of_kind[machine, kind]]
+        parts = {_PARTS[kind] for kind in kinds if kind != "evaluation"} or {"generation"}
+        found = _sets_of(rooms.hosts[machine], strategy, parts, wanted.cpu_weights)
+        sets |= {(machine, kind): found[_PARTS[kind]] for kind in kinds if _PARTS[kind] in found}
+    held = dict(slots)
+    for name, slot in slots.items():
+        of = machines[slot.host], name.partition("-")[0]
+        if cpus := sets.get(of):
+            held[name] = replace(slot, cpus=cpus, threads=max(1, len(cpus) // of_kind[of]))
+    return held
+
+
+def _sets_of(host: Host, strategy: Strategy, parts: Collection[Part], weights: Weights) -> dict[Part, tuple[int, ...]]:
+    if not host.holds:
+        raise ConfigError(
+            f"placement.strategy = {strategy!r}: {host} cannot hold processes to CPUs (Linux can, macOS cannot); leave it out"
+        )
+    return cpu_sets(strategy, parts, weights, host.cpus, str(host))

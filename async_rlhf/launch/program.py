@@ -13,7 +13,8 @@ class Node:
     """One process of the run: `async_rlhf.run.roles ROLE RUN_DIR *arguments`, logging to `log`.
 
     arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
-    devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them.
+    devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
+    that it may use, by number (`affinity`); None: all. threads: of its computations; None: as the configuration says.
     """
 
     name: str
@@ -22,6 +23,8 @@ class Node:
     log: Path
     host: str = ""
     devices: tuple[int, ...] | None = None
+    cpus: tuple[int, ...] | None = None
+    threads: int | None = None
 
 
 class Process(Protocol):

@@ -159,7 +159,7 @@ class Config(Section):
         promised = self.queue.exact or self.queue.max_staleness == 0
         if engine.batch_invariant is None and (not promised or engine.cannot_be_invariant):
             engine = engine.model_copy(update={"batch_invariant": False})
-        if self.placement.colocate and engine.kind == "vllm" and engine.device == "cuda":
+        if self.placement.colocates and engine.kind == "vllm" and engine.device == "cuda":
             arguments = {"gpu_memory_utilization": self.placement.actor_share, **engine.vllm.arguments}
             engine = engine.model_copy(update={"vllm": engine.vllm.model_copy(update={"arguments": arguments})})
         return engine

@@ -159,10 +159,10 @@ def _engine_limit(config: Config, host: Host) -> int | None:
     """Bytes of a device that an engine may take; None where nothing is known."""
     if host.device_memory is None:
         return None
-    own, share = config.engine, config.placement.actor_share if config.placement.colocate else 1.0
+    own, share = config.engine, config.placement.actor_share if config.placement.colocates else 1.0
     if own.kind == "vllm" and own.kv_bytes is None:
         given = float(
-            own.vllm.arguments.get("gpu_memory_utilization", share if config.placement.colocate else memory.VLLM_SHARE)
+            own.vllm.arguments.get("gpu_memory_utilization", share if config.placement.colocates else memory.VLLM_SHARE)
         )
         if given > share:
             raise ConfigError(
@@ -178,7 +178,7 @@ def _check_device(config: Config, shape: Shape, host: Host, device: int, held: S
     assert size is not None
     engines = [load for load in held if load.role in _ENGINES]
     others = [load for load in held if load.role not in _ENGINES]
-    most = int(config.placement.actor_share * size) if config.placement.colocate else size
+    most = int(config.placement.actor_share * size) if config.placement.colocates else size
     for load in engines:
         own = sum(load.parts[name] for name in _OF_ENGINE if name in load.parts)
         if load.total > most or own > (_engine_limit(config, host) or size):
@@ -186,7 +186,7 @@ def _check_device(config: Config, shape: Shape, host: Host, device: int, held: S
                 f"{load.process} needs about {load} of {where}, of which it may take {written(most)}; "
                 f"{_nearest_engine(config, shape, host, most - (load.total - own))}"
             )
-    left = size - sum(most if config.placement.colocate else load.total for load in engines)
+    left = size - sum(most if config.placement.colocates else load.total for load in engines)
     if others and sum(load.total for load in others) > left:
         way = "use a smaller model, or dtype = 'bfloat16'"
         if others[0].role == "learner":

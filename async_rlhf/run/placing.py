@@ -9,6 +9,8 @@ from pathlib import Path
 
 from async_rlhf.actors.config import REFERENCE
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.affinity import as_ranges, machine_cpus
+from async_rlhf.launch.cpu_sets import PARTS
 from async_rlhf.launch.inventory import this_machine, visible
 from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, place
 from async_rlhf.launch.program import Node, actor_name, actor_node, hub_node, learner_node, relay_node, scorer_node
@@ -37,6 +39,7 @@ def placement_of(config: Config, inventory: Inventory | None = None) -> Placemen
     for slot in found.slots.values():
         if not slot.host:
             visible(slot.devices, os.environ)  # refuses what CUDA_VISIBLE_DEVICES does not show
+            machine_cpus(slot.cpus or ())  # and CPUs that this process may not use
     return found
 
 
@@ -87,7 +90,25 @@ def wanted(config: Config) -> Wanted:
         learner_hosts=own.learner_hosts,
         colocate=own.colocate,
         actor_share=own.actor_share,
+        strategy=own.strategy,
+        cpu_weights={part: getattr(own.cpu_weights, part) for part in PARTS},
     )
+
+
+def with_threads(config: Config, threads: int | None) -> Config:
+    """As a process needs it that is to compute with so many threads; None: as it is.
+
+    An engine whose completions are to be batch invariant keeps its one thread: only with one it can be.
+    """
+    if threads is None:
+        return config
+    engine, learner, scoring = config.engine, config.learner.model_copy(update={"threads": threads}), config.scoring
+    if config.served_engine.batch_invariant is False:
+        engine = engine.model_copy(update={"threads": threads})
+    if scoring.reference_is_stage:
+        reference = scoring.reference.model_copy(update={"threads": threads})
+        scoring = scoring.model_copy(update={"reference": reference})
+    return config.model_copy(update={"engine": engine, "learner": learner, "scoring": scoring})
 
 
 def evaluates(config: Config) -> bool:
@@ -121,12 +142,13 @@ def _most(*needs: Devices) -> Devices:
 def table(config: Config, inventory: Inventory, placement: Placement) -> list[str]:
     """Where every process runs, for a person; a line each."""
     names = {"": str(inventory[0])}
-    rows = [("process", "host", "devices")]
+    rows = [("process", "host", "devices", *(["CPUs"] if config.placement.strategy else []))]
     for name, slot in placement.slots.items():
         if name == "evaluation" and not evaluates(config):
             continue
         devices = "as found" if slot.devices is None else ", ".join(map(str, slot.devices)) or "none"
         waits = " (when the run's processes have ended)" if name == "evaluation" and placement.evaluation_waits else ""
-        rows.append((name, names.get(slot.host, slot.host), devices + waits))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"{name:<{widths[0]}}  {host:<{widths[1]}}  {devices}" for name, host, devices in rows]
+        cpus = [f"{as_ranges(slot.cpus)}{waits}"] if config.placement.strategy else []
+        rows.append((name, names.get(slot.host, slot.host), devices if cpus else devices + waits, *cpus))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]

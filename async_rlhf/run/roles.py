@@ -26,6 +26,7 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
+from async_rlhf.launch.affinity import told_threads
 from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
@@ -33,6 +34,7 @@ from async_rlhf.run.config import Config, parse_settings
 from async_rlhf.run.disk import little_room
 from async_rlhf.run.evaluation import import_models, run_evaluation
 from async_rlhf.run.learning import backend_of, make_trainer, run_rank
+from async_rlhf.run.placing import with_threads
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
@@ -252,7 +254,7 @@ def main(arguments: list[str]) -> int:
     callbacks = {"beat": tether.beat} if role == "hub" else {"progress": tether.progress} if role in _SAY_WHAT_IS_DONE else {}
     try:
         run = RunDir.existing(directory, tether.lock)
-        _ROLES[role](run, run.config(), *rest, **callbacks)
+        _ROLES[role](run, with_threads(run.config(), told_threads()), *rest, **callbacks)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")

@@ -2,7 +2,7 @@
 
 config.toml      the resolved configuration            manifest.json   format, versions, seed, sources, commit, origin
 run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second; then `ended`
-placement.json   the host and devices of each process
+placement.json   the host, devices and CPUs of each process
 data/            the rows of the run (`run_data`)
 metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
 evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
@@ -222,6 +222,15 @@ class RunDir:
     def keep_placement(self, placement: Placement) -> None:
         """For readers. Raises OSError."""
         write_whole(self._placement, TypeAdapter(Placement).dump_json(placement, indent=1).decode() + "\n")
+
+    def read_placement(self) -> Placement | None:
+        """Of the last start; None before one. Raises DamagedError."""
+        try:
+            return TypeAdapter(Placement).validate_json(read_small(self._placement))
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise DamagedError(f"{self._placement} is damaged: {error.errors()[0]['msg']}") from error
 
     def is_announced(self) -> bool:
         """Whether the run's roles are at work: from `announce` to `withdraw`."""

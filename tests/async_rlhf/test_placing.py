@@ -314,7 +314,8 @@ def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(smal
     assert progress.events == ["no evaluation of the start: it cannot be started: no room"]
     run.keep_placement(placement)
     kept = json.loads((run.path / "placement.json").read_text())
-    assert kept["slots"]["evaluation"] == {"host": "", "devices": [0]} and kept["evaluation_waits"]
+    assert kept["slots"]["evaluation"] == {"host": "", "devices": [0], "cpus": None, "threads": None}
+    assert kept["evaluation_waits"]
     run.retire()
 
 

@@ -1,0 +1,327 @@
+"""Which CPUs each process of a run has: laws of the pure part, what is refused, and runs whose processes have them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.inspect.status import lines, read
+from async_rlhf.launch import affinity
+from async_rlhf.launch.connection import Parcel
+from async_rlhf.launch.cpu_sets import PARTS, Part, Strategy, cpu_sets, shares
+from async_rlhf.launch.exit_codes import InterruptedRunError
+from async_rlhf.launch.hosts import CommandHosts
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.orders import Open
+from async_rlhf.launch.placement import Host, Placement, Wanted, place
+from async_rlhf.launch.program import Node, Process
+from async_rlhf.launch.remote import Connections, RemoteLauncher
+from async_rlhf.launch.sockets import ON_HOST
+from async_rlhf.run.config import dump
+from async_rlhf.run.placing import placement_of, table, with_threads
+from async_rlhf.run.preparation import prepare
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import wait_for
+
+EQUAL: dict[Part, float] = {"generation": 1, "scoring": 1, "learning": 1}
+USUAL: dict[Part, float] = {"generation": 2, "scoring": 1, "learning": 1}
+parts_of_a_host = st.sets(st.sampled_from(PARTS), min_size=1)
+weights_of_parts = st.fixed_dictionaries({part: st.floats(0.01, 100) for part in PARTS})
+strategies = st.sampled_from(["flattening", "interleaving", "separation"])
+
+
+@given(st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=6), st.integers(0, 200))
+def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weights: list[Fraction], more: int) -> None:
+    num_cpus = len(weights) + more
+    found, exact = shares(weights, num_cpus), [weight * num_cpus / sum(weights) for weight in weights]
+    assert sum(found) == num_cpus and min(found) >= 1
+    if min(exact) >= 1:
+        assert all(abs(has - share) < 1 for has, share in zip(found, exact, strict=True))
+    heavier = sorted(zip(weights, found, strict=True))
+    assert [has for _, has in heavier] == sorted(found), "more weight, not fewer CPUs"
+
+
+@given(strategies, parts_of_a_host, weights_of_parts, st.integers(1, 64))
+def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
+    strategy: Strategy, parts: set[Part], weights: dict[Part, float], num_cpus: int
+) -> None:
+    try:
+        sets = cpu_sets(strategy, parts, weights, num_cpus, "this machine")
+    except ConfigError as error:
+        assert num_cpus == 1 and strategy != "flattening" and {"learning"} < parts and "has 1 for the run" in str(error)
+        return
+    assert set(sets) == parts
+    assert {cpu for each in sets.values() for cpu in each} == set(range(num_cpus))
+    assert all(each == tuple(range(each[0], each[-1] + 1)) for each in sets.values())
+    distinct = {frozenset(each) for each in sets.values()}
+    assert sum(map(len, distinct)) == num_cpus, "two sets are one and the same, or disjoint"
+    if strategy == "flattening":
+        assert len(distinct) == 1
+    elif strategy == "interleaving" and {"scoring", "learning"} <= parts:
+        assert sets["scoring"] == sets["learning"] != sets.get("generation")
+    elif num_cpus >= len(parts):
+        assert len(distinct) == len(parts)
+    else:
+        assert sets["generation"] == sets["scoring"] != sets.get("learning")
+
+
+def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
+    found = {name: cpu_sets(name, PARTS, USUAL, 2, "") for name in ("interleaving", "separation")}
+    assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
+    assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
+    assert cpu_sets("separation", PARTS, USUAL, 4, "") == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
+    assert cpu_sets("interleaving", PARTS, USUAL, 4, "")["learning"] == (2, 3)
+
+
+def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
+    return place(Wanted(scorer=True, cpu_weights=USUAL, **wanted), hosts)
+
+
+def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host() -> None:
+    hosts = Host(cpus=8), Host("b", cpus=4)
+    slots = on(hosts, strategy="separation", actors=4, away=True, evaluates_beside=True).slots
+    assert (slots["learner"].cpus, slots["learner"].threads) == (tuple(range(8)), 8), "its host has no other part"
+    assert {slots[f"actor-{n}"].cpus for n in range(4)} == {(0, 1, 2)} and slots["actor-0"].threads == 1
+    assert slots["scorer-1"].cpus == (3,)
+    assert slots["hub"].cpus is slots["relay-1"].cpus is slots["hub"].threads is None
+    here = on(hosts[:1], strategy="separation", actors=2).slots
+    assert here["actor-0"].threads == 2 and here["evaluation"].cpus == here["actor-0"].cpus == (0, 1, 2, 3)
+
+
+def test_a_host_under_two_names_divides_its_cpus_once() -> None:
+    hosts = Host(cpus=4), Host("me", cpus=4, own=True)
+    slots = on(hosts, strategy="separation", actors=1, away=True).slots
+    assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
+
+
+runs_with_a_scorer = st.builds(
+    Wanted,
+    ranks=st.integers(1, 3),
+    rank_devices=st.sampled_from([0, 1]),
+    actors=st.integers(1, 6),
+    actor_devices=st.sampled_from([0, 1, 2]),
+    scorer=st.just(True),
+    scorer_devices=st.sampled_from([0, 1]),
+    actor_share=st.just(0.4),
+)
+hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
+    lambda found: tuple(Host(f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
+)
+
+
+@given(runs_with_a_scorer, hosts_with_devices, strategies)
+def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
+    wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
+) -> None:
+    try:
+        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL), inventory).slots
+    except ConfigError:
+        return
+    together = {"flattening": {"learner", "scorer", "actor"}, "interleaving": {"learner", "scorer"}, "separation": set[str]()}
+    cpus = {host.name: host.cpus for host in inventory}
+    for (one, a), (other, b) in combinations(slots.items(), 2):
+        kinds = {one.partition("-")[0], other.partition("-")[0]}
+        if a.host != b.host or not kinds <= {"learner", "scorer", "actor"}:
+            continue
+        assert a.cpus and b.cpus and max(*a.cpus, *b.cpus) < cpus[a.host]
+        if len(kinds) == 1:
+            assert a.cpus == b.cpus and not set(a.devices or ()) & set(b.devices or ())
+        elif not kinds <= together[strategy]:
+            assert not set(a.devices or ()) & set(b.devices or ())
+            assert (kinds == {"actor", "scorer"} and a.cpus == b.cpus) or not set(a.cpus) & set(b.cpus)
+    for kind, host in {(name.partition("-")[0], slot.host) for name, slot in slots.items() if slot.cpus}:
+        same = [slot for name, slot in slots.items() if name.partition("-")[0] == kind and slot.host == host]
+        assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
+
+
+def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
+    assert {(slot.cpus, slot.threads) for slot in on((Host(cpus=8),)).slots.values()} == {(None, None)}
+
+
+def test_devices_follow_the_strategy() -> None:
+    needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
+    kinds = ("learner", "scorer", "actor-0")
+
+    def devices(count: int, strategy: Strategy) -> list[Any]:
+        slots = on((Host(devices=count, cpus=8),), strategy=strategy, **needs).slots
+        return [slots[name].devices for name in kinds]
+
+    assert devices(1, "flattening") == [(0,), (0,), (0,)]
+    assert devices(2, "interleaving") == [(0,), (0,), (1,)]
+    assert devices(3, "separation") == [(0,), (1,), (2,)]
+    for count, strategy in ((1, "interleaving"), (2, "separation")):
+        with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each"):
+            devices(count, strategy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "says"),
+    [
+        ((Host(cpus=1),), {"strategy": "separation"}, r"'separation' needs 2 CPUs of this machine .* has 1 .*'flattening'"),
+        ((Host(cpus=8, holds=False),), {"strategy": "flattening"}, "this machine cannot hold processes to CPUs"),
+        ((Host(cpus=8),), {"strategy": "flattening", "actors": "fill"}, "actors.count = 'fill' .* set a number"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_refused_with_the_nearest_that_can(
+    hosts: tuple[Host, ...], wanted: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        on(hosts, **wanted)
+
+
+def test_settings_that_contradict_a_strategy_are_refused(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"colocate = true lets all share devices, and strategy = 'separation' does not"):
+        small(**{"placement.strategy": "separation", "placement.colocate": True})
+    with pytest.raises(ConfigError, match=r"'seperation': .* 'flattening', 'interleaving' or 'separation'"):
+        small(**{"placement.strategy": "seperation"})
+    with pytest.raises(ConfigError, match=r"there is none: .* scoring.placement = 'process'"):
+        placement_of(small(**{"placement.strategy": "interleaving"}), (Host(cpus=2),))
+    many = len(os.sched_getaffinity(0)) + 8
+    with pytest.raises(ConfigError, match=rf"the run may use {many - 8} of it.*cpus = {many - 8}"):
+        placement_of(small(**{"placement.strategy": "separation"}), (Host(cpus=many),))
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ConfigError, match="cannot hold processes to CPUs"):
+        placement_of(small(**{"placement.strategy": "flattening"}))
+
+
+def test_threads_of_a_process_follow_its_set_but_a_batch_invariant_engine_keeps_one(small: Callable[..., Any]) -> None:
+    late = with_threads(small(**{"queue.max_staleness": 4}), 6)
+    assert (late.engine.threads, late.learner.threads) == (6, 6)
+    exact = with_threads(small(**{"queue.max_staleness": 0}), 6)
+    assert (exact.engine.threads, exact.learner.threads) == (1, 6)
+    judged = {"loss.kl_coef": 0.1, "scoring.stages": {"reference": {"placement": "process"}}}
+    assert with_threads(small(**judged), 3).scoring.reference.threads == 3
+    assert with_threads(late, None) is late
+
+
+def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    node = Node("hub", "hub", (), tmp_path / "hub.log", cpus=(0,), threads=1)
+    process = LocalLauncher().start(tmp_path, node)
+    try:
+        assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
+    finally:
+        process.kill()
+    assert affinity.told_threads(affinity.environment(7)) == 7 and affinity.told_threads({}) is None
+    assert affinity.environment(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
+    assert affinity.environment(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert affinity.environment(None) == {}
+    with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
+        LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
+    assert os.sched_getaffinity(0) == before
+
+
+def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[..., Any], tmp_path: Path) -> None:
+    hosts = CommandHosts(("far",), (sys.executable, "-m", "async_rlhf.launch.agent"))
+    inline = {"config.toml": dump(small()).encode()}
+    connections = Connections(
+        hosts,
+        Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
+        60.0,
+        pack=lambda node, directory, found: Parcel({}, inline, {"hub.log": node.log}),
+    )
+    try:
+        connections.check()
+        (host,) = connections.inventory()
+        assert host.holds and host.cpus == len(os.sched_getaffinity(0))
+        launcher = RemoteLauncher(LocalLauncher(), connections)
+        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
+        hub = launcher.start(tmp_path, node)
+        wait_for(lambda: hub.pid, "the agent to start it", 60)
+        assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
+        assert affinity.told_threads(psutil.Process(hub.pid).environ()) == 3
+        hub.kill()
+    finally:
+        connections.close()
+
+
+def allowed(pid: int) -> set[int]:
+    """Of every thread that it has now."""
+    found: set[int] = set()
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            listed = next(line for line in status.read_text().splitlines() if line.startswith("Cpus_allowed_list:"))
+            for part in listed.split(":")[1].split(","):
+                first, _, last = part.strip().partition("-")
+                found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
+    config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
+    placement = place(Wanted(scorer=True, strategy="separation", cpu_weights=USUAL), inventory)
+    assert [line.split() for line in table(config, inventory, placement)] == [
+        ["process", "host", "devices", "CPUs"],
+        ["hub", "this", "machine", "none", "all"],
+        ["learner", "this", "machine", "none", "1"],
+        ["scorer", "this", "machine", "none", "0"],
+        ["actor-0", "this", "machine", "none", "0"],
+    ]
+    run = RunDir.create(config)
+    run.keep_placement(placement)
+    assert run.read_placement() == placement
+    assert "CPUs: learner 1, evaluation 0, scorer 0, actor-0 0" in lines(run, read(run))
+    (run.path / "placement.json").write_text("{}")
+    assert any("placement.json is damaged" in line for line in lines(run, read(run)))
+    run.retire()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
+@pytest.mark.parametrize("strategy", ["flattening", "interleaving", "separation"])
+def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(
+    small: Callable[..., Any], strategy: str
+) -> None:
+    config = small(
+        **{"placement.strategy": strategy, "scoring.placement": "process", "max_steps": 2, "actors.restart_backoff_s": 0.0}
+    )
+    usable = sorted(os.sched_getaffinity(0))
+    supervisor, run = prepare(config, inventory=(Host(cpus=len(usable)),))
+    seen: list[dict[str, set[int]]] = []
+
+    def all_of_them() -> dict[str, Process] | None:
+        running = supervisor.processes()
+        return running if len(running) == 4 else None
+
+    def another_than(pid: int) -> Process | None:
+        actor = supervisor.processes().get("actor-0")
+        return None if actor is None or actor.pid == pid else actor
+
+    def look() -> None:
+        """At all processes; then an actor is killed, and at the next."""
+        processes = wait_for(all_of_them, "four processes")
+        seen.append({name: allowed(process.pid) for name, process in processes.items()})
+        struck = processes["actor-0"].pid
+        os.kill(struck, signal.SIGKILL)
+        seen.append({"actor-0": allowed(wait_for(lambda: another_than(struck), "another actor").pid)})
+        if strategy != "separation":  # one run goes on to its end; of the others what is started has been seen
+            supervisor.interrupt()
+            supervisor.interrupt()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with suppress(InterruptedRunError):
+        assert supervisor.run() and strategy == "separation"
+    looking.join(60)
+    placement = run.read_placement()
+    assert placement is not None
+    expected = {
+        name: set(usable) if slot.cpus is None else {usable[cpu] for cpu in slot.cpus} for name, slot in placement.slots.items()
+    }
+    began, again = seen
+    assert began == {name: expected[name] for name in ("hub", "learner", "scorer", "actor-0")}
+    assert again == {"actor-0": expected["actor-0"]}
