@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from async_rlhf.cli import runs, services, serving, spool, views  # each adds its commands to `app`
+from async_rlhf.cli import calibrating, runs, services, serving, spool, views  # each adds its commands to `app`
 from async_rlhf.cli.app import app
 
-__all__ = ["app", "main", "runs", "services", "serving", "spool", "views"]
+__all__ = ["app", "calibrating", "main", "runs", "services", "serving", "spool", "views"]
 
 
 def main() -> None:

@@ -102,26 +102,28 @@ class Fit(BaseModel):
         return first, second, third
 
 
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """The constants c >= 0 with the least sum of ((row · c - seconds) / seconds)², over points of positive seconds.
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], *, relative: bool = True) -> Fit:
+    """The constants c >= 0 with the least sum of ((row · c - seconds) / scale)², over points of positive seconds.
 
-    Relative errors, so that short stages count as much as long ones. Some of the constants are 0 in the solution and the
-    others are their unconstrained optimum (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23): with a few
-    columns every choice of them is tried. Raises ConfigError where there are no points.
+    relative: scale is the point's seconds, so that short stages count as much as long ones; it suits points that were measured
+    alone. Else it is 1, which keeps the mean of points that scatter. Some of the constants are 0 in the solution and the others
+    are their unconstrained optimum (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23): with a few columns
+    every choice of them is tried. Raises ConfigError where there are no points.
     """
     if not len(rows) or len(rows) != len(seconds):
         raise ConfigError(f"nothing to fit: {len(rows)} points with {len(seconds)} durations")
     if not min(seconds) > 0:
         raise ConfigError(f"a duration of {min(seconds)} s cannot be fitted: above 0")
     measured = np.asarray(seconds, float)
-    matrix = np.asarray(rows, float) / measured[:, None]
+    scale = measured if relative else np.ones_like(measured)
+    matrix, target = np.asarray(rows, float) / scale[:, None], measured / scale
     best, least = np.zeros(matrix.shape[1]), np.inf
     for count in range(1, matrix.shape[1] + 1):
         for chosen in combinations(range(matrix.shape[1]), count):
             found = np.zeros(matrix.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], np.ones(len(measured)), rcond=None)[0]
-            loss = float(np.sum((matrix @ found - 1) ** 2))
+            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+            loss = float(np.sum((matrix @ found - target) ** 2))
             if found.min() >= 0 and loss < least:
                 best, least = found, loss
-    errors = np.abs(matrix @ best - 1)
+    errors = np.abs((matrix @ best - target) * scale / measured)
     return Fit(constants=tuple(best.tolist()), points=len(measured), error=float(np.median(errors)), worst=float(errors.max()))

@@ -26,6 +26,9 @@ EVEN = Workload(
 )
 GENERATED_S = 1e-3 + 4 * (5e-4 + 6e-5) + 20 * (2e-3 + 8 * (1e-4 + 1e-6 * (6 + 10.5))) + 8 * 2e-4
 TRAINED_S = 0.05 + 0.01 + 1e-5 * (4 * 6 + 8 * 20)
+POOLS: list[tuple[Pool, ...]] = [
+    (), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)
+]  # fmt: skip
 
 
 @st.composite
@@ -51,7 +54,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         turns=draw(st.integers(1, 3)),
         environment_s=draw(st.sampled_from([(0.0,), (0.05, 0.5)])),
         observation_tokens=draw(st.integers(0, 9)),
-        pools=draw(st.sampled_from([(), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)])),
+        pools=draw(
+            st.sampled_from([(), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)])
+        ),
     )
 
 
@@ -126,9 +131,7 @@ def test_slow_judges_bound_the_step_when_there_are_few_of_them() -> None:
 @pytest.mark.parametrize("decode_s", [1e-3, 5e-3, 2e-2])
 @pytest.mark.parametrize("train_s", [0.02, 0.5])
 @pytest.mark.parametrize(("slots", "reward_s"), [(4, (0.0,)), (16, (0.0, 0.5))])
-def test_more_staleness_makes_no_run_longer(
-    decode_s: float, train_s: float, slots: int, reward_s: tuple[float, ...]
-) -> None:
+def test_more_staleness_makes_no_run_longer(decode_s: float, train_s: float, slots: int, reward_s: tuple[float, ...]) -> None:
     """But for a hundredth: what begins earlier shares decode steps, and so the end, of what the learner waits for."""
     costs = COSTS.model_copy(update={"decode": (decode_s, 1e-4, 1e-6), "training": (train_s, 0.0, 0.0)})
     load = replace(EVEN, lengths=(5, 20, 80), slots=slots, reward_s=reward_s)
