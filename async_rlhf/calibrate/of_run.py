@@ -29,6 +29,7 @@ from async_rlhf.plan.workload import Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
+_LEAST = 4  # steps of a run
 _MOST = 4096  # completions that are fitted, and lengths and latencies that are kept
 
 
@@ -60,8 +61,10 @@ def costs_of_run(run: RunDir) -> RunCosts:
     config, records = run.config(), run.read_metrics()
     warm_up = min(config.queue.max_staleness + 2, len(records) // 2)
     steady = records[warm_up:]
-    if len(steady) < 2:
-        raise ConfigError(f"{str(run.path)!r} has done {len(records)} steps: at least 4 are needed to tell what a step takes")
+    if len(records) < _LEAST:
+        raise ConfigError(
+            f"{str(run.path)!r} has done {len(records)} steps: at least {_LEAST} are needed to tell what one takes"
+        )
     made = [each for group in _groups(run) for each in _completions(group)]
     prompt = round(statistics.fmean(each.prompt for each in made)) if made else 0
     training, step_s = _training(steady, config, prompt), statistics.fmean(record["step_time"] for record in steady)
@@ -214,4 +217,4 @@ def _travel_s(records: Sequence[Mapping[str, Any]], adoptions: Sequence[Mapping[
         version = int(span["name"].removeprefix("adopt "))
         first[version] = min(first.get(version, span["began"]), span["began"])
     waits = [max(0.0, began - recorded[version]) for version, began in first.items() if version in recorded]
-    return statistics.median(waits or [0.0])
+    return float(statistics.median(waits or [0.0]))

@@ -68,8 +68,8 @@ class _Simulation:
         self._accounts = {"learner": Account("learner", self._timeline, 0.0, "publish")}
         self._cores: dict[Role, tuple[Cores | None, float]] = dict.fromkeys(get_args(Role), (None, 1.0))
         for pool in workload.pools:
-            cores = Cores(pool.cores)
-            self._cores |= {role: (cores, pool.parallelism_of(role)) for role in pool.roles}
+            shared = Cores(pool.cores)
+            self._cores |= {role: (shared, pool.parallelism_of(role)) for role in pool.roles}
         self._accounts["scoring"] = Account("scoring", self._timeline, 0.0, "completions")
         cores, parallelism = self._cores["scoring"]
         cores = cores if workload.reward_cores else None
