@@ -25,7 +25,7 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
 from async_rlhf.plan.costs import Costs, Fit, fit
-from async_rlhf.plan.workload import Workload
+from async_rlhf.plan.workload import Pool, Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
@@ -104,27 +104,54 @@ def _completions(group: Group) -> Iterator[_Made]:
             yield _Made(group.actor, rollout.num_tokens, len(group.prompt_ids), stages[GENERATION], judged)
 
 
-def _workload(config: Config, made: Sequence[_Made], steady: Sequence[Mapping[str, Any]], prompt: int) -> Workload:
-    bound, kept = config.bound(config.data.size), made[:: max(1, len(made) // _MOST)]
-    lengths = [each.tokens for each in kept] or [max(1, round(record["completions/mean_length"])) for record in steady]
-    count = config.actors.count if isinstance(config.actors.count, int) else round(steady[-1]["actors"])
-    judged = [time for each in made for time in each.judged]
+def workload_of(
+    config: Config,
+    *,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    reward_s: Sequence[float],
+    judges: int | None = None,
+    actors: int | None = None,
+    pools: tuple[Pool, ...] = (),
+) -> Workload:
+    """What a run of this configuration does, beside what only its data and rewards know: tokens of completions, of a prompt,
+    seconds of scoring. judges: `scoring.workers` where it is left out; actors: needed where the configuration says "fill"."""
+    bound, scoring = config.bound(config.data.size), config.scoring
+    if actors is None and not isinstance(config.actors.count, int):
+        raise ConfigError(f"actors.count = {config.actors.count!r}: how many that are, only a run can tell; set a number")
     return Workload(
         groups_per_batch=bound.groups_per_batch,
         group_size=config.generation.group_size,
         lengths=lengths,
-        prompt_tokens=prompt,
+        prompt_tokens=prompt_tokens,
         max_staleness=bound.max_staleness,
         exact=bound.exact,
         window=bound.window,
         publish_every=bound.publish_every,
         updates_per_step=config.learner.updates_per_step * config.learner.epochs,
-        actors=count,
+        actors=actors or int(config.actors.count),
         slots=config.engine.slots,
         queued_groups=config.actors.queued_groups,
+        reward_s=reward_s,
+        judges=scoring.workers if judges is None else judges,
+        shared_judges=scoring.placement == "process",
+        pools=pools,
+    )
+
+
+def _workload(config: Config, made: Sequence[_Made], steady: Sequence[Mapping[str, Any]], prompt: int) -> Workload:
+    """As it was: asynchronous rewards are judged by as many at once as were seen at once."""
+    kept = made[:: max(1, len(made) // _MOST)]
+    actors = config.actors.count if isinstance(config.actors.count, int) else round(steady[-1]["actors"])
+    servers = 1 if config.scoring.placement == "process" else actors
+    seen = _peak([time for each in made for time in each.judged])
+    return workload_of(
+        config,
+        lengths=[each.tokens for each in kept] or [max(1, round(record["completions/mean_length"])) for record in steady],
+        prompt_tokens=prompt,
         reward_s=[sum(time.seconds for time in each.judged) for each in kept] or [0.0],
-        judges=max(config.scoring.workers, -(-_peak(judged) // count)),
-        shared_judges=config.scoring.placement == "process",
+        judges=max(config.scoring.workers, -(-seen // servers)),
+        actors=actors,
     )
 
 

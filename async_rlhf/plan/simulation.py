@@ -29,7 +29,7 @@ from async_rlhf.plan.simulated_scoring import Judges, Scoring
 from async_rlhf.plan.virtual_time import Clock, Cores
 from async_rlhf.plan.workload import ActorLost, Event, Role, Workload, check_events
 
-_DRAWN = 256  # groups whose random numbers are drawn together
+_DRAWN = 64  # groups whose random numbers are drawn together
 _SHOWN = 3  # last steps that the time line keeps
 
 
