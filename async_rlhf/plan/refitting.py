@@ -21,7 +21,8 @@ from async_rlhf.plan.workload import Workload
 
 KINDS = ("generation", "training", "publication")
 _DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
-_DAMPING, _HIGHEST, _SMALL, _ROUNDS = 0.01, 100.0, 1e-10, 40
+_DAMPING, _HIGHEST = 0.01, 100.0
+_SMALL, _ENOUGH = 1e-10, 0.99  # a sum of squares that is none, and one that is hardly less than the one before
 
 Array = npt.NDArray[np.float64]
 
@@ -67,20 +68,18 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: 
         speeds = [math.log(run.samples_per_s / each.samples_per_s) for run, each in pairs]
         return np.array(speeds + [run.roles["learner"].idle - each.learner_idle for run, each in pairs])
 
-    best, damping = np.zeros(len(KINDS)), _DAMPING
+    best, damping, enough = np.zeros(len(KINDS)), _DAMPING, False
     left = errors(best)
-    for _ in range(_ROUNDS):
+    while not enough and damping < _HIGHEST:
         slopes = np.stack([(errors(best + move) - left) / _DIFFERENCE for move in _DIFFERENCE * np.eye(len(KINDS))], axis=1)
-        while damping < _HIGHEST and float(left @ left) > _SMALL:
+        found, tried = left, best
+        while damping < _HIGHEST and found @ found >= left @ left > _SMALL:
             step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(KINDS)), -slopes.T @ left)
             tried = best + np.clip(step, -_FARTHEST, _FARTHEST)
-            found = errors(tried)
-            if float(found @ found) < float(left @ left):
-                best, left, damping = tried, found, damping / 4
-                break
-            damping *= 4
-        else:
-            break
+            found, damping = errors(tried), damping * 4
+        enough = bool(found @ found > _ENOUGH * (left @ left) or found @ found <= _SMALL)
+        if found @ found < left @ left:
+            best, left, damping = tried, found, damping / 16
     factors = dict(zip(KINDS, np.exp(best).tolist(), strict=True))
     return Refitted(scale(costs, factors), factors, tuple(np.expm1(left[: len(observed)]).tolist()))
 
