@@ -14,12 +14,13 @@ the learner waits for, and several actors are given groups in another order (Gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import get_args
 
 import numpy as np
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.record import Entry, staleness
 from async_rlhf.plan.costs import StageCosts
@@ -141,9 +142,11 @@ class _Simulation:
         entry = Entry(credit.attempt, min(versions), max(versions), sum(versions.values()))
         known = self._admission.fleet.actors[actor.name]
         known.has_put(credit.number, self._clock.now)
-        self._admission.put(actor.name, credit.number, entry)
+        # In exact mode a quarantine before it may have changed the version that it needs: it is made again.
+        with suppress(RefusedError):
+            self._admission.put(actor.name, credit.number, entry)
+            self._versions[credit.number] = versions
         known.capacity = actor.capacity
-        self._versions[credit.number] = versions
         self._count_depth()
         self._pump()
 

@@ -64,6 +64,7 @@ comings: st.SearchStrategy[list[Event]] = st.sampled_from(
     [
         [],
         [ActorLost(0.3, "actor-0"), ActorJoined(0.5, "actor-0")],
+        [event for at in range(3) for event in (ActorLost(0.3 + at / 8, "actor-0"), ActorJoined(0.35 + at / 8, "actor-0"))],
         [ActorJoined(0.2, "late"), ActorLost(0.7, "actor-0"), ActorLost(0.9, "late"), ActorJoined(1.1, "last")],
     ]
 )
