@@ -1,6 +1,6 @@
 """What a finished run took, as the same constants that `calibrate` measures: from its metrics, rollouts and spans.
 
-    decode, prompts included   how long each completion took, against its tokens, the rows beside it and their contexts
+    decode, prefill            how long each completion took, against its tokens, the rows beside it and the prompts of its time
     training                   the learner's steps, without waits and publications, against their tokens
     copy, travel, adoption     metrics, and spans of the actors
     lengths, rewards           as they were
@@ -13,7 +13,7 @@ them decoding follows from tokens and idle shares alone, as if it cost the same 
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -24,12 +24,13 @@ from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
-from async_rlhf.plan.costs import Costs, Fit, fit
+from async_rlhf.plan.costs import Costs, Fit, Terms, fit
 from async_rlhf.plan.workload import Pool, Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 _LEAST = 4  # steps of a run
+_TOGETHER_S = 0.02  # what is credited within this begins together
 _MOST = 4096  # completions that are fitted, and lengths and latencies that are kept
 
 
@@ -50,6 +51,7 @@ class _Made:
     """One completion. judged_s: of all its rewards."""
 
     actor: str
+    group: int
     tokens: int
     prompt: int
     generated: StageTime
@@ -68,13 +70,14 @@ def costs_of_run(run: RunDir) -> RunCosts:
     made = [each for group in _groups(run) for each in _completions(group)]
     prompt = round(statistics.fmean(each.prompt for each in made)) if made else 0
     training, step_s = _training(steady, config, prompt), statistics.fmean(record["step_time"] for record in steady)
-    decoding = _decoding(made, config.engine.slots) if made else _decoding_of_metrics(steady, config)
+    prefill, decoding = _decoding(made, config.engine.slots) if made else ((0.0, 0.0, 0.0), _decoding_of_metrics(steady))
     spans = [span for path in sorted((run.path / "spans").glob("*.jsonl")) for span in read_spans(path)]
     adoptions = [span for span in spans if span["name"].startswith("adopt ") and span["name"] != "adopt 0"]
     return RunCosts(
         workload=_workload(config, made, steady, prompt),
         costs=Costs(
             decode=decoding.terms,
+            prefill=prefill,
             training=training.terms,
             copy_s=statistics.median(record["broadcast/seconds"] for record in steady),
             travel_s=_travel_s(records, adoptions),
@@ -101,7 +104,7 @@ def _completions(group: Group) -> Iterator[_Made]:
         stages = unpack(rollout.timings)
         if GENERATION in stages and rollout.num_tokens:
             judged = tuple(time for name, time in stages.items() if name != GENERATION)
-            yield _Made(group.actor, rollout.num_tokens, len(group.prompt_ids), stages[GENERATION], judged)
+            yield _Made(group.actor, group.number, rollout.num_tokens, len(group.prompt_ids), stages[GENERATION], judged)
 
 
 def workload_of(
@@ -165,21 +168,27 @@ def _peak(times: Sequence[StageTime]) -> int:
     return most
 
 
-def _decoding(made: Sequence[_Made], slots: int) -> Fit:
-    """seconds = c0 · tokens + c1 · tokens · rows + c2 · tokens · rows · context, of each completion: as many steps as it has
-    tokens, with as many rows as decode beside it in the mean."""
-    rows, seconds = list[tuple[float, float, float]](), list[float]()
+def _decoding(made: Sequence[_Made], slots: int) -> tuple[Terms, Fit]:
+    """Of prefill and of decode steps: each completion's seconds are c0 · prompts + tokens · (c1 + c2 · rows + c3 · rows ·
+    context), the prompts that are computed while it is decoded, and the rows that are decoded beside it in the mean."""
+    points, seconds = list[tuple[float, ...]](), list[float]()
     for actor in sorted({each.actor for each in made}):
         own = sorted((each for each in made if each.actor == actor), key=lambda each: each.generated.began)
         decoded = list(_in_slots(own, slots))
-        beside = _Beside(decoded)
+        beside, begins = _Beside(decoded), dict[int, float]()
+        for each, time in zip(own, decoded, strict=True):
+            begins.setdefault(each.group, time.began)
+        computed = sorted(begins.values())
         for each, time in zip(own, decoded, strict=True):
             if time.seconds > 0:
-                alive = max(1.0, beside.mean(time))
-                rows.append((each.tokens, each.tokens * alive, each.tokens * alive * (each.prompt + each.tokens / 2)))
+                rows = max(1.0, beside.mean(time))
+                prompts = bisect_right(computed, time.ended) - bisect_left(computed, time.began - _TOGETHER_S)
+                points.append((prompts, each.tokens, each.tokens * rows, each.tokens * rows * (each.prompt + each.tokens / 2)))
                 seconds.append(time.seconds)
-    every = max(1, len(rows) // _MOST)
-    return fit(rows[::every], seconds[::every], relative=False)
+    every = max(1, len(points) // _MOST)
+    found = fit(points[::every], seconds[::every], relative=False)
+    prompt, *decode = found.constants
+    return (0.0, prompt, 0.0), found.model_copy(update={"constants": tuple(decode)})
 
 
 def _in_slots(made: Sequence[_Made], slots: int) -> Iterator[StageTime]:
@@ -217,7 +226,7 @@ class _Beside:
         return self._sums[place] + self._alive[place + 1] * (at - self._at[place])
 
 
-def _decoding_of_metrics(steady: Sequence[Mapping[str, Any]], config: Config) -> Fit:
+def _decoding_of_metrics(steady: Sequence[Mapping[str, Any]]) -> Fit:
     """A cost for each token: what the actors' busy time was divided by."""
     tokens = sum(record["num_tokens"] for record in steady)
     busy_s = sum(record["step_time"] * (1 - record["idle/actor"]) * record["actors"] for record in steady)
