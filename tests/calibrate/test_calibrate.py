@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def test_a_calibration_that_cannot_be_written_or_made_is_refused_before_anything
 
 def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callable[..., Any]) -> None:
     config = small(max_steps=12, **{"queue.keep_rollouts": True, "engine.slots": 8, "checkpoint.save_every": 12})
-    found = costs_of_run(RunDir.existing(run(config, quiet=True).run_dir))
+    ended = RunDir.existing(run(config, quiet=True).run_dir)
+    found = costs_of_run(ended)
     workload, costs = found.workload, found.costs
     assert (workload.groups_per_batch, workload.group_size, workload.slots, workload.max_staleness) == (4, 4, 8, 1)
     assert len(workload.lengths) == len(workload.reward_s) == 12 * 16 and max(workload.lengths) <= 12
@@ -101,6 +103,12 @@ def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callab
     assert costs.decode_s(8, 60) > 0 and costs.copy_s > 0 and costs.adopt_s > 0
     simulated = simulate(workload, costs, steps=found.steps)
     assert 0.4 < simulated.samples_per_s / found.samples_per_s < 2.5
+    shutil.rmtree(ended.path / "queue")
+    without = costs_of_run(ended)
+    assert without.samples_per_s == found.samples_per_s and without.costs.training_s(4, 0, 100, 1) > 0
+    first, row, token = without.costs.decode
+    assert first == token == 0 and row > 0  # a cost for each token, whatever is decoded beside it
+    assert simulate(without.workload, without.costs, steps=found.steps).samples_per_s > 0
 
 
 def test_a_run_of_too_few_steps_is_refused(tmp_path: Path) -> None:
