@@ -113,12 +113,14 @@ def workload_of(
     lengths: Sequence[int],
     prompt_tokens: int,
     reward_s: Sequence[float],
+    reward_cores: bool = True,
     judges: int | None = None,
     actors: int | None = None,
     pools: tuple[Pool, ...] = (),
 ) -> Workload:
-    """What a run of this configuration does, beside what only its data and rewards know: tokens of completions, of a prompt,
-    seconds of scoring. judges: `scoring.workers` where it is left out; actors: needed where the configuration says "fill"."""
+    """What a run of this configuration does. Only its data and rewards know the tokens of completions and of a prompt, and the
+    seconds of scoring. reward_cores, pools: as of `Workload`. judges: `scoring.workers` where it is left out; actors: needed
+    where the configuration says "fill"."""
     bound, scoring = config.bound(config.data.size), config.scoring
     if actors is None and not isinstance(config.actors.count, int):
         raise ConfigError(f"actors.count = {config.actors.count!r}: how many that are, only a run can tell; set a number")
@@ -136,6 +138,7 @@ def workload_of(
         slots=config.engine.slots,
         queued_groups=config.actors.queued_groups,
         reward_s=reward_s,
+        reward_cores=reward_cores,
         judges=scoring.workers if judges is None else judges,
         shared_judges=scoring.placement == "process",
         pools=pools,
