@@ -19,7 +19,7 @@ from async_rlhf.plan.costs import Costs, Terms
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.workload import Workload
 
-KINDS = ("generation", "training", "publication")
+KINDS = ("generation", "completion", "training", "publication")
 _DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
 _DAMPING, _HIGHEST = 0.01, 100.0
 _SMALL, _ENOUGH = 1e-10, 0.99  # a sum of squares that is none, and one that is hardly less than the one before
@@ -86,11 +86,11 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: 
 
 def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
     """The constants of each kind of stage times its factor."""
-    generation, training, publication = (factors[kind] for kind in KINDS)
+    generation, completion, training, publication = (factors[kind] for kind in KINDS)
     return Costs(
         decode=_times(costs.decode, generation),
         prefill=_times(costs.prefill, generation),
-        completion_s=costs.completion_s * generation,
+        completion_s=costs.completion_s * completion,
         training=_times(costs.training, training),
         copy_s=costs.copy_s * publication,
         travel_s=costs.travel_s * publication,

@@ -19,7 +19,7 @@ class Scoring:
         self._busy, self._judges = 0, 0.0
         self._load_s = self._since = 0.0
 
-    def hire(self, number: float) -> None:
+    def add_judges(self, number: float) -> None:
         """So many more judges, or fewer; without a limit they have no load."""
         self._count()
         self._judges += 0 if math.isinf(number) else number
@@ -53,7 +53,7 @@ class Judges:
         self._scoring, self._number = scoring, number
         self._line = deque[tuple[float, Callable[[], None]]]()
         self._busy = 0
-        scoring.hire(number)
+        scoring.add_judges(number)
 
     def submit(self, seconds: float, done: Callable[[], None]) -> None:
         """done is called when a completion has been scored for so long, at once where that takes no time."""
@@ -66,7 +66,7 @@ class Judges:
     def end(self) -> None:
         """They are gone with their actor; what they score is of no use to it."""
         self._line.clear()
-        self._scoring.hire(-self._number)
+        self._scoring.add_judges(-self._number)
 
     def _begin(self) -> None:
         while self._line and self._busy < self._number:

@@ -32,7 +32,7 @@ def observed(costs: Costs) -> list[Observed]:
 
 
 def test_the_constants_of_simulated_runs_are_found_and_predict_others() -> None:
-    truth = scale(GUESS, {"generation": 3.1, "training": 0.6, "publication": 1.0})
+    truth = scale(GUESS, {"generation": 3.1, "completion": 1.0, "training": 0.6, "publication": 1.0})
     found = refit(GUESS, observed(truth), steps=STEPS)
     assert found.factors["generation"] == pytest.approx(3.1, rel=0.1)
     assert found.factors["training"] == pytest.approx(0.6, rel=0.1)
