@@ -141,6 +141,7 @@ def workload_of(
         reward_cores=reward_cores,
         judges=scoring.workers if judges is None else judges,
         shared_judges=scoring.placement == "process",
+        on_update=config.generation.on_update,
         pools=pools,
     )
 

@@ -1,8 +1,9 @@
 """An actor on virtual time: continuous batching, scoring as each completion ends, weights adopted between two decode steps.
 
-It follows `actors.loop.worker` and the torch engine with `generation.on_update = "keep"`: rows begin in the order of their
-groups as slots become free, a group's prompt is computed once, and the one thread of the actor decodes, adopts and finishes
-completions in turns. Time goes from one row's end to the next: in between the same rows are alive. What arrives meanwhile
+It follows `actors.loop.worker` and the torch engine: rows begin in the order of their groups as slots become free, a group's
+prompt is computed once, and the one thread of the actor decodes, adopts and finishes completions in turns. New weights are
+adopted at the next step; with `interrupt` the prefixes of running rows are computed again, with `finish` those rows end first
+and no other begins. Time goes from one row's end to the next: in between the same rows are alive. What arrives meanwhile
 (weights, credits, rows that fill free slots) takes effect at the next step.
 """
 
@@ -140,27 +141,42 @@ class SimulatedActor:
             return
         if self._task is None:
             self._go_on()
-        elif self._stretch and (self._coming is not None or (self._waiting and self._alive < self._workload.slots)):
+        elif self._stretch and (self._adopts_now if self._coming is not None else self._has_place):
             spent = self._total_s - self._clock.left(self._task)
             steps = bisect_left(range(self._stretch), spent, key=self._until)
             if steps < self._stretch:
                 self._stretch, self._total_s = steps, self._until(steps)
                 self._clock.shorten(self._task, max(0.0, self._total_s - spent))
 
+    @property
+    def _has_place(self) -> bool:
+        """For a row that waits."""
+        return bool(self._waiting) and self._alive < self._workload.slots
+
+    @property
+    def _adopts_now(self) -> bool:
+        return self._coming is not None and not (self._workload.on_update == "finish" and self._alive)
+
+    @property
+    def _context(self) -> float:
+        """Mean tokens of the alive rows."""
+        return (self._prefixes + self._alive * self._step - self._begun) / self._alive
+
     def _until(self, steps: int) -> float:
         """Seconds of the task when it has done so many of its steps."""
-        context = (self._prefixes + self._alive * self._step - self._begun) / self._alive + (steps + 1) / 2
-        return self._before_s + steps * self._costs.decode_s(self._alive, context)
+        return self._before_s + steps * self._costs.decode_s(self._alive, self._context + (steps + 1) / 2)
 
     def _go_on(self) -> None:
         """Between two steps: adopt, let rows in, decode until the next one ends."""
         now = self._clock.now
-        if self._coming is not None:
+        if self._adopts_now:
+            again = self._workload.on_update == "interrupt" and self._alive
+            seconds = self._costs.adopt_s + (self._costs.prefill_s(self._alive, round(self._context)) if again else 0.0)
             self._stretch = 0
             self.account.turn_to("adopt", now)
-            self._task = self._clock.begin(self._costs.adopt_s, self._adopted, self._cores, self._parallelism)
+            self._task = self._clock.begin(seconds, self._adopted, self._cores, self._parallelism)
             return
-        self._before_s = self._admit()
+        self._before_s = self._admit() if self._coming is None else 0.0
         if not self._alive:
             self._task = None
             self.account.turn_to(self._hub.waits_for(self), now)
@@ -174,7 +190,7 @@ class SimulatedActor:
     def _admit(self) -> float:
         """Seconds to compute what the rows that begin now continue."""
         prompts = turns = 0
-        while self._waiting and self._alive < self._workload.slots:
+        while self._has_place:
             row = self._waiting.popleft()
             if row.turn:
                 turns += 1

@@ -11,6 +11,7 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.queue.bound import Bound
 
 Role = Literal["actor", "scoring", "learner"]
+OnUpdate = Literal["keep", "interrupt", "finish"]
 ENDLESS = 1 << 62  # groups: the data do not end a simulated run
 
 
@@ -70,6 +71,7 @@ class Workload:
     slots: of each actor; queued_groups: that it asks for beyond them (`actors.queued_groups`).
     judges: completions scored at once by each actor, or by the run where `shared_judges`; None for no limit.
     reward_cores: whether scoring takes cores of its pool; a reward that waits for another machine takes none.
+    on_update: what becomes of running rows when weights are adopted (`generation.on_update`).
     turns: of each episode; between two of them its environment takes `environment_s` and says `observation_tokens`.
     """
 
@@ -89,6 +91,7 @@ class Workload:
     reward_cores: bool = True
     judges: int | None = 1
     shared_judges: bool = False
+    on_update: OnUpdate = "keep"
     turns: int = 1
     environment_s: Sequence[float] = (0.0,)
     observation_tokens: int = 0
@@ -99,6 +102,10 @@ class Workload:
             _at_least(name, getattr(self, name), 1)
         for name in ("actors", "prompt_tokens", "max_staleness", "queued_groups", "observation_tokens"):
             _at_least(name, getattr(self, name), 0)
+        if self.on_update not in get_args(OnUpdate):
+            raise ConfigError(
+                f"on_update = {self.on_update!r} of the workload: {did_you_mean(self.on_update, get_args(OnUpdate))}"
+            )
         if self.judges is not None:
             _at_least("judges", self.judges, 1)
         for name, lowest in (("lengths", 1), ("reward_s", 0), ("environment_s", 0)):

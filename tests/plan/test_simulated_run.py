@@ -51,6 +51,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         reward_s=draw(st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), min_size=1, max_size=3)),
         judges=draw(st.sampled_from([None, 1, 3])),
         shared_judges=draw(st.booleans()),
+        on_update=draw(st.sampled_from(["keep", "interrupt", "finish"])),
         turns=draw(st.integers(1, 3)),
         environment_s=draw(st.sampled_from([(0.0,), (0.05, 0.5)])),
         observation_tokens=draw(st.integers(0, 9)),
@@ -168,6 +169,19 @@ def test_roles_on_one_core_take_the_sum_of_their_times_and_on_their_own_the_long
     assert together.seconds_per_step == pytest.approx(20 * 0.01 + 8 * 0.01 + 0.3, rel=0.02)
 
 
+def test_what_becomes_of_running_rows_when_weights_come_costs_their_prefixes_or_idle_slots() -> None:
+    costs = Costs(decode=(0.01, 0.0, 0.0), prefill=(0.0, 0.0, 1e-4), training=(0.3, 0.0, 0.0))
+    load = replace(EVEN, max_staleness=6, lengths=(30, 70), slots=4, reward_s=(0.0,))
+    keep, interrupt, finish = (
+        simulate(replace(load, on_update=each), costs, steps=40) for each in ("keep", "interrupt", "finish")
+    )
+    assert keep.bound_by == interrupt.bound_by == finish.bound_by == "actors"
+    again_s = interrupt.seconds_per_step - keep.seconds_per_step
+    assert 4 * 6 * 1e-4 < again_s < 4 * 76 * 1e-4  # the prefixes of four rows, a step
+    assert finish.seconds_per_step > keep.seconds_per_step * 1.1
+    assert interrupt.roles["actor-0"].shares["adopt"] == pytest.approx(again_s / interrupt.seconds_per_step, rel=0.1)
+
+
 def test_turns_wait_for_their_environment_and_the_slots_serve_others_meanwhile() -> None:
     costs = Costs(decode=(0.01, 0.0, 0.0), training=(0.001, 0.0, 0.0))
     games = replace(EVEN, turns=3, environment_s=(1.0,), reward_s=(0.0,))
@@ -187,6 +201,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     refused("lengths of the workload is empty", lengths=())
     refused("reward_s of the workload holds -1", reward_s=(-1.0,))
     refused("slots = 0", slots=0)
+    refused("on_update = 'stop'", on_update="stop")
     refused("publish_every = 3.*Lowest that can run: queue.max_staleness = 2", publish_every=3)
     refused("role 'learner' is in two pools", pools=(Pool(1, ("learner",)), Pool(1, ("learner",))))
     refused("steps = 0", steps=0)
