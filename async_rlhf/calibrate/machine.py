@@ -39,12 +39,12 @@ def calibrate(
         {"device": device, "dtype": dtype, "threads": threads, "slots": slots, "batch_invariant": False}
     )
     vocabulary, longest = _sizes(model)
+    engine = load_engine(str(model), config)  # which refuses what it cannot serve, before anything is measured
     say(f"{platform.node() or 'this machine'}: {device}, {dtype}, {threads} threads; model {model.name}")
     peaks = measure_peaks(config, _SHARES["peaks"] * seconds)
     say(f"matrix product {peaks.flops / 1e9:,.1f} GFLOP/s, memory {peaks.memory_bytes_per_s / 1e9:.1f} GB/s")
     link = measure_loopback()
     say(f"loopback {link.latency_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.1f} GB/s")
-    engine = load_engine(str(model), config)
     decoding, prefill = measure_generation(
         engine,
         vocabulary,

@@ -71,11 +71,12 @@ def measure_generation(
     prefill_tokens: of the engine; prompts that it computes in several steps are not used for prefill.
     """
     rows = sorted({count for count in (1, 4, 16, 64, 256, slots) if count <= slots}, reverse=True)
-    contexts = sorted({min(count, longest - _NEW_TOKENS) for count in (8, 32, 128, 512)})
-    generate(engine, vocabulary, rows[-1], contexts[0])  # what is done for the first time
+    new = max(1, min(_NEW_TOKENS, longest // 2))
+    contexts = sorted({max(1, min(count, longest - new)) for count in (8, 32, 128, 512)})
+    generate(engine, vocabulary, rows[-1], contexts[0], new)  # what is done for the first time
     steps, firsts = dict[tuple[int, int], list[Step]](), dict[tuple[int, int], list[float]]()
     for count, context in repeated([(count, context) for context in contexts for count in rows], seconds, least=2):
-        found, first_s = generate(engine, vocabulary, count, context)
+        found, first_s = generate(engine, vocabulary, count, context, new)
         if count * context <= prefill_tokens:
             firsts.setdefault((count, context), []).append(first_s)
         for step in found:  # those with as many rows, to the next power of two
@@ -98,17 +99,14 @@ def _middle(steps: Sequence[Step]) -> Step:
     return sorted(steps, key=lambda step: step.seconds / step.rows)[len(steps) // 4]
 
 
-def generate(engine: Engine, vocabulary: int, rows: int, context: int) -> tuple[list[Step], float]:
-    """`rows` different prompts of `context` tokens, each continued until the model ends it.
+def generate(engine: Engine, vocabulary: int, rows: int, context: int, new: int) -> tuple[list[Step], float]:
+    """`rows` different prompts of `context` tokens, each continued by `new` tokens at most.
 
     Returns the decode steps, and the seconds until every row had its first token.
     """
     prompts = np.random.default_rng([rows, context]).integers(0, vocabulary, (rows, context)).tolist()
     engine.submit(
-        [
-            Request(RolloutKey(number, 0, 0), tuple(prompt), _NEW_TOKENS, Sampling(), number)
-            for number, prompt in enumerate(prompts)
-        ]
+        [Request(RolloutKey(number, 0, 0), tuple(prompt), new, Sampling(), number) for number, prompt in enumerate(prompts)]
     )
     steps, first_s, before = list[Step](), 0.0, engine.progress
     while alive := engine.num_unfinished:

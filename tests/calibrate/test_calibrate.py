@@ -90,6 +90,8 @@ def test_a_calibration_that_cannot_be_written_or_made_is_refused_before_anything
     assert nowhere.exit_code == 3 and "its folder does not exist" in nowhere.output
     no_model = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path), "--out", str(tmp_path / "a.json")])
     assert no_model.exit_code == 3 and "is no model directory" in no_model.output
+    no_device = CliRunner().invoke(app, ["calibrate", "--device", "meteor", "--out", str(tmp_path / "a.json")])
+    assert no_device.exit_code == 3 and "'meteor' cannot be used" in no_device.output
 
 
 def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callable[..., Any]) -> None:
