@@ -24,7 +24,9 @@ from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
+from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.plan.costs import Costs, Fit, Terms, fit
+from async_rlhf.plan.refitting import Observed
 from async_rlhf.plan.workload import Pool, Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -36,7 +38,8 @@ _MOST = 4096  # completions that are fitted, and lengths and latencies that are 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """seconds_per_step, samples_per_s: measured, over the steps behind the first ones, which fill the queue."""
+    """seconds_per_step, samples_per_s, learner_idle (share of its time in which the learner waited): measured, over the steps
+    behind the first ones, which fill the queue."""
 
     workload: Workload
     costs: Costs
@@ -44,6 +47,12 @@ class RunCosts:
     steps: int
     seconds_per_step: float
     samples_per_s: float
+    learner_idle: float
+
+    @property
+    def observed(self) -> Observed:
+        """For `refit`."""
+        return Observed(self.workload, self.samples_per_s, self.learner_idle)
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,7 @@ def costs_of_run(run: RunDir) -> RunCosts:
     prompt = round(statistics.fmean(each.prompt for each in made)) if made else 0
     training, step_s = _training(steady, config, prompt), statistics.fmean(record["step_time"] for record in steady)
     prefill, decoding = _decoding(made, config.engine.slots) if made else ((0.0, 0.0, 0.0), _decoding_of_metrics(steady))
-    spans = [span for path in sorted((run.path / "spans").glob("*.jsonl")) for span in read_spans(path)]
-    adoptions = [span for span in spans if span["name"].startswith("adopt ") and span["name"] != "adopt 0"]
+    adoptions = list(_adoptions(run))
     return RunCosts(
         workload=_workload(config, made, steady, prompt),
         costs=Costs(
@@ -81,12 +89,13 @@ def costs_of_run(run: RunDir) -> RunCosts:
             training=training.terms,
             copy_s=statistics.median(record["broadcast/seconds"] for record in steady),
             travel_s=_travel_s(records, adoptions),
-            adopt_s=statistics.median([span["ended"] - span["began"] for span in adoptions] or [0.0]),
+            adopt_s=statistics.median([time.seconds for _, time in adoptions] or [0.0]),
         ),
         fits={"decode": decoding, "training": training},
         steps=len(records),
         seconds_per_step=step_s,
         samples_per_s=config.learner.batch_size / step_s,
+        learner_idle=statistics.fmean(record["idle/learner"] * record["step_time"] for record in steady) / step_s,
     )
 
 
@@ -249,12 +258,21 @@ def _training(steady: Sequence[Mapping[str, Any]], config: Config, prompt: int) 
     return found.model_copy(update={"constants": (step, 0.0, token)})
 
 
-def _travel_s(records: Sequence[Mapping[str, Any]], adoptions: Sequence[Mapping[str, Any]]) -> float:
+def _adoptions(run: RunDir) -> Iterator[tuple[int, StageTime]]:
+    """Versions that actors adopted but for the first, and when by the supervisor's clock."""
+    for path in sorted((run.path / "spans").glob("*.jsonl")):
+        offsets = read_offsets(run.clock(path.stem))
+        for span in read_spans(path):
+            if span["name"].startswith("adopt ") and (version := int(span["name"].removeprefix("adopt "))):
+                by = correction(offsets, span["began"])
+                yield version, StageTime(span["began"] + by, span["ended"] + by)
+
+
+def _travel_s(records: Sequence[Mapping[str, Any]], adoptions: Sequence[tuple[int, StageTime]]) -> float:
     """From the record of a step, which is written when its publication has begun, to the first adoption of its version."""
     recorded = {record["step"]: record["time"] for record in records}
     first: dict[int, float] = {}
-    for span in adoptions:
-        version = int(span["name"].removeprefix("adopt "))
-        first[version] = min(first.get(version, span["began"]), span["began"])
+    for version, time in adoptions:
+        first[version] = min(first.get(version, time.began), time.began)
     waits = [max(0.0, began - recorded[version]) for version, began in first.items() if version in recorded]
     return float(statistics.median(waits or [0.0]))

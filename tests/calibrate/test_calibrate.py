@@ -103,6 +103,7 @@ def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callab
     assert len(workload.lengths) == len(workload.reward_s) == 12 * 16 and max(workload.lengths) <= 12
     assert 0 < workload.prompt_tokens <= 96
     assert costs.decode_s(8, 60) > 0 and costs.copy_s > 0 and costs.adopt_s > 0
+    assert found.observed.workload is workload and 0 <= found.learner_idle < 1
     simulated = simulate(workload, costs, steps=found.steps)
     assert 0.4 < simulated.samples_per_s / found.samples_per_s < 2.5
     shutil.rmtree(ended.path / "queue")
