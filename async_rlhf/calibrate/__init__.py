@@ -1,0 +1,1 @@
+"""Measures what `plan` predicts with: this machine, or a run that has ended."""
