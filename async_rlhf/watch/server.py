@@ -214,50 +214,67 @@ class Guard:
 
 
 class _Answers:
-    """Runs in threads: what is asked for may wait for a disk. The same answer is made once for all viewers."""
+    """Runs in threads: what is asked for may wait for a disk. The same answer is made once for all viewers.
+
+    One is made at a time, however many are asked for: a whole one takes ten times its size while it is made, and what several
+    threads take at once the process keeps.
+    """
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._state = lru_cache(maxsize=64)(self._made)
         self._made_of = 0
+        self._making = threading.Lock()
 
     def page(self, request: Request) -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": document.policy()}
         return Response(document.page(), media_type="text/html", headers=headers)
 
     def listing(self, request: Request) -> Response:
-        return _json(as_json(document.listing(self._runs)))
+        self._runs.names()  # which may wait for hubs
+        with self._making:
+            return _json(as_json(document.listing(self._runs)).encode())
 
     def state(self, request: Request) -> Response:
         query = request.query_params
         wanted = (_step(query["step"]), query.get("layout", "")[:40]) if "step" in query else None
         name = self._known(request)
         self._runs.touch(name)
-        revision = self._runs.revision
-        if revision != self._made_of:  # what was made of an earlier reading is asked for no more, and may be a megabyte each
-            self._made_of = revision
-            self._state.cache_clear()
-        return _json(self._state(name, wanted, revision))
+        with self._making:
+            revision = self._runs.revision
+            if (
+                revision != self._made_of
+            ):  # what was made of an earlier reading is asked for no more, and may be a megabyte each
+                self._made_of = revision
+                self._state.cache_clear()
+            return _json(self._state(name, wanted, revision))
 
     def curves(self, request: Request) -> Response:
         metrics = request.query_params.getlist("metric")[:_MAX_CURVES]
-        return _json(as_json(self._runs.curves(self._known(request), metrics)))
+        name = self._known(request)
+        with self._making:
+            return _json(as_json(self._runs.curves(name, metrics)).encode())
 
     def completions(self, request: Request) -> Response:
-        return _json(as_json(self._runs.completions(self._known(request))))
+        name = self._known(request)
+        with self._making:
+            return _json(as_json(self._runs.completions(name)).encode())
 
     def metrics(self, request: Request) -> Response:
-        return Response(prometheus.exposition(self._runs), media_type="text/plain; version=0.0.4; charset=utf-8")
+        self._runs.names()
+        with self._making:
+            text = prometheus.exposition(self._runs)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def ready(self, request: Request) -> Response:
         ready = bool(self._runs.names())
         return PlainTextResponse("ready\n" if ready else "no run has been read yet\n", 200 if ready else 503)
 
-    def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> str:
+    def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> bytes:
         found = self._runs.state(name)
         if wanted is not None:
             found["history"] = self._runs.curves(name, document.METRICS, *wanted)
-        return as_json(found)
+        return as_json(found).encode()
 
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]
@@ -272,8 +289,8 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _json(text: str) -> Response:
-    return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def _name(host: str) -> str:
