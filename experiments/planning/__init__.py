@@ -1,0 +1,1 @@
+"""The models of `async_rlhf/plan` held against what was published and what is measured."""
