@@ -146,13 +146,25 @@ def test_rows_of_one_length_take_what_following_each_of_them_gives(count: int, l
 
 
 def window(completions: list[int], **changes: Any) -> float:
-    given_: dict[str, Any] = {"threshold": 0.0, "most_alive": 1000, "update_s": 40.0, "step_s": lambda alive, produced: 1.0}
+    given_: dict[str, Any] = {
+        "group": 1,
+        "threshold": 0.0,
+        "most_alive": 1000,
+        "update_s": 40.0,
+        "step_s": lambda alive, produced: 1.0,
+    }
     return window_s(completions, **{**given_, **changes})
 
 
 def test_without_staleness_a_window_takes_its_longest_row_and_the_last_part_of_training() -> None:
     assert window([10] * 99 + [200]) == pytest.approx(200 + 10)
     assert window([10] * 100) == pytest.approx(10 + 40)
+
+
+def test_a_prompt_ends_with_the_longest_of_its_rows() -> None:
+    # Four prompts of two rows: each part of training waits for the longer one, and all of them end at 50.
+    assert window([10, 50] * 4, group=2) == pytest.approx(50 + 40)
+    assert window([10] * 4 + [50] * 4, group=2) == pytest.approx(50 + 20)
 
 
 def test_with_staleness_the_longest_row_no_longer_binds_and_training_does() -> None:
@@ -167,5 +179,5 @@ def test_a_window_takes_at_least_its_training_and_at_most_generation_and_trainin
 
 
 def test_a_window_without_a_row_for_each_part_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 rows in 4 parts"):
+    with pytest.raises(ConfigError, match="3 prompts in 4 parts"):
         window([1, 2, 3])

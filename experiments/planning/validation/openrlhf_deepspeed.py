@@ -18,6 +18,11 @@ _STEP: dict[str, Callable[[Place, Place, int, Batch], float]] = {
     "dschat": one_group_s,
     "openrlhf": partial(groups_s, share=0.25),
 }
+_PICKS: tuple[tuple[str, str, Callable[[Mapping[str, float]], float]], ...] = (
+    ("DeepSpeed-Chat", "s", lambda found: found["dschat"]),
+    ("OpenRLHF", "s", lambda found: found["openrlhf"]),
+    ("gain", "", lambda found: found["dschat"] / found["openrlhf"]),
+)
 _FIRST = 0  # the row on which the constants of V14 are fitted
 
 
@@ -46,11 +51,7 @@ def openrlhf() -> Row:
             for tokens in {int(assumed.value), int(assumed.low), int(assumed.high)}
         }
         how: How = "fitted" if number == _FIRST else "held out"
-        for group, unit, pick in (
-            ("DeepSpeed-Chat", "s", lambda found: found["dschat"]),
-            ("OpenRLHF", "s", lambda found: found["openrlhf"]),
-            ("gain", "", lambda found: found["dschat"] / found["openrlhf"]),
-        ):
+        for group, unit, pick in _PICKS:
             values = [pick(found) for found in steps.values()]
             figures.append(
                 Figure(

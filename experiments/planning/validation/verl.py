@@ -8,6 +8,7 @@ is predicted: other numbers of devices, and every asynchronous step.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,6 +37,8 @@ class Case:
     spread: float
     engine: int
     group: int
+    samples: int = 16
+    """Completions of a prompt."""
     mean: float = 0.0
     launch_s: float = 0.0
     inference: float = 1.0
@@ -88,12 +91,21 @@ class Case:
             return decode_step_s(place, math.ceil(alive / engines), self.prompt + produced)
 
         return window_s(
-            self.completions[::_SAMPLE],
+            _sample(self.completions),
+            group=self.samples,
             threshold=threshold,
             most_alive=int(256 * engines),
             step_s=step_s,
             update_s=self.update_s(trainers, self.dedicated),
         )
+
+
+@cache
+def _sample(completions: tuple[int, ...]) -> list[int]:
+    """One of so many, by length, so that the longest is among them: a window may wait for it."""
+    found = sorted(completions, reverse=True)[::_SAMPLE]
+    random.Random(0).shuffle(found)
+    return found
 
 
 @cache
