@@ -63,9 +63,8 @@ def test_a_prediction_lies_in_the_range_of_what_is_assumed() -> None:
     spans = [figure for row in rows().values() for figure in row.figures if figure.span]
     assert len(spans) > 40
     for figure in spans:
-        if figure.group not in ("OpenRLHF", "DeepSpeed-Chat"):
-            assert min(figure.span) <= figure.predicted * 1.0000001, figure
-            assert figure.predicted <= max(figure.span) * 1.0000001, figure
+        assert min(figure.span) <= figure.predicted * 1.0000001, figure
+        assert figure.predicted <= max(figure.span) * 1.0000001, figure
 
 
 def test_a_row_alone_is_written_as_json_and_drawn(tmp_path: Path) -> None:

@@ -3,77 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from async_rlhf.experiments.planning.validation import calls, data
 from async_rlhf.experiments.planning.validation.fitting import fit
-from async_rlhf.experiments.planning.validation.rows import Figure, How, Row
-from async_rlhf.experiments.planning.validation.zero import Batch, groups_s, one_group_s
+from async_rlhf.experiments.planning.validation.rows import Figure, Row
+from async_rlhf.experiments.planning.validation.zero import Batch, groups_s, one_group_s, streamed_s
 from async_rlhf.plan.devices import device
 from async_rlhf.plan.stages import Place
 
-_STEP: dict[str, Callable[[Place, Place, int, Batch], float]] = {
-    "dschat": one_group_s,
-    "openrlhf": partial(groups_s, share=0.25),
-}
-_PICKS: tuple[tuple[str, str, Callable[[Mapping[str, float]], float]], ...] = (
-    ("DeepSpeed-Chat", "s", lambda found: found["dschat"]),
-    ("OpenRLHF", "s", lambda found: found["openrlhf"]),
-    ("gain", "", lambda found: found["dschat"] / found["openrlhf"]),
-)
-_FIRST = 0  # the row on which the constants of V14 are fitted
-
-
-def _pair_s(system: str, number: int, tokens: int, decode: float) -> float:
-    """decode: reached share of the memory bandwidth in generation."""
-    table = data.published(14)
-    place = Place(model=data.model(table["models"][number]), device=device("A800"), efficiency=calls.efficiency(memory=decode))
-    batch = Batch(rows=table["rows"], prompt=tokens, answer=tokens, updates=1)
-    return _STEP[system](place, place, table["devices"][number], batch)
-
-
-@cache
-def _share(system: str, tokens: int) -> float:
-    """From the 7B row."""
-    target = data.published(14)[system][_FIRST]
-    return fit(lambda trial: [_pair_s(system, _FIRST, tokens, trial[0]) / target], [(1e-3, 1.0)])[0]
-
 
 def openrlhf() -> Row:
-    """V14."""
-    table, assumed = data.published(14), data.assumed(14, "tokens")
+    """V14, with the planner's own efficiencies."""
+    table, tokens, share = data.published(14), data.assumed(14, "tokens"), data.assumed(14, "generator_share")
+    trials = [(tokens.value, share.value), *((each, share.value) for each in tokens.range)]
+    trials += [(tokens.value, each) for each in share.range]
     figures = []
     for number, name in enumerate(table["models"]):
-        steps = {
-            tokens: {system: _pair_s(system, number, tokens, _share(system, tokens)) for system in _STEP}
-            for tokens in {int(assumed.value), int(assumed.low), int(assumed.high)}
-        }
-        how: How = "fitted" if number == _FIRST else "held out"
-        for group, unit, pick in _PICKS:
-            values = [pick(found) for found in steps.values()]
-            figures.append(
-                Figure(
-                    group=group,
-                    label=name.removeprefix("llama-"),
-                    unit=unit,
-                    published=pick({system: table[system][number] for system in _STEP}),
-                    predicted=pick(steps[int(assumed.value)]),
-                    how=how,
-                    span=(min(values), max(values)),
-                )
+        pairs = [_pair_s(number, int(length), part) for length, part in trials]
+        reported = table["dschat"][number], table["openrlhf"][number]
+        columns = (
+            ("DeepSpeed-Chat", "s", reported[0], [slow for slow, _ in pairs]),
+            ("OpenRLHF", "s", reported[1], [fast for _, fast in pairs]),
+            ("gain", "", reported[0] / reported[1], [slow / fast for slow, fast in pairs]),
+        )
+        figures += [
+            Figure(
+                group=group,
+                label=name.removeprefix("llama-"),
+                unit=unit,
+                published=published,
+                predicted=found[0],
+                span=(min(found), max(found)),
             )
-    figures.sort(key=lambda each: (each.group, each.how))
-    gains = [figure.predicted for figure in figures if figure.group == "gain" and figure.how == "held out"]
-    fitted = ", ".join(f"{data.published(4)['names'][system]} {_share(system, int(assumed.value)):.3f}" for system in _STEP)
+            for group, unit, published, found in columns
+        ]
+    figures.sort(key=lambda each: each.group)
+    gains = [figure.predicted for figure in figures if figure.group == "gain"]
+    slow = [figure.ratio for figure in figures if figure.group == "DeepSpeed-Chat"]
     return data.row(
         14,
         figures,
         holds=all(1.5 <= gain <= 3 for gain in gains),
-        finding=f"held-out gains {min(gains):.2f} to {max(gains):.2f}",
-        fitted=f"on the 7B row, share of the memory bandwidth in generation: {fitted}",
+        finding=f"gains {', '.join(f'{gain:.2f}' for gain in gains)}; DeepSpeed-Chat's times are {min(slow):.2f} to "
+        f"{max(slow):.2f} of the published ones where weights are gathered for every decode step",
     )
+
+
+def _pair_s(number: int, tokens: int, share: float) -> tuple[float, float]:
+    """DeepSpeed-Chat and OpenRLHF. share: of OpenRLHF's devices, that generate."""
+    table = data.published(14)
+    place = Place(model=data.model(table["models"][number]), device=device("A800"), efficiency=calls.efficiency())
+    batch = Batch(rows=table["rows"], prompt=tokens, answer=tokens, updates=1)
+    devices = table["devices"][number]
+    return streamed_s(place, place, devices, batch), groups_s(place, place, devices, batch, share)
 
 
 def epoch_hours(machine: Mapping[str, Any], name: str, decode: float, thousands: float) -> float:

@@ -72,8 +72,8 @@ def window_s(
     prompts = len(completions) // group
     if prompts < parts or parts < 1 or threshold < 0 or most_alive < 1:
         raise ConfigError(
-            f"{prompts} prompts in {parts} parts, threshold = {threshold}, most_alive = {most_alive}: at least a prompt a part, "
-            "threshold 0 or more, most_alive 1 or more"
+            f"{prompts} prompts in {parts} parts, threshold = {threshold}, most_alive = {most_alive}: at least a prompt a "
+            "part, threshold 0 or more, most_alive 1 or more"
         )
     engine = _Generator(step_s=step_s, group=group)
     now, started, ended, taken, trained, trained_at = 0.0, 0, 0, 0, 0, math.inf

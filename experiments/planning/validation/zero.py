@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from async_rlhf.experiments.planning.validation import calls
-from async_rlhf.plan.stages import Place
+from async_rlhf.plan.stages import Place, decode_step_s, prefill_s
 
 _ALONE_BYTES = 30e9  # weights up to which one device generates by itself
 
@@ -48,6 +49,22 @@ def gathered_generation_s(actor: Place, devices: int, batch: Batch) -> float:
         if devices % tensor == 0 and (actor.model.weight_bytes / tensor < 0.5 * room or tensor == calls.NODE):
             break
     return calls.generation_s(calls.placed(actor, tensor, 1, devices // tensor), batch.answers, batch.prompt)
+
+
+def streamed_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
+    """DeepSpeed-Chat without its hybrid engine: ZeRO-3 gathers the weights anew for every decode step."""
+    own, other = (calls.placed(each, 1, 1, devices) for each in (actor, critic))
+    rows = math.ceil(batch.rows / devices)
+    gather = own.far.gather_s(actor.model.weight_bytes, devices)
+    step = gather + decode_step_s(own, rows, batch.prompt + (batch.answer + 1) / 2)
+    return (
+        gather
+        + prefill_s(own, rows, batch.prompt)
+        + batch.answer * step
+        + _scored_s(own, batch)
+        + 2 * _scored_s(other, batch)
+        + sum(calls.trained_s(each, batch.rows, batch.tokens, updates=batch.updates, zero_stage=3) for each in (own, other))
+    )
 
 
 def groups_s(actor: Place, critic: Place, devices: int, batch: Batch, share: float) -> float:
