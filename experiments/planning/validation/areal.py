@@ -79,11 +79,8 @@ def fitted(facts: Facts) -> float:
 @cache
 def _trials() -> tuple[Facts, ...]:
     """What is assumed, then its edges, one fact at a time."""
-    mean, spread, alive = (data.assumed(10, name) for name in ("mean", "spread", "alive"))
-    first = Facts(mean.value, spread.value, int(alive.value))
-    edges = [replace(first, mean=each) for each in mean.range] + [replace(first, spread=each) for each in spread.range]
-    edges += [replace(first, alive=int(each)) for each in alive.range]
-    return first, *edges, replace(first, slow="steps")
+    found = [Facts(mean, spread, int(alive)) for mean, spread, alive in data.trials(10, "mean", "spread", "alive")]
+    return *found, replace(found[0], slow="steps")
 
 
 def throughput() -> Row:
@@ -131,15 +128,9 @@ def _saturated(figures: list[Figure]) -> str:
 
 def end_to_end() -> Row:
     """V11: all stages on all devices in turn, against three quarters that generate and a quarter that trains."""
-    table, figures = data.published(11), []
-    means, spreads = data.assumed(11, "mean"), data.assumed(11, "spread")
-    first = replace(_trials()[0], mean=means.value, spread=spreads.value)
-    trials = [
-        first,
-        *(replace(first, mean=each) for each in means.range),
-        *(replace(first, spread=each) for each in spreads.range),
-    ]
-    trials.append(replace(first, slow="steps"))
+    table, figures, first = data.published(11), list[Figure](), _trials()[0]
+    trials = [replace(first, mean=mean, spread=spread) for mean, spread in data.trials(11, "mean", "spread")]
+    trials.append(replace(trials[0], slow="steps"))
     for name, nodes, (slow, fast) in zip(table["models"], table["nodes"], table["hours"], strict=True):
         gains = [_gain(name, nodes * calls.NODE, facts) for facts in trials]
         figures.append(

@@ -51,6 +51,16 @@ def assumed(number: int, name: str) -> Assumed:
     return Assumed(**published(number)["assumed"][name])
 
 
+def trials(number: int, *names: str) -> list[tuple[float, ...]]:
+    """The values of these assumptions, then their edges, one of them at a time."""
+    facts = [assumed(number, name) for name in names]
+    first = tuple(fact.value for fact in facts)
+    edges = [
+        (*first[:at], edge, *first[at + 1 :]) for at, fact in enumerate(facts) for edge in fact.range if edge != fact.value
+    ]
+    return [first, *edges]
+
+
 @cache
 def model(name: str) -> ModelCosts:
     """Raises KeyError for one that the table lacks."""

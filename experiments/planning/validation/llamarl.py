@@ -16,12 +16,12 @@ _SHARES = 4  # the devices are divided in so many parts
 
 
 @cache
-def _steps_s(name: str, devices: int, mean: float) -> tuple[float, float]:
+def _steps_s(name: str, devices: int, mean: float, rows: int) -> tuple[float, float]:
     """In turns in one layout, and apart, by the best division of the devices."""
     table = data.published(12)
     place = Place(model=data.model(name), device=device("H100"), efficiency=calls.efficiency())
-    completions = calls.lengths(table["rows"], mean, _SPREAD, table["longest"])
-    rows, tokens, prompt = table["rows"], round(table["prompt"] + mean), table["prompt"]
+    completions = calls.lengths(rows, mean, _SPREAD, table["longest"])
+    tokens, prompt = round(table["prompt"] + mean), table["prompt"]
     layout = calls.best_training(place, devices, rows, tokens, updates=table["updates"])
     if layout is None:
         return math.inf, math.inf
@@ -42,15 +42,12 @@ def _steps_s(name: str, devices: int, mean: float) -> tuple[float, float]:
 
 
 def row() -> Row:
-    table, times, means = data.published(12), data.assumed(12, "devices"), data.assumed(12, "mean")
-    trials = [
-        (times.value, means.value),
-        *((each, means.value) for each in times.range),
-        *((times.value, each) for each in means.range),
-    ]
-    figures = []
+    table, figures = data.published(12), []
     for name, gain, nodes in zip(table["models"], table["gain"], table["nodes"], strict=True):
-        steps = [_steps_s(name, int(factor * nodes * calls.NODE), mean) for factor, mean in trials]
+        steps = [
+            _steps_s(name, int(factor * nodes * calls.NODE), mean, int(rows))
+            for factor, mean, rows in data.trials(12, "devices", "mean", "rows")
+        ]
         gains = [slow / fast for slow, fast in steps if math.isfinite(slow) and math.isfinite(fast)]
         figures.append(
             Figure(

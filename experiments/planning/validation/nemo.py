@@ -13,8 +13,8 @@ from async_rlhf.plan.balance import most_loaded
 from async_rlhf.plan.devices import device
 from async_rlhf.plan.stages import Place
 
-Facts = tuple[float, float]
-"""Spread of the lengths; rows of one call of the engine."""
+Facts = tuple[float, ...]
+"""Spread of the lengths; rows of one call of the engine; where generation is cut, in tokens."""
 
 
 def _step_s(nodes: tuple[int, int], facts: Facts, launch_s: float) -> float:
@@ -27,7 +27,7 @@ def _step_s(nodes: tuple[int, int], facts: Facts, launch_s: float) -> float:
     rows, tokens, updates = table["rows"], round(table["prompt"] + table["mean"]), table["updates"]
     place = Place(model=data.model("llama-70b"), device=device("H100"), efficiency=calls.efficiency(launch_s=launch_s))
     one = calls.placed(place, calls.NODE, 1, 1)
-    completions = calls.lengths(rows, table["mean"], facts[0], table["longest"])
+    completions = calls.lengths(rows, table["mean"], facts[0], int(facts[2]))
     size = int(facts[1])
     calls_of_engine = [completions[at : at + size] for at in range(0, rows, size)]
     generation = most_loaded((calls.generation_s(one, each, table["prompt"]) for each in calls_of_engine), actor_nodes)
@@ -50,9 +50,7 @@ def _launch_s(facts: Facts) -> float:
 
 
 def row() -> Row:
-    table, spread, size = data.published(16), data.assumed(16, "spread"), data.assumed(16, "micro_batch")
-    first: Facts = (spread.value, size.value)
-    trials = (first, *((each, size.value) for each in spread.range), *((spread.value, each) for each in size.range))
+    table, trials = data.published(16), data.trials(16, "spread", "micro_batch", "longest")
     steps = {each: [_step_s(nodes, each, _launch_s(each)) for nodes in table["nodes"]] for each in trials}
     figures = []
     for number, (nodes, published) in enumerate(zip(table["nodes"], table["step"], strict=True)):
@@ -88,5 +86,5 @@ def row() -> Row:
         figures,
         holds=all(abs(figure.ratio - 1) <= 0.15 for figure in gains_found),
         finding="speed-ups " + ", ".join(f"{figure.predicted:.2f}" for figure in gains_found),
-        fitted=f"on 8 + 4 nodes: a decode step + {_launch_s(first) * 1e3:.0f} ms",
+        fitted=f"on 8 + 4 nodes: a decode step + {_launch_s(trials[0]) * 1e3:.0f} ms",
     )

@@ -17,12 +17,9 @@ from async_rlhf.plan.stages import Place
 
 def openrlhf() -> Row:
     """V14, with the planner's own efficiencies."""
-    table, tokens, share = data.published(14), data.assumed(14, "tokens"), data.assumed(14, "generator_share")
-    trials = [(tokens.value, share.value), *((each, share.value) for each in tokens.range)]
-    trials += [(tokens.value, each) for each in share.range]
-    figures = []
+    table, figures = data.published(14), []
     for number, name in enumerate(table["models"]):
-        pairs = [_pair_s(number, int(length), part) for length, part in trials]
+        pairs = [_pair_s(number, int(length), part) for length, part in data.trials(14, "tokens", "generator_share")]
         reported = table["dschat"][number], table["openrlhf"][number]
         columns = (
             ("DeepSpeed-Chat", "s", reported[0], [slow for slow, _ in pairs]),

@@ -6,7 +6,7 @@ cells, and V3's step times on 128 devices, are predicted with them.
 
 The published PFLOP/s count twelve forward passes for the four calls of inference and the two of training (generation 1, three
 times inference, twice 4 of training with recomputation), each as Megatron counts one: attention with as many key-value heads
-as heads. V3 gives seconds for three cells of V4, and they agree with that count within 3 %.
+as heads. V3 gives seconds for three cells of V4, and they agree with that count within 1 %.
 """
 
 from __future__ import annotations

@@ -97,11 +97,7 @@ def _training_gain(actor: str, critic: str) -> float:
 
 def row() -> Row:
     table = data.published(17)
-    facts = [data.assumed(17, name) for name in ("mean", "spread", "inference")]
-    values = [fact.value for fact in facts]
-    trials = [values]
-    for number, fact in enumerate(facts):
-        trials += [[*values[:number], edge, *values[number + 1 :]] for edge in fact.range]
+    trials = data.trials(17, "mean", "spread", "inference")
     pairs = list(product(table["models"], repeat=2))
     first = {pair: _stages_s(*pair, *trials[0]) for pair in pairs}
     gains = {pair: found[0.0] / min(found.values()) for pair, found in first.items()}
