@@ -21,7 +21,7 @@ from async_rlhf.plan.stages import Place
 
 Times = dict[Stage, StageTime]
 _ALONE_BYTES = 20e9  # weights up to which one device generates by itself
-_BOUND = 4  # of AReaL's runs of code; those of maths have 8, which gives the same here
+_BOUND = 4  # of AReaL's runs of code; those of maths have 8
 
 
 @dataclass(frozen=True)

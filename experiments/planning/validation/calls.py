@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 
 from async_rlhf.plan.generation import generate
 from async_rlhf.plan.lengths import LengthsConfig
@@ -126,12 +127,14 @@ def scored_s(place: Place, rows: int, tokens: int, *, head: bool = True) -> floa
 
 def best_generation_s(place: Place, devices: int, completions: Sequence[int], prompt: int, *, kept_bytes: float = 0.0) -> float:
     """In each size of tensor groups, pipelines are made longer as long as room for caches outweighs what they add to a step."""
-    best, ended = math.inf, dict[int, float]()
-    for each in layouts(place, devices):
-        if ended.get(each.tensor, math.inf) != -math.inf:
+    best = math.inf
+    for _, longer in groupby(layouts(place, devices), key=lambda each: each.tensor):
+        before = math.inf
+        for each in longer:
             found = generation_s(each, completions, prompt, kept_bytes=kept_bytes)
-            ended[each.tensor] = found if math.isinf(found) or found < ended.get(each.tensor, math.inf) else -math.inf
-            best = min(best, found)
+            if math.isfinite(before) and found >= before:
+                break
+            before, best = found, min(best, found)
     return best
 
 

@@ -146,7 +146,8 @@ def one_step_off() -> Row:
     """V6."""
     figures, stated, bounds = [], [], []
     for name, label in (("fsdp2", "FSDP2, 20k"), ("megatron", "Megatron, 8k")):
-        trials = [_one_step(name, spread, int(engine)) for spread, engine in data.trials(6, "spread", "engine_tensor")]
+        facts = data.trials(6, "spread", "engine_tensor", "training")
+        trials = [_one_step(name, spread, int(engine), share) for spread, engine, share in facts]
         found = trials[0]
         figures += [
             replace(figure, label=label, span=_edges([each[1][number].predicted for each in trials]))
@@ -169,7 +170,7 @@ def _other_s(name: str) -> float:
 
 
 @cache
-def _one_step(name: str, spread: float, engine: int) -> tuple[Case, list[Figure]]:
+def _one_step(name: str, spread: float, engine: int, share: float) -> tuple[Case, list[Figure]]:
     table: dict[str, Any] = data.published(6)
     synchronous, asynchronous = table["synchronous"][name], table["one_step"][name]
     case = Case(
@@ -182,7 +183,7 @@ def _one_step(name: str, spread: float, engine: int) -> tuple[Case, list[Figure]
         group=4,
     )
     parts = (synchronous["decode"], synchronous["old"], synchronous["update"])
-    case = _fitted(case, 16, parts, 16, synchronous["update"], data.assumed(7, "training").value)
+    case = _fitted(case, 16, parts, 16, synchronous["update"], share)
     generation, training = case.generation_s(4), case.old_s(12) + case.update_s(12, case.training)
     step = max(generation, training) + _other_s(name)
     gain = synchronous["step"] / asynchronous["step"]
@@ -256,7 +257,7 @@ def fully_async() -> Row:
     figures.sort(key=lambda each: (each.group == "gain", each.group, each.how))
     by_name = {(figure.group, figure.label): figure.predicted for figure in figures}
     flat = by_name["synchronous step", "128 devices"] / by_name["synchronous step", "64 devices"]
-    gains = [figure.predicted for figure in figures if figure.group == "gain"]
+    gains = [by_name["gain", f"{devices} devices"] for devices in table["devices"]]
     return data.row(
         7,
         figures,
@@ -269,7 +270,7 @@ def fully_async() -> Row:
 
 def _seven(group: str, devices: int, unit: str, published: float, predict: Callable[[Case], float]) -> Figure:
     predicted, span = _over_range(predict)
-    how: How = "fitted" if devices == _FITTED_ON and group == "synchronous step" else "held out"
+    how: How = "fitted" if devices == _FITTED_ON else "held out"
     label = f"{devices} devices"
     return Figure(group=group, label=label, unit=unit, published=published, predicted=predicted, how=how, span=span)
 
