@@ -86,7 +86,7 @@ def test_an_unknown_row_is_refused_with_the_nearest() -> None:
 
 
 def test_a_document_without_its_marker_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no <!-- planning: verdicts -->"):
+    with pytest.raises(ConfigError, match=r"no <!-- planning: summary -->"):
         table.document([rows()["V2"]], "# Planning\n")
 
 

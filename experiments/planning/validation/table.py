@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -58,10 +60,23 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     figures = [[row.name, *line] for row in rows for line in _lines(row)]
     constants = [[row.name, row.source, row.fitted or "none", row.assumed or "none"] for row in rows]
     return {
+        "summary": summary(rows),
         "verdicts": _markdown(["row", "system", "check", "found", "verdict"], verdicts),
         "figures": _markdown(["row", "figure", "published", "predicted", "range", "ratio", "how"], figures),
         "constants": _markdown(["row", "source", "fitted", "assumed (plausible range): why"], constants),
     }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many rows hold, and how near held-out figures come: of V4, which has most of them, and of the others."""
+    text = f"{sum(row.holds for row in rows)} of {len(rows)} rows hold."
+    for name, chosen in (("V4", [row for row in rows if row.number == 4]), ("the others", [r for r in rows if r.number != 4])):
+        figures = [each for row in chosen for each in row.figures if each.how == "held out" and each.published is not None]
+        if figures:
+            near = sum(0.5 <= each.ratio <= 2 for each in figures)
+            factor = math.exp(median(abs(math.log(each.ratio)) for each in figures))
+            text += f" Of {len(figures)} held-out figures of {name}, {near} lie within 2 times; half of them within {factor:.2f} times."
+    return text + "\n"
 
 
 def _lines(row: Row) -> Iterable[list[str]]:
