@@ -75,7 +75,8 @@ def summary(rows: Sequence[Row]) -> str:
         if figures:
             near = sum(0.5 <= each.ratio <= 2 for each in figures)
             factor = math.exp(median(abs(math.log(each.ratio)) for each in figures))
-            text += f" Of {len(figures)} held-out figures of {name}, {near} lie within 2 times; half of them within {factor:.2f} times."
+            text += f" Of {len(figures)} held-out figures of {name}, {near} lie within 2 times"
+            text += f"; half of them within {factor:.2f} times."
     return text + "\n"
 
 
