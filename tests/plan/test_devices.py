@@ -24,7 +24,8 @@ def table(**changes: str) -> str:
 
 
 def test_the_catalogue_has_the_devices_that_runs_are_planned_for() -> None:
-    assert set(catalogue()) == {"A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "L40S", "CPU"}
+    accelerators = {"A100-40GB", "A100-80GB", "A800", "H20", "H100", "H200", "H800", "B200", "MI300X", "L40S"}
+    assert set(catalogue()) == accelerators | {"CPU"}
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
@@ -38,7 +39,7 @@ def test_links_grow_slower_the_further_they_reach_and_a_row_alone_is_bound_by_me
 
 def test_devices_of_one_chip_have_one_peak() -> None:
     assert device("A100-40GB").peak_flops == device("A100-80GB").peak_flops == 312e12
-    assert device("H100").peak_flops == device("H200").peak_flops
+    assert device("H100").peak_flops == device("H200").peak_flops == device("H800").peak_flops
     assert device("H200").memory_bytes == 141e9 > device("H100").memory_bytes
 
 

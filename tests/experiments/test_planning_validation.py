@@ -1,0 +1,182 @@
+"""The validation of the performance model: its rows, the windows that it simulates, and the document that shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning.__main__ import app
+from async_rlhf.experiments.planning.validation import calls, table
+from async_rlhf.experiments.planning.validation.fitting import fit
+from async_rlhf.experiments.planning.validation.rows import Figure, Row, rank_correlation, within
+from async_rlhf.experiments.planning.validation.windows import window_s
+from async_rlhf.plan.devices import device
+from async_rlhf.plan.generation import generate
+from async_rlhf.plan.model_costs import read
+from async_rlhf.plan.stages import Place, decode_step_s, prefill_s
+
+HOLD = {"V1", "V2", "V3", "V4", "V6", "V9", "V13", "V16"}
+
+
+@cache
+def rows() -> dict[str, Row]:
+    return {row.name: row for row in table.made()}
+
+
+def test_the_document_shows_what_the_command_gives() -> None:
+    text = table.DOCUMENT.read_text()
+    assert table.document(list(rows().values()), text) == text, (
+        "run python -m async_rlhf.experiments.planning validate --document"
+    )
+
+
+def test_the_rows_that_hold_are_these_and_every_other_one_says_why_it_does_not() -> None:
+    assert {name for name, row in rows().items() if row.holds} == HOLD
+    assert list(rows()) == [f"V{number}" for number in range(1, 18)]
+    for row in rows().values():
+        assert row.holds or len(row.reason) > 20, f"{row.name} misses without a reason"
+
+
+def test_exact_rows_are_equal_to_the_last_digit() -> None:
+    exact = [figure for name in ("V1", "V2") for figure in rows()[name].figures if figure.how == "exact"]
+    assert len(exact) == 39
+    assert all(figure.predicted == figure.published for figure in exact if figure.group != "makespan found")
+
+
+def test_every_row_with_a_fitted_constant_also_predicts_figures_that_gave_none() -> None:
+    for row in rows().values():
+        kinds = {figure.how for figure in row.figures}
+        assert "fitted" not in kinds or ("held out" in kinds and row.fitted), row.name
+        assert all(0 < figure.predicted < math.inf for figure in row.figures), row.name
+
+
+def test_a_prediction_lies_in_the_range_of_what_is_assumed() -> None:
+    spans = [figure for row in rows().values() for figure in row.figures if figure.span]
+    assert len(spans) > 40
+    for figure in spans:
+        assert min(figure.span) <= figure.predicted * 1.0000001, figure
+        assert figure.predicted <= max(figure.span) * 1.0000001, figure
+
+
+def test_a_row_alone_is_written_as_json_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--output", str(tmp_path / "v16.json"), "--picture", str(tmp_path / "v16.png")]
+    done = CliRunner().invoke(app, ["validate", "--only", "V16", *files])
+    assert done.exit_code == 0, done.output
+    (written,) = json.loads((tmp_path / "v16.json").read_text())
+    assert written["verdict"] == "holds" and written["figures"][1]["published"] == 190.4
+    assert "| V16 |" in done.output and "| V15 |" not in done.output
+    assert (tmp_path / "v16.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_row_is_refused_with_the_nearest() -> None:
+    done = CliRunner().invoke(app, ["validate", "--only", "V18"])
+    assert done.exit_code == 2 and "did you mean" in done.output
+    with pytest.raises(ConfigError, match="row 'W3'"):
+        table.made(["W3"])
+
+
+def test_a_document_without_its_marker_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no <!-- planning: summary -->"):
+        table.document([rows()["V2"]], "# Planning\n")
+
+
+def figure(published: float, predicted: float) -> Figure:
+    return Figure(group="step", label="", unit="s", published=published, predicted=predicted)
+
+
+def test_within_is_a_share_of_what_was_published() -> None:
+    assert within([figure(10, 8.6), figure(10, 11.4)], 0.15)
+    assert not within([figure(10, 8.4)], 0.15)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=12))
+def test_a_rank_correlation_knows_no_scale_and_changes_sign_with_the_order(pairs: list[tuple[int, int]]) -> None:
+    if len({a for a, _ in pairs}) == 1 or len({b for _, b in pairs}) == 1:
+        return
+    found = rank_correlation(pairs)
+    assert -1.0000001 <= found <= 1.0000001
+    assert rank_correlation([(math.exp(a), b) for a, b in pairs]) == pytest.approx(found)
+    assert rank_correlation([(-a, b) for a, b in pairs]) == pytest.approx(-found)
+
+
+def test_constants_are_found_where_they_lie_and_stay_within_their_bounds() -> None:
+    assert fit(lambda trial: [(3 * trial[0] + trial[1]) / 5, trial[1] / 2], [(0.01, 10), (0.01, 10)]) == pytest.approx(
+        (1, 2), rel=0.02
+    )
+    assert fit(lambda trial: [trial[0] / 50], [(0.1, 1.0)]) == (1.0,)
+
+
+SMALL = read(
+    {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12))
+def test_rows_of_one_length_take_what_following_each_of_them_gives(count: int, length: int, slots: int) -> None:
+    place = Place(model=SMALL, device=device("H100"))
+    followed = generate(
+        [length] * count,
+        prompt_tokens=16,
+        slots=slots,
+        room_tokens=10_000,
+        longest=length,
+        step_s=lambda alive, context: decode_step_s(place, alive, context),
+        prefill_s=lambda alive: prefill_s(place, alive, 16),
+    )
+    assert calls.generation_s(place, [length] * count, 16, slots=slots) == pytest.approx(followed.total_s)
+
+
+def window(completions: list[int], **changes: Any) -> float:
+    given_: dict[str, Any] = {
+        "group": 1,
+        "threshold": 0.0,
+        "most_alive": 1000,
+        "update_s": 40.0,
+        "step_s": lambda alive, produced: 1.0,
+    }
+    return window_s(completions, **{**given_, **changes})
+
+
+def test_without_staleness_a_window_takes_its_longest_row_and_the_last_part_of_training() -> None:
+    assert window([10] * 99 + [200]) == pytest.approx(200 + 10)
+    assert window([10] * 100) == pytest.approx(10 + 40)
+
+
+def test_a_prompt_ends_with_the_longest_of_its_rows() -> None:
+    # Four prompts of two rows: each part of training waits for the longer one, and all of them end at 50.
+    assert window([10, 50] * 4, group=2) == pytest.approx(50 + 40)
+    assert window([10] * 4 + [50] * 4, group=2) == pytest.approx(50 + 20)
+
+
+def test_with_staleness_the_longest_row_no_longer_binds_and_training_does() -> None:
+    assert window([10] * 99 + [60], threshold=0.5) == pytest.approx(40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_a_window_takes_at_least_its_training_and_at_most_generation_and_training(lengths: list[int], threshold: float) -> None:
+    found = window(lengths, threshold=threshold)
+    assert 40 - 1e-6 <= found <= max(lengths) + 40 + 1e-6
+
+
+def test_a_window_without_a_row_for_each_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 prompts in 4 parts"):
+        window([1, 2, 3])
