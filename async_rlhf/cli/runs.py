@@ -264,7 +264,7 @@ def run_to_end(config: Any, **how: Any) -> None:
 
     with outliving_terminal():
         result = run(config, **how)
-    typer.echo(f"{_ending(result)}: {len(result.metrics)} steps in {result.run_dir}")
+    typer.echo(f"{_ending(result)}: {result.steps} steps in {result.run_dir}")
     typer.echo(f"model: {result.checkpoint}")
 
 

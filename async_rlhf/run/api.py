@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -34,6 +35,7 @@ from async_rlhf.run.preparation import prepare, rows_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import line_of_step
 
 Record = dict[str, Any]
 """The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""
@@ -41,19 +43,23 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a run left behind. `metrics` has one object a step; `checkpoint` loads with `from_pretrained`."""
+    """What a run left behind. steps: done in all. `checkpoint` loads with `from_pretrained`."""
 
     run_dir: Path
-    metrics: list[dict[str, Any]]
+    steps: int
     evaluations: list[dict[str, Any]]
     checkpoint: Path | None
     finished: bool
     """False when the run was drained before its last step; `resume=True` continues it."""
 
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One object a step, read when it is first asked for: a run of weeks has gigabytes of them."""
+        return RunDir(self.run_dir).read_metrics()
+
     def __repr__(self) -> str:
         model = None if self.checkpoint is None else str(self.checkpoint)
-        steps = len(self.metrics)
-        return f"TrainResult(run_dir={str(self.run_dir)!r}, steps={steps}, finished={self.finished}, checkpoint={model!r})"
+        return f"TrainResult(run_dir={str(self.run_dir)!r}, steps={self.steps}, finished={self.finished}, checkpoint={model!r})"
 
 
 def train(
@@ -217,9 +223,10 @@ def run(
 
 
 def _result(directory: RunDir, finished: bool) -> TrainResult:
+    last = line_of_step(directory.metrics)
     return TrainResult(
         run_dir=directory.path,
-        metrics=directory.read_metrics(),
+        steps=0 if last is None else last["step"],
         evaluations=directory.read_evaluations(),
         checkpoint=_model(directory),
         finished=finished,

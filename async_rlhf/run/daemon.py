@@ -62,7 +62,7 @@ from async_rlhf.run.placing import nodes_of, placement_of
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import End, RunDir
-from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.run_files import Tail, is_step, line_of_step
 from async_rlhf.run.terminal import Signals, on_signals
 from async_rlhf.run.tracker import Tracker
 
@@ -124,10 +124,11 @@ class Supervisor:
                     self._evaluator.finish(stop=self._is_forced)
                 return True
             with on_signals(self._signals), self._listening(), self._beside():
-                records = [*filter(is_step, self._tail.rest())]
-                self._step = self._highest = highest_step(records)
-                self._spent = Spent.after(records)
-                self._samples.skip()  # they are of earlier starts, and may be gigabytes
+                self._tail.skip()  # lines are of earlier starts, and may be gigabytes
+                self._samples.skip()
+                last = line_of_step(self._run.metrics)
+                self._spent = Spent() if last is None else Spent.until(last)
+                self._step = self._highest = self._spent.steps
                 self._courier = Courier(self._ask_for)
                 try:
                     self._start_all()

@@ -26,7 +26,7 @@ from async_rlhf.run.preflight import Prepared, check_model, preflight
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, highest_step, is_step
+from async_rlhf.run.run_files import line_of_step
 from async_rlhf.run.scoring import reward_specs, stop_strings
 from async_rlhf.run.spooling import make_spool
 from async_rlhf.run.tracking import rewind
@@ -125,18 +125,18 @@ def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Pl
 def _check_steps(config: Config, from_step: int | None) -> None:
     """Raises ConfigError for a run that has gone further than it is to go."""
     made = [step_of(path) for path in complete(config.run_dir / "checkpoints")]
-    records = list[dict[str, Any]]()
+    metrics, newest_line = RunDir(config.run_dir).metrics, None
     with suppress(DamagedError):
-        records = [*filter(is_step, Tail(RunDir(config.run_dir).metrics).rest())]
-    made.append(highest_step(records))
-    done = from_step if from_step is not None else max(made, default=0)
+        newest_line = line_of_step(metrics)
+    made.append(0 if newest_line is None else newest_line["step"])
+    done = from_step if from_step is not None else max(made)
     back = "" if from_step is not None else ", or go back with --from-step"
     if config.max_steps is not None and config.max_steps < done:
         raise ConfigError(
             f"max_steps = {config.max_steps}, and run directory {str(config.run_dir)!r} has done {done} steps. "
             f"Lowest: {done}{back}"
         )
-    last = next((record for record in reversed(records) if record["step"] == done), None)
+    last = None if newest_line is None else line_of_step(metrics, done)
     if last is not None and (ended := config.budget.ended(Spent.before(last))):
         raise ConfigError(
             f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: give more of it{back}"

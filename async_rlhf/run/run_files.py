@@ -21,6 +21,7 @@ from typing import IO, Any
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.lines import read_lines_backwards
 
 MAX_SMALL_BYTES = 4 << 20
 """A configuration, a status: far more than they ever have."""
@@ -28,6 +29,7 @@ MAX_LOG_BYTES = 8 << 30
 """A file with a line a step, over weeks."""
 _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
+_SKIPPED_BYTES = 4 << 20
 
 
 @dataclass
@@ -137,14 +139,21 @@ class Tail:
     def skip(self) -> None:
         """Leave out the lines that are there now, but for one that is being written.
 
-        A file that is cut afterwards is read on from where it ended, so a line may be lost.
+        Those at the end are remembered as if they had been read. A file of which more than those is cut afterwards is read on
+        from where they begin, so a line may be lost. Raises DamagedError when the file is no regular one.
         """
         with suppress(FileNotFoundError), open_regular(self._path, MAX_LOG_BYTES) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _MAX_LINE_BYTES)
             file.seek(begin)
-            end = begin + file.read(size - begin).rfind(b"\n") + 1
-            self._read.append((end, end, xxhash.xxh3_64_intdigest(b"")))
+            data = file.read(size - begin)
+            whole = data[: data.rfind(b"\n") + 1]
+            first = max(whole.rfind(b"\n", 0, max(0, len(whole) - _SKIPPED_BYTES)) + 1, whole.find(b"\n") + 1 if begin else 0)
+            offset = begin + first
+            self._read.append((offset, offset, xxhash.xxh3_64_intdigest(b"")))
+            for line in io.BytesIO(whole[first:]):
+                self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
+                offset += len(line)
 
     def read(self) -> list[dict[str, Any]]:
         """Raises DamagedError when the file is no regular one."""
@@ -182,6 +191,15 @@ class Tail:
 def is_step(record: dict[str, Any]) -> bool:
     """The learner writes whole records; whatever else stands in its file after a crash is left out."""
     return type(record.get("step")) is int
+
+
+def line_of_step(path: Path, step: int | None = None) -> dict[str, Any] | None:
+    """The line of a step, of the newest for None, read from the end of a file of any length. Raises DamagedError when it is no
+    regular one."""
+    with suppress(FileNotFoundError):
+        open_regular(path, MAX_LOG_BYTES).close()
+        return next((line for line in filter(is_step, read_lines_backwards(path)) if step in (None, line["step"])), None)
+    return None
 
 
 def highest_step(records: Iterable[dict[str, Any]]) -> int:

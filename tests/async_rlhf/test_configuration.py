@@ -164,7 +164,7 @@ def test_the_reference_of_keys_is_what_the_code_says_and_every_key_has_a_meaning
 
 
 def test_a_result_is_shown_in_a_line() -> None:
-    result = TrainResult(Path("runs/a"), [{"step": 1}, {"step": 2}], [], Path("runs/a/model"), finished=True)
+    result = TrainResult(Path("runs/a"), 2, [], Path("runs/a/model"), finished=True)
     assert repr(result) == "TrainResult(run_dir='runs/a', steps=2, finished=True, checkpoint='runs/a/model')"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.run.run_files import Lines, Tail, printable, read_last_lines, read_lines, read_object, read_small
+from async_rlhf.run.run_files import Lines, Tail, line_of_step, printable, read_last_lines, read_lines, read_object, read_small
 
 
 def steps(*numbers: int, mark: str = "") -> str:
@@ -59,6 +59,29 @@ def test_a_tail_can_leave_out_what_is_there_already(tmp_path: Path) -> None:
     assert seen(tail) == []
     path.write_text(steps(1, 2, 3))
     assert seen(tail) == [3]
+
+
+def test_of_what_it_left_out_a_tail_knows_the_end_where_a_learner_that_starts_again_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(steps(*range(1, 30_001), mark="x" * 300))
+    assert path.stat().st_size > 8 << 20
+    tail = Tail(path)
+    tail.skip()
+    path.write_text(steps(*range(1, 29_951), mark="x" * 300) + steps(*range(29_951, 30_011), mark="again"))
+    assert seen(tail) == list(range(29_951, 30_011))
+
+
+def test_the_line_of_a_step_is_found_from_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert line_of_step(path) is None
+    path.write_text(steps(*range(1, 1001)) + '{"no": "step"}\n{"step": 1001, "cu')
+    newest, earlier = line_of_step(path), line_of_step(path, 17)
+    assert newest is not None and newest["step"] == 1000 and earlier is not None and earlier["step"] == 17
+    assert line_of_step(path, 2000) is None
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamagedError, match="no regular file"):
+        line_of_step(path)
 
 
 def test_lines_that_are_no_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
