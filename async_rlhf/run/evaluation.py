@@ -66,7 +66,10 @@ def run_evaluation(
         seed=config.data.held_out_seed,
     )
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, config.served_engine, version=int(step))
+    served = config.served_engine
+    if asked.full_attention:
+        served = served.model_copy(update={"kv_policy": "full"})
+    engine = load_engine(model, served, version=int(step))
     try:
         with environment_of(config, tokenizer) as play:
             result = evaluate(
