@@ -107,6 +107,11 @@ class TorchEngine:
         return isinstance(self._forward, InvariantLlamaForward)
 
     @property
+    def cache_bytes(self) -> int:
+        """Of keys and values of all rows, what is held between turns left out."""
+        return sum(int(each.numel() * each.element_size()) for each in (*self._cache.keys, *self._cache.values))
+
+    @property
     def progress(self) -> int:
         return self.num_sampled
 

@@ -34,7 +34,7 @@ class EvaluationConfig(Section):
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Temperature of those; what else cuts tokens off is as in `[generation]`."""
     full_attention: bool = True
-    """Keep all keys and values, as the learner and any other program would, whatever `engine.kv_policy` says; false: as it says."""
+    """Keep all keys and values, as other programs do, whatever `engine.kv_policy` says; false: as it says."""
     source: str | None = None
     """Prompts to evaluate on, as `data.source`; `"none"`: the held-out ones of the run's data."""
     columns: dict[str, str] = Field(default_factory=dict)

@@ -286,8 +286,7 @@ def test_memory_does_not_grow_with_length() -> None:
         engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
         engine.submit([Request(RolloutKey(0, 0, 0), tuple(range(10)), length - 10, Sampling(), 0)])
         run(engine)
-        cache = engine._cache
-        sizes[length] = sum(buffer.numel() * buffer.element_size() for buffer in (*cache.keys, *cache.values))
+        sizes[length] = engine.cache_bytes
     layers, heads, width, tokens = 3, 2, 8, each.budget + 1
     assert set(sizes.values()) == {2 * layers * 2 * heads * tokens * width * 4}, "keys and values of two rows, float32"
 
