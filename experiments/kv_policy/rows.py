@@ -11,7 +11,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Row:
     """experiment: prose, task or cost. budget: most tokens kept; of full attention the longest row, or 0. case: number of the
-    text or prompt, or the length of a row. measure: what `value` is."""
+    text or of the block of prompts, or the length of a row. measure: what `value` is."""
 
     experiment: str
     arm: str

@@ -28,10 +28,11 @@ from async_rlhf.run.config import Config
 ENDS = (" ", ":", ")", "\n")
 """What ends a chunk of this task: its model has a token for each character."""
 _INTERVAL = 6  # characters of a word of the instruction, with its space
+_BLOCK = 20  # prompts of a row of the results
 
 
 def task_rows(config: Config, model_dir: Path, budgets: Sequence[int]) -> Iterator[Row]:
-    """Of each prompt, arm and budget."""
+    """Of each block of prompts, arm and budget the mean."""
     tokenizer = from_pretrained(AutoTokenizer, model_dir)
     entries = load_rows(config.data)[1]
     prompts = [
@@ -42,17 +43,15 @@ def task_rows(config: Config, model_dir: Path, budgets: Sequence[int]) -> Iterat
         engine = _engine(model_dir, arm, budget)
         greedy = _completions(engine, prompts, config, 0.0)
         sampled = _completions(engine, prompts, config, 1.0)
-        for number, prompt in enumerate(prompts):
-            reward = reasoning_gym(
-                tokenizer.decode(greedy[number].token_ids, skip_special_tokens=True), entries[number].columns["entry"]
-            )
-            own = full.probe([*prompt, *sampled[number].token_ids.tolist()])[len(prompt) - 1 :]
-            for name, value in (
-                ("reward", reward),
-                ("accuracy", float(reward >= 1)),
-                ("kl", float((sampled[number].logprobs - own).mean())),
-            ):
-                yield Row("task", arm, budget, number, name, value)
+        found = []
+        for row, prompt, likeliest, drawn in zip(entries, prompts, greedy, sampled, strict=True):
+            text = tokenizer.decode(likeliest.token_ids, skip_special_tokens=True)
+            reward = reasoning_gym(text, row.columns["entry"])
+            own = full.probe([*prompt, *drawn.token_ids.tolist()])[len(prompt) - 1 :]
+            found.append((reward, float(reward >= 1), float((drawn.logprobs - own).mean())))
+        for block in range(0, len(found), _BLOCK):
+            for name, value in zip(("reward", "accuracy", "kl"), np.mean(found[block : block + _BLOCK], axis=0), strict=True):
+                yield Row("task", arm, budget, block // _BLOCK, name, float(value))
 
 
 def _engine(model_dir: Path, arm: str, budget: int) -> TorchEngine:

@@ -16,6 +16,7 @@ import pytest
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config import Config, load
+from async_rlhf.run.evaluation import evaluating_engine
 from tests.conftest import QUICK
 
 SINK: dict[str, Any] = {
@@ -81,6 +82,11 @@ def test_the_run_does_not_end_because_the_engine_is_another_policy_unless_a_limi
 
     assert limit() == 0.01 and limit(**SINK) == math.inf
     assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
+
+
+def test_an_evaluation_attends_to_everything_unless_it_is_to_be_served_so() -> None:
+    assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
+    assert evaluating_engine(load(QUICK, SINK | {"evaluation.full_attention": False})).kv_policy == "chunk_sink"
 
 
 @pytest.fixture
