@@ -94,9 +94,9 @@ def _budgets(rows: Sequence[Row]) -> Iterator[str]:
     for budget in sorted({row.budget for row in rows if row.arm != FULL}):
         values = {arm: {row.case: row.value for row in rows if (row.arm, row.budget) == (arm, budget)} for arm in ARMS}
         cells = []
-        for own in values.values():
+        for arm, own in values.items():
             gap, half = _mean([own[case] - values["window"][case] for case in own])
-            cells.append(f"{np.mean(list(own.values())):.3f}" + (f" ({gap:+.3f} ± {half:.3f})" if half else ""))
+            cells.append(f"{np.mean(list(own.values())):.3f}" + (f" ({gap:+.3f} ± {half:.3f})" if arm != "window" else ""))
         yield f"| {budget} | {' | '.join(cells)} |"
     if full:
         yield f"| all | {np.mean(full):.3f} |" + " |" * (len(ARMS) - 1)

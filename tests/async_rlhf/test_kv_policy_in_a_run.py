@@ -1,4 +1,4 @@
-"""A run whose engine keeps a part of its cache: the data are off-policy, the metrics say how far, and the weights are the same."""
+"""A run whose engine keeps a part of its cache: its data are off-policy, and the metrics say how far."""
 
 from __future__ import annotations
 
