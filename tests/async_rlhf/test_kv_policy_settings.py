@@ -111,6 +111,24 @@ def test_the_tokens_of_the_model_say_where_chunks_end(loaded: Callable[..., Any]
     assert loaded(kv_policy="window", kv=kv).kv_policy.budget == 9
 
 
+def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(
+    loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from async_rlhf.actors.torch_engine.kv_policy import KeptRows
+
+    kv = {"sinks": 1, "window": 8, "representatives": 4, "ends": ["e"]}
+    loaded(kv=kv, dtype="bfloat16")
+    taken = KeptRows.take_tokens
+
+    def forgetful(self: KeptRows, ids: Any, at: Any) -> Any:
+        columns, seen = taken(self, ids, at)
+        return columns, seen & (self._positions[: len(at)] != 0)
+
+    monkeypatch.setattr(KeptRows, "take_tokens", forgetful)
+    with pytest.raises(ConfigError, match=r"'llama' cannot be served by the torch engine.*differ from plain passes"):
+        loaded(kv=kv)
+
+
 def test_chunks_that_nothing_ends_and_memory_for_less_than_a_row_are_refused(loaded: Callable[..., Any]) -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.kv\.ends = \['\\u2603'\]|engine\.kv\.ends = \['☃'\]: no token of the model"
