@@ -1,6 +1,6 @@
 """The picture and the table of what was measured. Needs matplotlib (the extra `experiments`).
 
-Intervals are 95 % of a mean over texts or prompts (normal); differences between arms are within a text or prompt.
+Intervals are 95 % t intervals over texts or blocks of prompts; differences between arms are within a text or block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from async_rlhf.experiments.kv_policy.arms import ARMS, FULL
 from async_rlhf.experiments.kv_policy.rows import Row
+from async_rlhf.experiments.statistics import estimate
 
 # The colours are those of Okabe and Ito.
 _LOOKS = {
@@ -112,6 +113,6 @@ def _costs(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """With half the width of its 95 % interval."""
-    spread = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return float(np.mean(values)), 1.96 * spread
+    """With half the width of its 95 % t interval; 0 of fewer than three."""
+    found = estimate(values)
+    return (np.nan, 0.0) if found is None else (found.mean, found.half_width or 0.0)
