@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for axes, (experiment, measure) in zip(figure.subplots(2, columns, squeeze=False).T.flatten(), shown, strict=False):
         found = [row for row in rows if (row.experiment, row.measure) == (experiment, measure)]
         if experiment == "cost":
-            _draw_cost(axes, found, 1e-6 if measure == "bytes" else 1.0)
+            _draw_cost(axes, found)
         else:
             _draw_budgets(axes, found)
         axes.set_title(_MEASURES[experiment, measure], fontsize="medium")
@@ -67,13 +67,14 @@ def _draw_budgets(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("tokens kept")
 
 
-def _draw_cost(axes: Any, rows: Sequence[Row], scale: float) -> None:
+def _draw_cost(axes: Any, rows: Sequence[Row]) -> None:
+    lengths = sorted({row.case for row in rows})
     for arm in (FULL, "window", "first"):
         colour, marker, dashes = _LOOKS[arm]
-        found = sorted((row.case, row.value * scale) for row in rows if row.arm == arm)
+        found = sorted((lengths.index(row.case), _shown(row)) for row in rows if row.arm == arm)
         label = "full attention" if arm == FULL else ARMS[arm]
         axes.plot(*zip(*found, strict=True), color=colour, marker=marker, linestyle=dashes, label=label)
-    axes.set_xscale("log", base=2)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a row")
 
@@ -100,7 +101,7 @@ def _budgets(rows: Sequence[Row]) -> Iterator[str]:
             cells.append(f"{np.mean(list(own.values())):.3f}" + (f" ({gap:+.3f} ± {half:.3f})" if arm != "window" else ""))
         yield f"| {budget} | {' | '.join(cells)} |"
     if full:
-        yield f"| all | {np.mean(full):.3f} |" + " |" * (len(ARMS) - 1)
+        yield f"| all | {abs(np.mean(full)):.3f} |" + " |" * (len(ARMS) - 1)
 
 
 def _costs(rows: Sequence[Row]) -> Iterator[str]:
@@ -108,8 +109,12 @@ def _costs(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| tokens of a row | {' | '.join(arms)} |"
     yield "| --- " * (1 + len(arms)) + "|"
     for length in sorted({row.case for row in rows}):
-        values = {row.arm: row.value for row in rows if row.case == length}
-        yield f"| {length:,} | {' | '.join(f'{values[arm]:,.0f}' for arm in arms)} |"
+        values = {row.arm: _shown(row) for row in rows if row.case == length}
+        yield f"| {length:,} | {' | '.join(f'{values[arm]:.3g}' for arm in arms)} |"
+
+
+def _shown(row: Row) -> float:
+    return row.value / 1e6 if row.measure == "bytes" else row.value
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
