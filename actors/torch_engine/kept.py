@@ -28,11 +28,11 @@ from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 
 class KeptCache(RowCache):
-    """As `RowCache`, with `policy.budget + 1` columns; which of them are seen, `kept` knows."""
+    """As `RowCache`, with `policy.budget + 1` columns; which of them are seen, `KeptRows` says."""
 
     def __init__(self, policy: KVPolicy, slots: int, max_places: int | None = None) -> None:
         super().__init__(slots, max_places=max_places)
-        self.num_columns = policy.budget + 1
+        self._width = policy.budget + 1
         self._kept = KeptRows(policy, slots)
 
     def begin_kept_chunks(self, chunks: Sequence[Chunk], device: torch.device) -> tuple[PaddedChunks, torch.Tensor] | None:
@@ -40,7 +40,7 @@ class KeptCache(RowCache):
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
-        self.reserve(self.num_columns)
+        self.reserve(self._width)
         taken = [self._kept.take_chunk(chunk.rows, np.array(chunk.ids), chunk.start) for chunk in chunks]
         place, origin = [], []
         for number, (chunk, written) in enumerate(zip(chunks, taken, strict=True)):
@@ -51,15 +51,15 @@ class KeptCache(RowCache):
         of_chunks, tokens = torch.from_numpy(np.concatenate(origin, axis=1)).to(device)
         sources = torch.tensor([chunk.rows[0] for chunk in chunks], device=device)
         self._chunks = replace(padded, continues=Continues((rows, columns), (of_chunks, tokens), sources))
-        width = padded.ids.shape[1]
-        self._length = self.num_columns + width
-        seen = np.stack([_padded(written.mask, width, self.num_columns) for written in taken])
+        longest = padded.ids.shape[1]
+        self._length = self._width + longest
+        seen = np.stack([_padded(written.mask, longest, self._width) for written in taken])
         return self._chunks, torch.from_numpy(seen).to(device)[:, None]
 
     def begin_kept_tokens(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The next pass brings int64 [N] tokens at positions [N], one a row: bool [N, 1, 1, C], what they see."""
         columns, mask = self._kept.take_tokens(tokens.cpu().numpy(), positions.cpu().numpy())
-        self.begin_tokens(torch.from_numpy(columns).to(tokens.device), self.num_columns)
+        self.begin_tokens(torch.from_numpy(columns).to(tokens.device), self._width)
         return torch.from_numpy(mask).to(tokens.device)[:, None, None]
 
     def write_chunks(
@@ -79,12 +79,12 @@ class KeptCache(RowCache):
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Rows `targets` get all that rows `sources` hold; no row may be both."""
-        super().copy_rows(sources, targets, self.num_columns)
+        super().copy_rows(sources, targets, self._width)
         self._kept.copy(sources, targets)
 
     def keep_row(self, row: int, length: int) -> tuple[Any, ...]:
         """All that it holds, copied out."""
-        return super().keep_row(row, self.num_columns), self._kept.keep(row)
+        return super().keep_row(row, self._width), self._kept.keep(row)
 
     def put_row(self, row: int, kept: tuple[Any, ...]) -> None:
         super().put_row(row, kept[0])
@@ -92,10 +92,10 @@ class KeptCache(RowCache):
 
     def reserve(self, length: int, num_rows: int = 0) -> None:
         """As many columns as ever, however long the rows."""
-        super().reserve(self.num_columns, num_rows)
+        super().reserve(self._width, num_rows)
 
     def _columns_for(self, length: int) -> int:
-        return self.num_columns
+        return self._width
 
 
 class KeptModelForward(ModelForward):
@@ -130,9 +130,9 @@ class KeptLlamaForward(LlamaForward):
         return self._in_one_pass(prefixes, tokens, positions, length, [Part(rows, rows, self._of_heads(mask))])
 
 
-def _padded(mask: Bools, width: int, num_columns: int) -> Bools:
-    """[P', C + P'] -> [width, C + width]; what padding sees means nothing, but it must see something."""
-    wide = np.zeros((width, num_columns + width), np.bool_)
+def _padded(mask: Bools, longest: int, num_columns: int) -> Bools:
+    """[P', C + P'] -> [P, C + P]; what padding sees means nothing, but it must see something."""
+    wide = np.zeros((longest, num_columns + longest), np.bool_)
     wide[: len(mask), : mask.shape[1]] = mask
     wide[len(mask) :, num_columns] = True
     return wide
