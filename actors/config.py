@@ -71,6 +71,31 @@ class VLLMConfig(Section):
     """Further arguments of vLLM's `AsyncEngineArgs`, by its names (`max_model_len = 4096`)."""
 
 
+class KVConfig(Section):
+    """What `engine.kv_policy` keeps of a row; prompts count too. A chunk ends with a token whose text ends with one of `ends`,
+    or when it has `chunk` tokens."""
+
+    sinks: int = Field(default=4, ge=0)
+    """First tokens that stay."""
+    window: int = Field(default=256, ge=1)
+    """Newest tokens, each attending to itself and the `window - 1` before it."""
+    representatives: int = Field(default=64, ge=1)
+    """`chunk_sink`: most tokens that stand for chunks; the newest of what lies before the window."""
+    chunk: int = Field(default=16, ge=2)
+    """`chunk_sink`: longest chunk in tokens."""
+    representative: Literal["first", "last"] = "first"
+    """`chunk_sink`: the token that stands for a chunk; the `last` is the one that ended it, and has seen all of it."""
+    ends: tuple[str, ...] = (".", ",", "?", "!", ";", ":", "\n")
+    """`chunk_sink`: what ends a chunk; `[]`: nothing but its length."""
+
+    @field_validator("ends")
+    @classmethod
+    def _not_empty(cls, ends: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(ends):
+            raise ValueError("a text that ends chunks is empty: every token would end one; [] is none")
+        return ends
+
+
 class EngineConfig(Section):
     """The machine that turns prompts into tokens."""
 
@@ -91,6 +116,12 @@ class EngineConfig(Section):
     """Most bytes of keys and values; where they run out the newest sequences wait and are computed again later, losing
     nothing. `"none"`: as much as `slots` sequences take. What is held between the turns of episodes takes as much again at
     most."""
+    kv_policy: Literal["full", "window", "chunk_sink"] = "full"
+    """Keys and values that stay, in the torch engine: all; the first tokens and a recent window, as `kv.sinks` and `kv.window`
+    say; or these and the token that stands for each chunk of what was evicted. What is then sampled from is another
+    distribution than the learner's, also at staleness 0."""
+    kv: KVConfig = Field(default_factory=KVConfig)
+    """Of `kv_policy = "window"` and `"chunk_sink"` only."""
     cuda_graphs: bool = False
     """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
     batch_invariant: bool | None = None
@@ -103,7 +134,8 @@ class EngineConfig(Section):
 
     mismatch_limit: float | None = Field(default=None, gt=0)
     """Largest mean |log-ratio| of learner and engine over the tokens of a step that were sampled from the very weights it
-    begins with; above it the run ends. `"none"`: 0.01 where both compute in float32, else 0.1."""
+    begins with; above it the run ends. `"none"`: 0.01 where both compute in float32, else 0.1; none where `kv_policy` is not
+    `full`."""
 
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     """Of `kind = "vllm"` only. There `kv_bytes = "none"` is 1 GiB on a CPU, and vLLM's own share of a GPU's memory."""
@@ -117,7 +149,42 @@ class EngineConfig(Section):
             return f"engine.device = {self.device!r} and engine.cuda_graphs = {str(self.cuda_graphs).lower()}; only 'cpu' can"
         if self.dtype == "float16":
             return f"engine.dtype = {self.dtype!r}; only 'float32' and 'bfloat16' can"
+        if self.kv_policy != "full":
+            return f"engine.kv_policy = {self.kv_policy!r}; only 'full' can"
         return f"engine.threads = {self.threads}; only 1 can" if self.threads != 1 else None
+
+    @property
+    def kv_budget(self) -> int | None:
+        """The most tokens whose keys and values stay; None: all."""
+        if self.kv_policy == "full":
+            return None
+        return self.kv.sinks + self.kv.window + (self.kv.representatives if self.kv_policy == "chunk_sink" else 0)
+
+    def check_kv_policy(self, window: int | None = None, model_type: str = "", longest: int | None = None) -> None:
+        """window: how far the layers of the model attend that attend least far, None where all see everything before. longest:
+        tokens of a row at most. Raises ConfigError where the policy cannot be had, or would never evict a token."""
+        if self.kv_budget is None:
+            return
+        asked = f"engine.kv_policy = {self.kv_policy!r}"
+        if self.kind != "torch":
+            raise ConfigError(f"{asked} with engine.kind = {self.kind!r}, which keeps all; only 'torch' has it")
+        if self.cuda_graphs:
+            raise ConfigError(
+                f"{asked} with engine.cuda_graphs = true: which columns are read is decided anew for each token. "
+                "Set engine.cuda_graphs = false"
+            )
+        if window is not None:
+            raise ConfigError(
+                f"{asked}: layers of model type {model_type!r} attend to {window} tokens only, and the policy is for layers "
+                "that attend to everything before. Set engine.kv_policy = 'full'"
+            )
+        kept = self.kv.sinks + self.kv.window
+        if longest is not None and kept >= longest:
+            raise ConfigError(
+                f"{asked} with engine.kv.sinks + engine.kv.window = {kept} never evicts a token: prompt and completion have "
+                f"{longest} at most. Highest: engine.kv.window = {max(1, longest - self.kv.sinks - 1)}; or set "
+                "engine.kv_policy = 'full'"
+            )
 
     @property
     def canary_tolerance(self) -> float:

@@ -21,7 +21,8 @@ class RunContext:
     """The rest of the configuration, as far as it is about the data.
 
     truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then records what was left.
-    normalised: the rewards that are measured by the learner's running statistics.
+    normalised: the rewards that are measured by the learner's running statistics. compressed: the setting with which an engine
+    samples from another distribution than the model's, or None.
     """
 
     group_size: int
@@ -31,6 +32,7 @@ class RunContext:
     truncated: str | None
     support_recorded: bool = True
     normalised: tuple[str, ...] = ()
+    compressed: str | None = None
 
 
 def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: RunContext) -> None:
@@ -199,18 +201,20 @@ def _check_reduction(loss: LossConfig) -> None:
 
 
 def _check_asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> None:
-    if data.max_staleness == 0 or loss.allow_uncorrected:
+    if (data.max_staleness == 0 and data.compressed is None) or loss.allow_uncorrected:
         return
+    asked = data.compressed or f"queue.max_staleness = {data.max_staleness}"
+    others = "what another distribution sampled" if data.compressed else "data of other weights"
     weighed = loss_spec(loss.kind).corrects == "weights and masks" or loss_spec(loss.kind).truncates
     if weighed and loss.is_cap is None:
         raise ConfigError(
-            f"queue.max_staleness = {data.max_staleness} without an importance weight trains on data of other "
-            "weights as if it were its own. Set loss.is_cap = 2.0, or loss.allow_uncorrected = true to do it on purpose."
+            f"{asked} without an importance weight trains on {others} as if it were its own. Set loss.is_cap = 2.0, or "
+            "loss.allow_uncorrected = true to do it on purpose."
         )
     if not advantage_spec(advantage.kind).off_policy:
         raise ConfigError(
-            f"queue.max_staleness = {data.max_staleness} with advantage.kind = {advantage.kind!r} fits the critic to "
-            "the policies that sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or "
+            f"{asked} with advantage.kind = {advantage.kind!r} fits the critic to the policies "
+            "that sampled, not to the one that learns. Set advantage.kind = 'traced' (the same on fresh data), or "
             "loss.allow_uncorrected = true to do it on purpose."
         )
 

@@ -93,7 +93,7 @@ class LossConfig(Section):
     off_policy_delta: float | None = Field(default=None, gt=0)
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     allow_uncorrected: bool = False
-    """Permit staleness above 0 without an importance weight."""
+    """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: Literal["off", "loss", "loss and baseline"] = "off"
     """Completions that were cut at `generation.max_completion_length` are learned from (`off`), leave the loss and everything
     it is divided by, while their rewards stay in the baseline of their group or batch (`loss`), or leave both."""

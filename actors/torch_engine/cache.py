@@ -126,6 +126,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
             self._places[num_heads] = (lines * self._num_columns + self._positions[:, None]).flatten()
         return self._places[num_heads]
 
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Other requests begin in these rows. What they held is hidden by their positions."""
+
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Rows `targets` get the first `length` columns of rows `sources`; no row may be both."""
         if length == 0 or not self.keys:

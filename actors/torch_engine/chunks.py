@@ -108,8 +108,12 @@ def position_mask(positions: torch.Tensor, length: int, dtype: torch.dtype, reac
         hidden |= columns <= positions - reach.window
     if reach.chunk is not None:
         hidden |= columns // reach.chunk != positions // reach.chunk
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    return additive(~hidden, dtype)[:, None]
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where bool `seen` is true, elsewhere the lowest finite number."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def decode_mask(positions: torch.Tensor, length: int, dtype: torch.dtype, reach: Reach = FULL) -> torch.Tensor:

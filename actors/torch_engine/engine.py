@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, ModelForward, Recorder
+from async_rlhf.actors.torch_engine.kept import KeptCache, KeptLlamaForward, KeptModelForward
+from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
@@ -58,6 +60,7 @@ class TorchEngine:
         recorder: Recorder | None = None,
         base: Base | None = None,
         batch_invariant: bool = False,
+        kv_policy: KVPolicy | None = None,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
@@ -65,7 +68,8 @@ class TorchEngine:
         prefixes computed in one step, padding included. max_places: tokens the cache may have room for, None for
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
-        depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`).
+        depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
+        keys and values stay, None for all (not together with `recorder` or `batch_invariant`).
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update
@@ -73,12 +77,16 @@ class TorchEngine:
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._device = model.device
         self._stopping = Stopping(stop_ids, decode)
-        self._scheduler = Scheduler(slots, prefill_tokens)
+        self._scheduler = Scheduler(slots, prefill_tokens, evicts=kv_policy is not None)
         self._rows = Rows(slots)
         self._is_bounded = max_places is not None
         self._cache = RowCache(slots, max_length, max_places, columns_step(model) if batch_invariant else COLUMNS_STEP)
+        self.kv_policy = kv_policy
         self._forward: Forward
-        if recorder is not None:
+        if kv_policy is not None:
+            self._cache = kept = KeptCache(kv_policy, slots, max_places)
+            self._forward = (KeptLlamaForward if can_serve(model) else KeptModelForward)(model, kept)
+        elif recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
         elif can_serve(model):
             self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
@@ -97,6 +105,11 @@ class TorchEngine:
     @property
     def is_batch_invariant(self) -> bool:
         return isinstance(self._forward, InvariantLlamaForward)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values of all rows, what is held between turns left out."""
+        return sum(int(each.numel() * each.element_size()) for each in (*self._cache.keys, *self._cache.values))
 
     @property
     def progress(self) -> int:
@@ -239,6 +252,7 @@ class TorchEngine:
             for admission in plan.admitted:
                 self._rows.admit(admission.row, admission.request, admission.version, admission.progress)
             rows = [admission.row for admission in plan.admitted]
+            self._cache.clear_rows(rows)
             self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
             num_rows = self._scheduler.num_rows
             self._cache.reserve(int(self._rows.positions[:num_rows].max()) + 1, num_rows)
@@ -273,7 +287,8 @@ class TorchEngine:
         for (row, _), completion in zip(ended, completions, strict=True):
             if self._scheduler.request(row).hold:
                 cache = self._cache.keep_row(row, int(self._rows.positions[row]))
-                self._scheduler.hold(row, completion.token_ids.tolist(), cache, room=self._cache.num_places)
+                places = None if self.kv_policy is None else self.kv_policy.budget + 1
+                self._scheduler.hold(row, completion.token_ids.tolist(), cache, self._cache.num_places, places)
         self._scheduler.finish(row for row, _ in ended)
         return completions
 

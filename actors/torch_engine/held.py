@@ -2,7 +2,7 @@
 
 A row that ends with `Request.hold` leaves a `Hold` behind. The request that continues it goes on where it was: at its place in
 line, and from its keys and values, which were copied out of the row when the turn ended and are copied into another row when
-the continuation is admitted. They are bounded in tokens; the oldest are let go of first, and what is let go of is computed
+the continuation is admitted. They are bounded in places; the oldest are let go of first, and what is let go of is computed
 again, with the same result. No tensor here: what is copied is opaque, and goes with the last reference to it.
 """
 
@@ -20,7 +20,8 @@ class Hold:
     """ids: all tokens of the row, int [T]; submission, number: as in the scheduler's line.
 
     version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
-    first that a continuation computes), empty once they were let go of.
+    first that a continuation computes), empty once they were let go of. num_places: columns of a cache that they fill, None for
+    one a token.
     """
 
     ids: tuple[int, ...]
@@ -28,11 +29,17 @@ class Hold:
     number: int
     version: int
     cache: tuple[Any, ...]
+    num_places: int | None = None
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values are there."""
+        """Tokens that need not be computed again."""
         return len(self.ids) - 1 if self.cache else 0
+
+    @property
+    def size(self) -> int:
+        """Places that are taken."""
+        return self.num_cached if self.num_places is None else self.num_places * bool(self.cache)
 
 
 class Holds:
@@ -42,13 +49,13 @@ class Holds:
         self._held: dict[RolloutKey, tuple[Request, Hold]] = {}
 
     def add(self, request: Request, hold: Hold, room: int) -> None:
-        """Hold the end of this request; of the caches, the newest stay that have at most `room` tokens together."""
+        """Hold the end of this request; of the caches, the newest stay that take at most `room` places together."""
         self._held[request.key] = request, hold
-        excess = sum(hold.num_cached for _, hold in self._held.values()) - room
+        excess = sum(hold.size for _, hold in self._held.values()) - room
         for _, each in self._held.values():
             if excess <= 0:
                 break
-            excess -= each.num_cached
+            excess -= each.size
             each.cache = ()
 
     def continued_by(self, request: Request) -> Hold | None:

@@ -140,21 +140,21 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Prefixes:
+class Prefixes:
     """The chunks of a pass; mask [K, 1, P, T], None where each begins its row."""
 
     chunks: PaddedChunks
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> _Prefixes | None:
+    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> Prefixes | None:
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
         return cls(padded, None if padded.continues is None else padded.mask(torch.float32))
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Tokens of the pass that attend together, P of each of B rows of the cache, and the mask [B J, P G, T]."""
 
     tokens: slice
@@ -193,16 +193,24 @@ class LlamaForward:
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
-        num_rows = len(tokens)
-        ids, at = tokens, positions
         if chunks and all(chunk.sampled and len(chunk.ids) <= _SHORT for chunk in chunks):
             return self._with_short(chunks, tokens, positions, length)
-        prefixes = _Prefixes.of(chunks, tokens.device)
+        self._cache.begin_tokens(positions, length)
+        return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, self._row_parts(positions))
+
+    def _in_one_pass(
+        self,
+        prefixes: Prefixes | None,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        parts: Sequence[Part],
+    ) -> torch.Tensor:
+        """Prefixes together with one token in each row, [N], which attend in these parts: logits [N, V]."""
+        num_rows, ids, at = len(tokens), tokens, positions
         if prefixes is not None:
             ids = torch.cat((tokens, prefixes.chunks.ids.flatten()))
             at = torch.cat((positions, prefixes.chunks.positions.flatten()))
-        self._cache.begin_tokens(positions, length)
-        parts = self._row_parts(positions)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if prefixes is None:
@@ -226,7 +234,7 @@ class LlamaForward:
         at = torch.cat((positions, added.flatten()))
         self._cache.begin_tokens(at, length, torch.cat((torch.arange(len(tokens)), rows.repeat_interleave(width))))
         parts = self._row_parts(positions)
-        parts.append(_Part(slice(len(tokens), len(at)), rows, self._mask(added, int(added.max()) + 1)))
+        parts.append(Part(slice(len(tokens), len(at)), rows, self._mask(added, int(added.max()) + 1)))
         self._extend_rotations(length)
         return self._pass(
             torch.cat((tokens, ids.flatten())), at, len(tokens), lambda index, q, k, v: self._attend_rows(index, q, k, v, parts)
@@ -272,21 +280,24 @@ class LlamaForward:
         qk.mul_(cos).addcmul_(rolled, sin)
         return qk[:, : self._num_heads], qk[:, self._num_heads :].to(self._dtype), v.to(self._dtype)
 
-    def _row_parts(self, positions: torch.Tensor) -> list[_Part]:
+    def _row_parts(self, positions: torch.Tensor) -> list[Part]:
         return [
-            _Part(slice(start, stop), slice(start, stop), self._mask(positions[start:stop, None], length))
+            Part(slice(start, stop), slice(start, stop), self._mask(positions[start:stop, None], length))
             for start, stop, length in segments(positions.tolist())
         ]
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """[B J, P G, length] for int64 [B, P]: what is added to the scores of every layer."""
-        rows, width = positions.shape
+        return self._of_heads(position_mask(positions, length, torch.float32, FULL))
+
+    def _of_heads(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B, 1, P, T] -> [B J, P G, T]."""
+        rows, _, width, length = mask.shape
         heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
-        mask = position_mask(positions, length, torch.float32, FULL)[:, :, :, None]
-        return mask.expand(-1, heads, -1, per_key, -1).reshape(rows * heads, width * per_key, length)
+        return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).reshape(rows * heads, width * per_key, length)
 
     def _attend_rows(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[_Part]
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Part]
     ) -> torch.Tensor:
         """New tokens over the caches of their rows: [N, H, D] -> [N, H D]."""
         keys, values = self._cache.write_tokens(index, k, v)
@@ -310,7 +321,7 @@ class LlamaForward:
         return self._scratch[: kept.numel()].view(kept.shape).copy_(kept)
 
     def _attend_prefixes(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefixes: _Prefixes
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefixes: Prefixes
     ) -> torch.Tensor:
         """Chunks among their own tokens, and over what their rows hold before them: [K P, H, D] -> [K P, H D]."""
         chunks = prefixes.chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from async_rlhf.actors.engine import OnUpdate
 from async_rlhf.actors.torch_engine.chunks import attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import record_on_cuda
+from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.actors.torch_engine.weights import Base
@@ -31,12 +33,13 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     """An engine that serves the weights of `model_dir`, stamped `version`.
 
     Sets the CPU threads of the whole process to `config.threads`.
-    Raises ConfigError when the directory holds no causal language model, or one whose numbers the engine would not get right,
-    or the device is not there.
+    Raises ConfigError when the directory holds no causal language model, or one whose numbers the engine would not get right
+    or that `kv_policy` is not for, or the device is not there.
     """
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
     tokenizer = find_tokenizer(model_dir)
+    max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv_budget)
     engine = TorchEngine(
         model,
         slots=config.slots,
@@ -46,24 +49,52 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         max_length=max_length(model.config.get_text_config().to_dict()),
         on_update=on_update,
         prefill_tokens=config.prefill_tokens,
-        max_places=None if config.kv_bytes is None else find_max_places(model, config.kv_bytes),
+        max_places=max_places,
         recorder=record_on_cuda if config.cuda_graphs else None,
         base=Base(Path(model_dir)),
         batch_invariant=_is_batch_invariant(model, config),
+        kv_policy=find_kv_policy(model, tokenizer, config),
     )
     check_engine(engine, model)
     return engine
 
 
 @torch.inference_mode()
-def find_max_places(model: PreTrainedModel, kv_bytes: int) -> int:
-    """Tokens whose keys and values fit into so many bytes; found by computing one. Raises ConfigError when not one fits."""
+def find_max_places(model: PreTrainedModel, kv_bytes: int, kv_budget: int | None = None) -> int:
+    """Tokens whose keys and values fit into so many bytes; found by computing one. Raises ConfigError when not one fits, or not
+    what a row keeps."""
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     size = sum(int(part.numel() * part.element_size()) for layer in cache.layers for part in (layer.keys, layer.values))
     if kv_bytes < size:
         raise ConfigError(f"engine.kv_bytes = {kv_bytes} holds no token: keys and values of one take {size} bytes")
+    if kv_budget is not None and kv_bytes < (kv_budget + 1) * size:
+        raise ConfigError(
+            f"engine.kv_bytes = {kv_bytes} holds {kv_bytes // size} tokens, and a row takes {kv_budget + 1}: what engine.kv "
+            f"keeps, and one; lowest: {(kv_budget + 1) * size}"
+        )
     return kv_bytes // size
+
+
+def find_kv_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig) -> KVPolicy | None:
+    """Of this model and its tokens; None where all keys and values stay. Raises ConfigError."""
+    if config.kv_budget is None:
+        return None
+    text, kv = model.config.get_text_config(), config.kv
+    config.check_kv_policy(attention_of(model.config).window, str(text.model_type))
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    ends = np.zeros(vocabulary, np.bool_)
+    chunked = config.kv_policy == "chunk_sink"
+    if chunked and kv.ends:
+        count = 0 if tokenizer is None else min(vocabulary, len(tokenizer))
+        texts = [] if tokenizer is None else tokenizer.batch_decode([[token] for token in range(count)])
+        ends[:count] = ending(texts, kv.ends)
+        if not ends.any():
+            raise ConfigError(
+                f"engine.kv.ends = {list(kv.ends)}: no token of the model ends with one of these. Name texts that its tokens "
+                "end with, or set engine.kv.ends = [], which makes chunks of engine.kv.chunk tokens"
+            )
+    return KVPolicy(kv.sinks, kv.window, kv.representatives if chunked else 0, kv.chunk, kv.representative, ends)
 
 
 def find_tokenizer(model_dir: str) -> PreTrainedTokenizerBase | None:

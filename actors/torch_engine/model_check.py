@@ -1,5 +1,5 @@
 """Holds an engine to its model: what it samples against plain passes, one text at a time; and to itself, where it promises
-the same bits in any batch.
+the same bits in any batch. Of an engine that keeps a part of its cache the pass has a mask: each token sees what is kept then.
 
 Run once, before anything is generated, with the weights that the engine starts from.
 """
@@ -13,8 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.buffers.attention import attention, max_length, probe_length
+from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
+from async_rlhf.buffers.attention import Attention, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
 
@@ -26,10 +28,10 @@ _NUM_NEW = 8
 def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
     """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone, or are not the
     same bits in any batch where it promises them."""
-    requests = _requests(model)
+    requests = _requests(model, engine.kv_policy)
     try:
         together = _completed(engine, requests)
-        difference = _difference(model, requests, together)
+        difference = _difference(model, requests, together, engine.kv_policy)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
     if not difference <= MAX_DIFFERENCE[model.dtype]:
@@ -69,23 +71,33 @@ def _refused(model: PreTrainedModel, what: str) -> ConfigError:
 
 
 @torch.inference_mode()
-def _difference(model: PreTrainedModel, requests: Sequence[Request], ended: dict[RolloutKey, Completion]) -> float:
+def _difference(
+    model: PreTrainedModel, requests: Sequence[Request], ended: dict[RolloutKey, Completion], policy: KVPolicy | None
+) -> float:
     differences = []
     for request in requests:
         completion = ended[request.key]
         ids = torch.tensor([*request.prompt_ids, *completion.token_ids.tolist()], device=model.device)
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(request.prompt_ids) - 1 :].float()
+        mask = None if policy is None else _mask(model, policy, ids[:-1])
+        outputs = model(input_ids=ids[None, :-1], attention_mask=mask, use_cache=False)
+        logits = outputs.logits[0, len(request.prompt_ids) - 1 :].float()
         plain = torch.log_softmax(logits, dim=-1).gather(-1, ids[len(request.prompt_ids) :, None])[:, 0]
         differences.append((plain.cpu() - torch.from_numpy(completion.logprobs)).abs())
     return float(torch.cat(differences).mean().nan_to_num(torch.inf))
 
 
-def _requests(model: PreTrainedModel) -> list[Request]:
+def _mask(model: PreTrainedModel, policy: KVPolicy, ids: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    seen = torch.from_numpy(policy.mask(ids.cpu().numpy())).to(ids.device)[None, None]
+    return attention_of(model.config).masks(lambda _: additive(seen, model.dtype))
+
+
+def _requests(model: PreTrainedModel, policy: KVPolicy | None) -> list[Request]:
     """Two completions of a prompt longer than any window, where that is affordable, and one of a short prompt between them."""
     config = model.config.get_text_config().to_dict()
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     num_parameters = sum(p.numel() for p in model.parameters())
-    length = probe_length(num_parameters, vocabulary, attention(config), max_length(config))
+    reach = attention(config) if policy is None else Attention({"": Reach(window=policy.budget)})
+    length = probe_length(num_parameters, vocabulary, reach, max_length(config))
     num_new = min(_NUM_NEW, length - 1)
     rng = np.random.default_rng(0)
     long = tuple(rng.integers(vocabulary, size=length - num_new).tolist())

@@ -135,10 +135,14 @@ class _Fill:
 
 
 class Scheduler:
-    """Owns the waiting line and the table of rows. Waits for nothing; nothing to close."""
+    """Owns the waiting line and the table of rows. Waits for nothing; nothing to close.
 
-    def __init__(self, slots: int, prefill_tokens: int = 2048) -> None:
-        self._slots, self._prefill_tokens = slots, prefill_tokens
+    evicts: rows do not keep all that they compute, so a prompt is not copied out of a row that has gone on, and a plan has no
+    two chunks of one row.
+    """
+
+    def __init__(self, slots: int, prefill_tokens: int = 2048, *, evicts: bool = False) -> None:
+        self._slots, self._prefill_tokens, self._evicts = slots, prefill_tokens, evicts
         self._waiting: deque[_Entry] = deque()
         self._rows: list[_Entry | None] = []
         self._unfinished: set[RolloutKey] = set()
@@ -194,14 +198,16 @@ class Scheduler:
             self._unfinished.discard(entry.request.key)
             self._free(entry)
 
-    def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int) -> None:
+    def hold(
+        self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int, num_places: int | None = None
+    ) -> None:
         """This row ended with these tokens, and may be continued; free it afterwards.
 
-        cache: its keys and values, of all tokens but the last. room: the most tokens whose keys and values are held.
+        cache: its keys and values, of all tokens but the last, in `num_places` (None: one a token). room: the most places held.
         """
         entry = self._entry(row)
         ids = (*entry.request.prefix_ids, *token_ids)
-        self._holds.add(entry.request, Hold(ids, entry.submission, entry.number, entry.version, cache), room)
+        self._holds.add(entry.request, Hold(ids, entry.submission, entry.number, entry.version, cache, num_places), room)
 
     def release_caches(self) -> None:
         """What is held is computed again when it is continued."""
@@ -299,7 +305,7 @@ class Scheduler:
         ready = {
             _prompt(entry): entry
             for entry in self._rows
-            if entry is not None and entry.version == version and id(entry) not in filling
+            if entry is not None and entry.version == version and id(entry) not in filling and not self._evicts
         }
         shared = {_prompt(fill.members[0]): fill for fill in self._fills if _is_of_prompt(fill, version)}
         copies, restored, admitted = [], [], []
@@ -350,7 +356,10 @@ class Scheduler:
             if fill.num_left:
                 break
             # What each member knows beyond the prompt comes next, so that rows are ready one group after the other.
-            self._fills[index : index + 1] = [rest for entry in fill.members for rest in self._rest(entry, fill.done)]
+            rests = [rest for entry in fill.members for rest in self._rest(entry, fill.done)]
+            self._fills[index : index + 1] = rests
+            if self._evicts and size:
+                index += len(rests)
         return tuple(chunks)
 
     def _entry(self, row: int) -> _Entry:

@@ -43,6 +43,7 @@ def check(config: Config, *, has_model: bool = True) -> None:
         )
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
+    config.engine.check_kv_policy(longest=config.generation.max_prompt_length + config.generation.longest_completion)
     truncation = config.generation.truncation
     data = RunContext(
         group_size=config.generation.group_size,
@@ -54,6 +55,7 @@ def check(config: Config, *, has_model: bool = True) -> None:
         or config.generation.top_k > 0
         or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
         normalised=config.rewards.normalise,
+        compressed=None if config.engine.kv_budget is None else f"engine.kv_policy = {config.engine.kv_policy!r}",
     )
     check_machine(config.learner, config.groups_per_batch, config.max_steps)
     check_learning(config.learner, config.advantage, config.loss, config.guard, data)
@@ -139,8 +141,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
     check_own_code(directory, "model")
     check_division(config.learner, text.get)
-    if config.engine.kind == "torch" and attention(text) is None:
-        raise ConfigError(unknown(str(text.get("model_type"))))
+    if config.engine.kind == "torch":
+        if (reaches := attention(text)) is None:
+            raise ConfigError(unknown(str(text.get("model_type"))))
+        config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
     longest = config.generation.max_prompt_length + config.generation.longest_completion
     if (limit := angle_limit(text)) is not None and longest > limit:
         raise ConfigError(

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template, encode
 from async_rlhf.buffers.errors import AsyncRLHFError
@@ -66,7 +67,7 @@ def run_evaluation(
         seed=config.data.held_out_seed,
     )
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, config.served_engine, version=int(step))
+    engine = load_engine(model, evaluating_engine(config), version=int(step))
     try:
         with environment_of(config, tokenizer) as play:
             result = evaluate(
@@ -83,6 +84,12 @@ def run_evaluation(
         scoring.close()
         engine.close()
     record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **vars(result)})
+
+
+def evaluating_engine(config: Config) -> EngineConfig:
+    """The run's, with all keys and values unless it says otherwise."""
+    served = config.served_engine
+    return served.model_copy(update={"kv_policy": "full"}) if config.evaluation.full_attention else served
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

@@ -162,7 +162,8 @@ def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, mos
         room = 1 << 30 if config.device == "cpu" else (most or 0) - weights - CONTEXT
         return {"weights": weights, "keys and values": max(token * longest, room)}
     working = size * config.prefill_tokens * (8 * shape.width + 3 * shape.mlp) + 3 * 4 * config.slots * shape.vocabulary
-    limit = config.slots * longest * token if config.kv_bytes is None else config.kv_bytes
+    columns = longest if config.kv_budget is None else config.kv_budget + 1
+    limit = config.slots * columns * token if config.kv_bytes is None else config.kv_bytes
     held = {"held between turns": limit} if holds and config.kind == "torch" else {}
     return {"weights": weights, "keys and values": limit, **held, "activations": working}
 

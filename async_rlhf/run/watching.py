@@ -33,6 +33,8 @@ class EvaluationConfig(Section):
     """Completions sampled of each prompt beside the greedy one, for pass@1, 2, 4, ... up to this many."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Temperature of those; what else cuts tokens off is as in `[generation]`."""
+    full_attention: bool = True
+    """Keep all keys and values, as other programs do, whatever `engine.kv_policy` says; false: as it says."""
     source: str | None = None
     """Prompts to evaluate on, as `data.source`; `"none"`: the held-out ones of the run's data."""
     columns: dict[str, str] = Field(default_factory=dict)

@@ -45,7 +45,7 @@ def fresh_groups(
     model = str(checkpoint / "model")
     work = make_work(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch"}), version=step)
+    engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch", "kv_policy": "full"}), version=step)
     first = _NUMBERS * (step + 1)
     try:
         gathering = _Gathering(work, range(first, first + count))

@@ -23,8 +23,8 @@ def make_request(number: int, prompt: int = 0) -> Request:
 class Table:
     """A model of the device: which request each row computes, what it has sampled, and which tokens its cache holds."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, *, evicts: bool) -> None:
+        self.slots, self.evicts = slots, evicts
         self.rows: dict[int, Request] = {}
         self.sampled: dict[int, list[int]] = {}  # by number of the request
         self.cached: dict[int, list[int]] = {}
@@ -56,7 +56,10 @@ class Table:
             self.cached[restored.row] = list(restored.cache)
         for copy in plan.copies:
             assert len(self.cached[copy.source]) >= copy.num_tokens
+            assert not self.evicts or len(self.cached[copy.source]) == copy.num_tokens, "what went on has lost some of it"
             self.cached[copy.target] = self.cached[copy.source][: copy.num_tokens]
+        chunked = [row for chunk in plan.chunks for row in chunk.rows]
+        assert not self.evicts or len(set(chunked)) == len(chunked), "a chunk sees what its row kept before the plan"
         for chunk in plan.chunks:
             for row in chunk.rows:
                 assert len(self.cached[row]) == chunk.start, "a chunk goes on where the row ends"
@@ -79,9 +82,9 @@ class Table:
 class History:
     """Drawn requests, turns and aborts, as their submitter sees them; all by number of the request."""
 
-    def __init__(self, data: st.DataObject, slots: int, prefill_tokens: int) -> None:
+    def __init__(self, data: st.DataObject, slots: int, prefill_tokens: int, *, evicts: bool) -> None:
         self.draw, self.slots, self.prefill_tokens = data.draw, slots, prefill_tokens
-        self.scheduler, self.table = Scheduler(slots, prefill_tokens), Table(slots)
+        self.scheduler, self.table = Scheduler(slots, prefill_tokens, evicts=evicts), Table(slots, evicts=evicts)
         self.requests: list[Request] = []
         self.unfinished: set[int] = set()
         self.held: dict[int, tuple[tuple[int, ...], list[int]]] = {}
@@ -168,11 +171,11 @@ class History:
             self.held.pop(number, None)
 
 
-@given(data=st.data(), slots=st.integers(1, 5), prefill_tokens=st.sampled_from((1, 2, 5, 1000)))
+@given(data=st.data(), slots=st.integers(1, 5), prefill_tokens=st.sampled_from((1, 2, 5, 1000)), evicts=st.booleans())
 def test_whatever_happens_every_turn_is_returned_once_and_what_it_sampled_is_kept(
-    data: st.DataObject, slots: int, prefill_tokens: int
+    data: st.DataObject, slots: int, prefill_tokens: int, evicts: bool
 ) -> None:
-    history = History(data, slots, prefill_tokens)
+    history = History(data, slots, prefill_tokens, evicts=evicts)
     for _ in range(data.draw(st.integers(1, 10))):
         history.submit()
         ready = history.advance()

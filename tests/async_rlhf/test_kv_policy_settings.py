@@ -1,0 +1,142 @@
+"""A cache that keeps a part of a row: what cannot be had is refused before a run, and what comes of it is off-policy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.config import Config, load
+from async_rlhf.run.evaluation import evaluating_engine
+from tests.conftest import QUICK
+
+SINK: dict[str, Any] = {
+    "engine.kv_policy": "chunk_sink",
+    "engine.kv": {"sinks": 1, "window": 8, "representatives": 4, "ends": []},
+}
+
+# what is asked beside SINK, what the refusal says, and what makes it right as the refusal says
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "another engine": ({"engine.kind": "vllm"}, "with engine.kind = 'vllm'.*only 'torch'", {"engine.kind": "torch"}),
+    "recorded passes": ({"engine.cuda_graphs": True}, "engine.cuda_graphs = true.*= false", {"engine.cuda_graphs": False}),
+    "the same bits in any batch": (
+        {"engine.batch_invariant": True},
+        "engine.batch_invariant = true with engine.kv_policy = 'chunk_sink'; only 'full' can",
+        {"engine.batch_invariant": "none"},
+    ),
+    "a window longer than any text": (
+        {"engine.kv.window": 4096},
+        r"engine\.kv\.window = 4097 never evicts a token.*Highest: engine\.kv\.window = (?P<near>\d+)",
+        {"engine.kv.window": "near"},
+    ),
+    "no weight at staleness 0": (
+        {"queue.max_staleness": 0, "loss.is_cap": "none"},
+        "'chunk_sink' without an importance weight trains on what another distribution sampled.*loss.is_cap = 2.0",
+        {"loss.is_cap": 2.0},
+    ),
+    "no weight at staleness 0, on purpose": (
+        {"queue.max_staleness": 0, "loss.is_cap": "none"},
+        "or loss.allow_uncorrected = true",
+        {"loss.allow_uncorrected": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_had_is_refused_with_the_nearest_choice_that_can(case: str) -> None:
+    asked, message, right = CASES[case]
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(QUICK, SINK | asked)
+    found = re.search(message, str(refused.value))
+    near = found.groupdict() if found else {}
+    load(QUICK, SINK | asked | {key: int(near["near"]) if value == "near" else value for key, value in right.items()})
+
+
+def test_a_model_whose_layers_have_windows_is_refused_by_name(tmp_path: Path) -> None:
+    model = shutil.copytree(load(QUICK).model, tmp_path / "model")
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"model_type": "mistral", "sliding_window": 32}))
+    with pytest.raises(ConfigError, match=r"'chunk_sink': layers of model type 'mistral' attend to 32 tokens only"):
+        load(QUICK, SINK | {"model": str(model)})
+    load(QUICK, {"model": str(model)})
+
+
+def test_an_empty_text_ends_no_chunk() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv\.ends.*empty: every token would end one"):
+        load(QUICK, SINK | {"engine.kv.ends": [".", ""]})
+
+
+def test_the_run_does_not_end_because_the_engine_is_another_policy_unless_a_limit_is_given() -> None:
+    def limit(**overrides: Any) -> float:
+        config: Config = load(QUICK, overrides)
+        return config.engine.mismatch_limit or config.usual_mismatch
+
+    assert limit() == 0.01 and limit(**SINK) == math.inf
+    assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
+
+
+def test_an_evaluation_attends_to_everything_unless_it_is_to_be_served_so() -> None:
+    assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
+    assert evaluating_engine(load(QUICK, SINK | {"evaluation.full_attention": False})).kv_policy == "chunk_sink"
+
+
+@pytest.fixture
+def loaded() -> Callable[..., Any]:
+    from async_rlhf.actors.torch_engine.loading import load_engine
+
+    def make(**engine: Any) -> Any:
+        return load_engine(load(QUICK).model, EngineConfig.model_validate({"kv_policy": "chunk_sink", "slots": 2} | engine))
+
+    return make
+
+
+def test_the_tokens_of_the_model_say_where_chunks_end(loaded: Callable[..., Any]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(load(QUICK).model)
+    kv = {"sinks": 1, "window": 8, "representatives": 4, "chunk": 5, "ends": ["e", "1"]}
+    policy = loaded(kv=kv).kv_policy
+    assert {tokenizer.decode([token])[-1] for token in np.flatnonzero(policy.ends)} == {"e", "1"}
+    assert policy.budget == 13
+    assert not loaded(kv=kv | {"ends": []}).kv_policy.ends.any()
+    assert loaded(kv_policy="window", kv=kv).kv_policy.budget == 9
+
+
+def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(
+    loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from async_rlhf.actors.torch_engine.kv_policy import KeptRows
+
+    kv = {"sinks": 1, "window": 8, "representatives": 4, "ends": ["e"]}
+    loaded(kv=kv, dtype="bfloat16")
+    taken = KeptRows.take_tokens
+
+    def forgetful(self: KeptRows, ids: Any, at: Any) -> Any:
+        columns, seen = taken(self, ids, at)
+        return columns, seen & (self._positions[: len(at)] != 0)
+
+    monkeypatch.setattr(KeptRows, "take_tokens", forgetful)
+    with pytest.raises(ConfigError, match=r"'llama' cannot be served by the torch engine.*differ from plain passes"):
+        loaded(kv=kv)
+
+
+def test_chunks_that_nothing_ends_and_memory_for_less_than_a_row_are_refused(loaded: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv\.ends = \['\\u2603'\]|engine\.kv\.ends = \['☃'\]: no token of the model"
+    ):
+        loaded(kv={"ends": ["☃"]})
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv_bytes = 40000 holds \d+ tokens, and a row takes 325.*lowest: \d+"
+    ) as refused:
+        loaded(kv_bytes=40000, kv={"ends": []})
+    lowest = int(str(refused.value).rpartition(" ")[2])
+    loaded(kv_bytes=lowest, kv={"ends": []})
