@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,34 @@ def compare(
     """Predictions beside measurements: the error of each cell beside the spread of its runs, and the order of pairs."""
     with _errors():
         _show(results_file, _predicted(predictions))
+
+
+@app.command()
+def predict(
+    calibration: Annotated[Path, typer.Argument(help="What async-rlhf calibrate has written on this machine.")],
+    results_file: Annotated[Path, typer.Option("--results", help="The table of measurements.")] = Path(
+        "runs/planning/results.csv"
+    ),
+    out: Annotated[Path, typer.Option(help="Predictions, for `compare`.")] = Path("runs/planning/predictions.csv"),
+) -> None:
+    """Refit the constants on the cells for fitting, simulate all twelve, and show predictions beside measurements."""
+    from async_rlhf.experiments.planning.measured import predictions
+    from async_rlhf.plan.calibration import load
+
+    with _errors():
+        found = predictions.predict(
+            results.read(results_file),
+            load(calibration).costs,
+            num_cpus=os.cpu_count() or 1,
+            rewards_s=predictions.measure_rewards(),
+        )
+        with out.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows(
+                [("cell", "samples_per_s"), *((name, f"{each:.6g}") for name, each in found.samples_per_s.items())]
+            )
+        typer.echo("factors: " + ", ".join(f"{kind} {factor:.2f}" for kind, factor in found.refitted.factors.items()))
+        _show(results_file, dict(found.samples_per_s))
 
 
 @app.command()
