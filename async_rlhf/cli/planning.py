@@ -22,6 +22,11 @@ def plan(
     as_json: AsJson = False,
     picture: Annotated[Path | None, typer.Option(help="PNG or SVG to write: time line, speed against staleness.")] = None,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
+    simulate: Annotated[
+        int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time, with the queue's own admission.")
+    ] = None,
+    lose_actor: Annotated[float | None, typer.Option(metavar="SECONDS", help="With --simulate: an actor is lost then.")] = None,
+    join_actor: Annotated[float | None, typer.Option(metavar="SECONDS", help="With --simulate: one joins then.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices, and end.")] = False,
 ) -> None:
     """Which role goes on which devices, how far generation may run ahead, and what a step takes: before anything is rented."""
@@ -44,10 +49,23 @@ def plan(
         if spec is None:
             raise ConfigError("plan needs a SPEC.toml, or --devices")
         found = search(read(spec), progress=_progress)
+        simulated = None
+        if simulate is not None:
+            from async_rlhf.plan.simulated_plan import lines, simulate_plan
+            from async_rlhf.plan.workload import ActorJoined, ActorLost
+
+            lost = [] if lose_actor is None else [ActorLost(lose_actor, "actor-0")]
+            joined = [] if join_actor is None else [ActorJoined(join_actor, "actor-new")]
+            chosen = found.best or found.fastest
+            simulated = simulate_plan(
+                chosen, found.roles, steps=simulate, queued_groups=found.queued_groups, events=[*lost, *joined]
+            )
         if as_json:
-            typer.echo(json.dumps(telling.as_json(found), indent=1))
+            typer.echo(json.dumps(telling.as_json(found, simulated), indent=1))
         else:
             say("\n".join(telling.lines(found)))
+            if simulated is not None:
+                say("\n".join(lines(chosen, simulated)))
         if settings is not None:
             if not found.settings:
                 raise ConfigError(f"no settings to write: {found.refusal}")

@@ -127,15 +127,12 @@ class Evaluation:
                 # Actors that never stop hold their cache while others of the set work.
                 active = working if candidate.schedule.continuous or candidate.here else 0.0
                 room = self.roles.room_bytes - kept - active - weights
-                generated = self.roles.generation(group.devices, tensor, room, ahead) if room > 0 else None
-                if generated is None:
-                    continue
-                time, slots = generated
                 layout = Layout(tensor=tensor, data=group.devices // tensor)
-                cache_bytes = slots * self.cache_bytes_per_row / min(tensor, self.roles.policy.kv_heads)
-                own = Choice(layout, time.span_s, weights, cache_bytes)
-                peak = kept + weights + (cache_bytes + active if active else max(cache_bytes, working - weights))
-                yield Filled(group, {**by_role, "generate": own}, time, slots, peak)
+                for time, slots in self.roles.generation(group.devices, tensor, room, ahead):
+                    cache_bytes = slots * self.cache_bytes_per_row / min(tensor, self.roles.policy.kv_heads)
+                    own = Choice(layout, time.span_s, weights, cache_bytes)
+                    peak = kept + weights + (cache_bytes + active if active else max(cache_bytes, working - weights))
+                    yield Filled(group, {**by_role, "generate": own}, time, slots, peak)
 
     @property
     def cache_bytes_per_row(self) -> float:
@@ -150,14 +147,14 @@ class Evaluation:
     def _times(self, candidate: Candidate, filled: list[Filled]) -> dict[Stage, StageTime]:
         generation = next(each.generation for each in filled if each.generation is not None)
         times: dict[Stage, StageTime] = {"generate": generation}
-        models = max(_seconds(each, "score") for each in filled)
+        models = max(model_seconds(each, "score") for each in filled)
         judged = self.roles.judged()
         score = StageTime(
             max(models, judged.busy_s),
             max(models, judged.span_s),
             max(models * min(1.0, _LAST_ROWS / self.roles.rows), judged.last_s),
         )
-        train = max(_seconds(each, "train") for each in filled)
+        train = max(model_seconds(each, "train") for each in filled)
         if candidate.fused:
             score, train = self._fused(filled, generation, score, train)
         times["score"], times["train"] = score, StageTime(train, train)
@@ -172,7 +169,7 @@ class Evaluation:
         tensor = both.choices["generate"].layout.tensor
         count = both.set.devices
         steady = self.roles.generation(count, tensor, self.roles.room_bytes, 1)
-        idle = generation.span_s - (steady[0].busy_s if steady else generation.span_s)
+        idle = generation.span_s - (steady[0][0].busy_s if steady else generation.span_s)
         left = max(score.span_s - max(idle, 0.0), score.last_s)
         updates = self.roles.spec.batch.updates_per_step
         trainings = [choice for role, choice in both.choices.items() if _STAGES[role] == "train"]
@@ -212,7 +209,7 @@ class Evaluation:
                 lane["generate"] = each.generation
                 lane |= {stage: times[stage] for stage in ("adopt", "switch") if stage in times}
             for stage in ("score", "train"):
-                if seconds := _seconds(each, stage):
+                if seconds := model_seconds(each, stage):
                     lane[stage] = StageTime(seconds, seconds)
             if "train" in each.choices and "publish" in times:
                 lane["publish"] = times["publish"]
@@ -223,7 +220,7 @@ class Evaluation:
         return {**lanes, **({"judges": {"score": judged}} if judged.busy_s else {})}
 
 
-def _seconds(filled: Filled, stage: Stage) -> float:
+def model_seconds(filled: Filled, stage: Stage) -> float:
     """Of the models of a set: one after the other, those with parts of their own beside each other."""
     seats = [seat for seat in filled.set.seats if _STAGES[seat.role] == stage and seat.role != "generate"]
     parts: dict[int, float] = {}
@@ -242,4 +239,4 @@ def _taken_s(filled: Filled, ahead: float) -> float:
     generation = 0.0
     if filled.generation is not None:
         generation = max(filled.generation.busy_s, filled.generation.span_s / (ahead + 1))
-    return generation + _seconds(filled, "score") + _seconds(filled, "train")
+    return generation + model_seconds(filled, "score") + model_seconds(filled, "train")

@@ -29,6 +29,7 @@ from async_rlhf.run import memory
 Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
 _LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them
 _CONTEXT_BYTES = 512 << 20  # a CUDA process before its first tensor
+_LEAST_SLOTS = 8
 _PASS_TOKENS = 32768  # of one forward pass of a frozen model
 
 
@@ -212,26 +213,32 @@ class Roles:
                 settings["sequence_parallel"] = layout.context
         return settings
 
-    def generation(self, count: int, tensor: int, room: float, ahead: float) -> tuple[StageTime, int] | None:
-        """One batch on `count` devices, `tensor` to an engine, and the slots of one; None where the longest row finds no room.
+    def generation(self, count: int, tensor: int, room: float, ahead: float) -> tuple[tuple[StageTime, int], ...]:
+        """Of one batch on `count` devices, `tensor` to an engine, with so many slots; none where the longest row finds no room.
 
-        room: bytes of a device for keys and values. ahead: batches that may be begun before the oldest is trained on.
+        room: bytes of a device for keys and values. ahead: batches that may be begun before the oldest is trained on. With none
+        a batch has the engines for itself. Else rows of several batches share them: more slots decode more rows in a step, and
+        each of them, the longest too, takes longer.
         """
         per_token = self.policy.kv_bytes_per_token / min(tensor, self.policy.kv_heads)
         if room < per_token * (self.prompt + self.spec.lengths.longest):
-            return None
+            return ()
         fitting = int(room / per_token / (self.prompt + self.alive_tokens))
-        slots = _rounded(min(self.spec.search.slots, max(fitting, 1)))
-        replicas = count // tensor
-        span = self._generated(replicas, tensor, slots)
+        most = _rounded(min(self.spec.search.slots, max(fitting, 1)))
         if not ahead:
-            return StageTime(span, span), slots
+            span = self._generated(count // tensor, tensor, most)
+            return ((StageTime(span, span), most),)
+        sizes = [most, *(size for size in powers(most - 1) if size >= _LEAST_SLOTS)]
+        return tuple((self._shared(count // tensor, tensor, size, ahead), size) for size in sizes)
+
+    def _shared(self, replicas: int, tensor: int, slots: int, ahead: float) -> StageTime:
+        """Of a batch among rows of others."""
         rows = self.rows / replicas
         alive = max(min(slots, ahead * rows), 1.0)
         place = self.place("generate", Layout(tensor=tensor))
         step = decode_step_s(place, math.ceil(alive), self.prompt + self.alive_tokens)
-        busy = rows * self.mean / alive * step + self._prefill_s(tensor, math.ceil(rows))
-        return StageTime(min(busy, span), span), slots
+        prefill = self._prefill_s(tensor, math.ceil(rows))
+        return StageTime(rows * self.mean / alive * step + prefill, max(self.lengths) * step + prefill)
 
     def _prefill_s(self, tensor: int, rows: int) -> float:
         """Prompts of a group are computed once."""

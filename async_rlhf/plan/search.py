@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.plan.evaluation import Evaluation, Plan
 from async_rlhf.plan.roles import Roles, no_fit
 from async_rlhf.plan.settings import settings_of
+from async_rlhf.plan.simulated_plan import best_queued_groups
 from async_rlhf.plan.spec import Spec
 from async_rlhf.plan.strategies import STRATEGIES, Ask
 
@@ -19,6 +21,7 @@ _MOST_REFUSED = 200
 @dataclass(frozen=True)
 class Found:
     """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
+    queued_groups: with which it is fastest on virtual time.
 
     by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
     those alone that are faster than all smaller bounds. candidates, fitting: how many there were.
@@ -26,8 +29,9 @@ class Found:
 
     roles: Roles
     best: Plan | None
-    settings: Mapping[str, Mapping[str, object]]
+    settings: Mapping[str, Mapping[str, Any]]
     refusal: str
+    queued_groups: int
     by_strategy: Mapping[str, Plan | None]
     by_bound: Mapping[float, Plan]
     here_by_bound: Mapping[float, Plan]
@@ -62,6 +66,10 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
         raise ConfigError(f"no placement fits: {no_fit(roles)}")
     plans.sort(key=_seconds)
     best, settings, refusal = _first_that_runs(plans, roles)
+    queued_groups = 0
+    if best is not None:
+        queued_groups = best_queued_groups(best, roles)
+        settings = {**settings, "actors": {**settings["actors"], "queued_groups": queued_groups}}
     allowed = set(spec.search.max_staleness)
     bounded = [plan for plan in plans if plan.candidate.max_staleness in allowed]
     return Found(
@@ -69,6 +77,7 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
         best=best,
         settings=settings,
         refusal=refusal,
+        queued_groups=queued_groups,
         by_strategy={name: next((plan for plan in plans if plan.candidate.strategy == name), None) for name in names},
         by_bound=_front(bounded or plans),
         here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
@@ -77,7 +86,7 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
     )
 
 
-def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, object]], str]:
+def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, Any]], str]:
     """In the order of `plans`; the first refusal where all are refused."""
     if roles.models.get("train_critic", roles.policy) != roles.policy:
         return None, {}, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"

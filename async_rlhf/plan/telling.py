@@ -11,6 +11,7 @@ from async_rlhf.plan.roles import Role
 from async_rlhf.plan.schedules import Circuit
 from async_rlhf.plan.search import Found
 from async_rlhf.plan.settings import as_toml
+from async_rlhf.plan.simulated import Simulated
 from async_rlhf.plan.strategies import STRATEGIES
 
 
@@ -119,9 +120,10 @@ def _others(found: Found) -> Iterator[str]:
         yield f"  {name:16} {plan.step.seconds:7.3g} s {ratio:5.2f}x N={bound:3} {_circuit(plan.step.bound_by)}"
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """The same for a script. Seconds are of a step; bytes of a device."""
+def as_json(found: Found, simulated: Simulated | None = None) -> dict[str, Any]:
+    """The same for a script. Seconds are of a step; bytes of a device. simulated: the best plan on virtual time."""
     return {
+        **({} if simulated is None else {"simulated": _simulated_as_json(simulated)}),
         "devices": found.roles.spec.cluster.size,
         "candidates": found.candidates,
         "fitting": found.fitting,
@@ -147,6 +149,20 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "idle_shares": dict(plan.step.idle_shares),
         "stages": {stage: {"busy_s": time.busy_s, "span_s": time.span_s} for stage, time in plan.times.items()},
         "sets": [_set_as_json(filled) for filled in plan.filled],
+    }
+
+
+def _simulated_as_json(found: Simulated) -> dict[str, Any]:
+    return {
+        "steps": found.steps,
+        "seconds": found.seconds_per_step,
+        "samples_per_s": found.samples_per_s,
+        "bound_by": found.bound_by,
+        "staleness_tokens": dict(found.staleness),
+        "queue_depth_mean": found.queue_depth_mean,
+        "queue_depth_max": found.queue_depth_max,
+        "roles": {name: {"idle": time.idle, "waits_for": time.waits_for} for name, time in found.roles.items()},
+        "ledger": vars(found.ledger),
     }
 
 

@@ -77,6 +77,7 @@ class Undone(_Line):
 
 
 Line = Asked | Applied | Reached | Undone
+_NO_FILE = (0, 0, 0)
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
@@ -99,26 +100,23 @@ class History:
     last_number: int = 0
     reached: int = 0
 
-    def then(self, line: Line) -> History:
-        match line:
-            case Asked():
-                change = Change(line.number, line.values, line.time)
-                return replace(self, changes=(*self.changes, change), last_number=max(self.last_number, line.number))
-            case Applied():
-                applied = (replace(each, step=line.step) if each.number == line.number else each for each in self.changes)
-                return replace(self, changes=tuple(applied))
-            case Reached():
-                return replace(self, reached=max(self.reached, line.step))
-            case Undone():
-                left = tuple(each for each in self.changes if each.step is None or each.step <= line.step)
-                return replace(self, changes=left, reached=min(self.reached, line.step))
-
-    @classmethod
-    def of(cls, lines: Iterable[Line]) -> History:
-        history = cls()
+    def then(self, lines: Iterable[Line]) -> History:
+        changes = {each.number: each for each in self.changes}
+        last_number, reached = self.last_number, self.reached
         for line in lines:
-            history = history.then(line)
-        return history
+            match line:
+                case Asked():
+                    changes[line.number] = Change(line.number, line.values, line.time)
+                    last_number = max(last_number, line.number)
+                case Applied():
+                    if line.number in changes:
+                        changes[line.number] = replace(changes[line.number], step=line.step)
+                case Reached():
+                    reached = max(reached, line.step)
+                case Undone():
+                    changes = {n: each for n, each in changes.items() if each.step is None or each.step <= line.step}
+                    reached = min(reached, line.step)
+        return History(tuple(changes.values()), last_number, reached)
 
     def in_force(self, step: int) -> dict[str, Any]:
         """The changed values with which `step` is made."""
@@ -148,27 +146,32 @@ class Ledger:
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
-        self._stamp, self._read = (0, 0), History()
+        self._stamp, self._read, self._end = _NO_FILE, History(), 0
 
     @property
-    def stamp(self) -> tuple[int, int]:
-        """Another one after every change of the file."""
+    def stamp(self) -> tuple[int, int, int]:
+        """Another one after every change of the file: which file, its bytes, when it was written."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
-            return 0, 0
-        return found.st_size, found.st_mtime_ns
+            return _NO_FILE
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self) -> History:
-        """What is there; the file is read again only when it has changed."""
+        """What is there. Lines are only ever added: what was read once is not read again, unless it is another file."""
         if (stamp := self.stamp) != self._stamp:
+            if stamp[0] != self._stamp[0] or stamp[1] < self._end:
+                self._read, self._end = History(), 0
             try:
                 with self._open(os.O_RDONLY) as file:
-                    self._read = self._history(file.read())
+                    file.seek(self._end)
+                    data = file.read()
             except FileNotFoundError:
                 return History()
+            self._read = self._history(data, self._read)
+            self._end += data.rfind(b"\n") + 1
             self._stamp = stamp  # from before: what comes between the two is read the next time
-        return self._read if stamp != (0, 0) else History()
+        return self._read if stamp != _NO_FILE else History()
 
     def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
@@ -189,9 +192,7 @@ class Ledger:
                 with suppress(OSError):
                     os.truncate(self.path, end)
                 raise
-        for line in lines:
-            history = history.then(line)
-        return history
+        return history.then(lines)
 
     def _open(self, flags: int) -> IO[bytes]:
         """Unbuffered, at its beginning; never waits for the other end of a pipe."""
@@ -202,10 +203,10 @@ class Ledger:
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
         return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
-    def _history(self, data: bytes) -> History:
+    def _history(self, data: bytes, before: History = History()) -> History:
         whole = data[: data.rfind(b"\n") + 1].splitlines()
         try:
-            return History.of(_LINE.validate_json(line) for line in whole)
+            return before.then(_LINE.validate_json(line) for line in whole)
         except ValidationError as error:
             raise DamagedError(f"{self.path} is damaged: {error.errors()[0]['msg']}; restore it from a copy") from error
 
@@ -218,7 +219,7 @@ class LiveChanges:
         self._ledger = Ledger(run)
         self._history = self._ledger.read()
         self._reached = max(step, reached, self._history.reached)
-        self._seen: tuple[int, int] | None = (0, 0)
+        self._seen: tuple[int, int, int] | None = _NO_FILE
         self._complained = False
         if self._reached > max(step, self._history.reached):
             self._seen = None  # the line is written now, or with the first step

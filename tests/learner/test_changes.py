@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.files import Disk
+from async_rlhf.buffers.files import Disk, write_whole
 from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, LiveChanges, Undone, described
 
 RATE = "learner.learning_rate"
@@ -110,10 +110,10 @@ def test_a_later_change_wins_and_going_back_forgets_what_came_after(tmp_path: Pa
         Asked(number=2, values={RATE: (2.0, 3.0), "evaluation.every": (None, 4)}),
         Applied(number=2, step=8),
     ]
-    history = History.of(lines)
+    history = History().then(lines)
     assert [history.in_force(step).get(RATE) for step in (4, 5, 7, 8)] == [None, 2.0, 2.0, 3.0]
     assert history.course("evaluation.every", None) == [(1, None), (8, 4)]
-    back = History.of([*lines, Undone(step=7)])
+    back = History().then([*lines, Undone(step=7)])
     assert back.in_force(100) == {RATE: 2.0} and back.last_number == 2
     assert described(back.changes[0]) == f"{RATE} 1.0 -> 2.0, from step 5 on"
 
@@ -181,7 +181,7 @@ def test_a_run_without_changes_has_no_ledger(tmp_path: Path) -> None:
 def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, reads = Ledger(tmp_path), list[bytes]()
     parse = Ledger._history
-    monkeypatch.setattr(Ledger, "_history", lambda self, data: (reads.append(data), parse(self, data))[1])
+    monkeypatch.setattr(Ledger, "_history", lambda self, data, *before: (reads.append(data), parse(self, data, *before))[1])
     assert ledger.read() == History() and not reads
     ask(tmp_path, 1.0)
     reads.clear()
@@ -191,3 +191,35 @@ def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeyp
     assert ledger.read().asked() == {RATE: 2.0}
     ledger.path.unlink()
     assert ledger.read() == History()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["apply", "tear", "another file"])), max_size=12))
+def test_a_ledger_that_is_read_on_is_the_one_that_is_read_from_its_beginning(
+    tmp_path_factory: pytest.TempPathFactory, deeds: list[Any]
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    kept = Ledger(run)
+    for deed in deeds:
+        if deed == "tear" and kept.path.exists():
+            with kept.path.open("ab") as file:
+                file.write(b'{"kind": "applied", "numb')
+        elif deed == "another file" and kept.path.exists():
+            write_whole(kept.path, b"".join(kept.path.read_bytes().splitlines(keepends=True)[::2]))
+        elif deed == "apply":
+            Ledger(run).append(lambda history: history.apply(3))
+        elif isinstance(deed, int):
+            ask(run, deed)
+        assert kept.read() == Ledger(run).read()
+
+
+def test_what_was_read_of_a_ledger_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, read = Ledger(tmp_path), list[int]()
+    whole = Ledger._history
+    monkeypatch.setattr(Ledger, "_history", lambda self, data, before: (read.append(len(data)), whole(self, data, before))[1])
+    path = tmp_path / "changes.jsonl"
+    for number in range(1, 50):
+        with path.open("a") as file:
+            file.write(Asked(number=number, values={RATE: (None, 1.0)}).model_dump_json() + "\n")
+        assert len(ledger.read().changes) == number
+    assert sum(read) == path.stat().st_size
