@@ -78,6 +78,7 @@ def calibrate(
             network_bytes_per_s=link.bytes_per_s,
             network_latency_s=link.latency_s,
             host_bytes_per_s=peaks.host_bytes_per_s,
+            is_cpu=device == "cpu",
         ),
         costs=Costs(
             decode=decoding.terms,

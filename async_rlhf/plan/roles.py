@@ -12,11 +12,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.plan import devices, layouts
+from async_rlhf.plan import calibration, devices, layouts
 from async_rlhf.plan.devices import Device
 from async_rlhf.plan.generation import generate
 from async_rlhf.plan.layouts import Kind, Layout, powers
@@ -73,6 +74,8 @@ class Roles:
     def of(cls, spec: Spec) -> Roles:
         """Raises ConfigError for models and files that are not there."""
         cluster = spec.cluster
+        if cluster.calibration is not None:
+            return cls(spec, calibration.load(Path(cluster.calibration)).device)
         return cls(spec, cluster.own if cluster.own is not None else devices.device(cluster.device))
 
     @property

@@ -53,8 +53,8 @@ class ClusterConfig(Section):
         known = devices.catalogue()
         if self.device != "own" and self.device not in known:
             raise ValueError(f"device {self.device!r} is not in the catalogue; {did_you_mean(self.device, known)}")
-        if (self.device == "own") != bool(self.own or self.calibration):
-            raise ValueError('device = "own" needs cluster.own or cluster.calibration, and only it takes them')
+        if (self.own is not None) + (self.calibration is not None) != (self.device == "own"):
+            raise ValueError('device = "own" needs cluster.own or cluster.calibration, one of them, and only it takes them')
         return self
 
     @property
@@ -172,7 +172,8 @@ def read(path: Path) -> Spec:
 def parse(values: Mapping[str, Any], directory: Path) -> Spec:
     """directory: where relative paths begin. Raises ConfigError."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in values.items()}
-    for section, key in (("models", "policy"), ("models", "critic"), ("models", "reward"), ("lengths", "rollouts")):
+    files = {"models": ("policy", "critic", "reward"), "lengths": ("rollouts",), "cluster": ("calibration",)}
+    for section, key in ((section, key) for section, keys in files.items() for key in keys):
         table = found.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = str(directory / table[key])

@@ -83,7 +83,7 @@ def _plan(plan: Plan, found: Found) -> Iterator[str]:
         for role, choice in filled.choices.items():
             if role == "generate" and filled.generation is not None:
                 time = filled.generation
-                own = "" if time.busy_s == time.span_s else f" where batch follows batch, {time.span_s:.3g} s one alone"
+                own = "" if time.busy_s == time.span_s else f" where batch follows batch, its longest row {time.span_s:.3g} s"
                 yield f"    generate: {choice.layout}, {filled.slots} slots an engine, {time.busy_s:.3g} s a batch{own}"
             else:
                 yield f"    {role}: {choice.layout}, {choice.seconds:.3g} s a batch"

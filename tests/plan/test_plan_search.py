@@ -15,11 +15,16 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.plan import telling
+from async_rlhf.plan.calibration import Calibration, save
+from async_rlhf.plan.costs import Costs
+from async_rlhf.plan.devices import device
 from async_rlhf.plan.roles import Roles
 from async_rlhf.plan.search import Found, search
 from async_rlhf.plan.settings import as_toml, settings_of
+from async_rlhf.plan.simulated_plan import best_queued_groups, lines, simulate_plan
 from async_rlhf.plan.spec import Spec, parse, read
 from async_rlhf.plan.strategies import STRATEGIES, Ask
+from async_rlhf.plan.workload import ActorJoined, ActorLost
 from async_rlhf.run.config import load
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
@@ -207,3 +212,45 @@ def test_the_document_shows_what_the_command_says_and_all_strategies() -> None:
     said = "\n".join(telling.lines(shipped())).split("\n\n# For train")[0]
     assert said in document
     assert all(f"| `{each.name}` | {each.source} | {each.says} |" in document for each in STRATEGIES.values())
+
+
+@pytest.mark.parametrize("bound", [0, 2, 4, 8])
+def test_on_virtual_time_a_plan_takes_about_what_its_circuits_say(bound: int) -> None:
+    found = shipped()
+    plan = found.here_by_bound[bound]
+    queued = best_queued_groups(plan, found.roles)
+    simulated = simulate_plan(plan, found.roles, steps=30, queued_groups=queued)
+    assert simulated.seconds_per_step == pytest.approx(plan.step.seconds, rel=0.1)
+    assert max(simulated.staleness) <= bound
+    assert "".join(lines(plan, simulated)).count("by its circuits") == 1
+
+
+def test_an_actor_that_is_lost_costs_time_and_one_that_joins_gives_it_back() -> None:
+    found = shipped()
+    assert found.best is not None
+    whole, lost, back = (
+        simulate_plan(found.best, found.roles, steps=20, queued_groups=found.queued_groups, events=events).total_s
+        for events in ([], [ActorLost(100.0, "actor-0")], [ActorLost(100.0, "actor-0"), ActorJoined(200.0, "actor-new")])
+    )
+    assert whole < back < lost
+
+
+def test_a_machine_that_was_measured_is_a_device(tmp_path: Path) -> None:
+    here = device("A100-80GB").model_copy(update={"memory_bytes_per_s": 1e12})
+    fit = {"decode": (0.0, 0.0, 0.0), "prefill": (0.0, 0.0, 0.0), "training": (0.0, 0.0, 0.0)}
+    costs = Costs.model_validate({**fit, "copy_s": 0.0, "travel_s": 0.0, "adopt_s": 0.0})
+    measured = Calibration(
+        measured="",
+        machine="",
+        model="",
+        engine_device="cuda",
+        dtype="",
+        threads=1,
+        seconds=1,
+        device=here,
+        costs=costs,
+        fits={},
+    )
+    save(measured, tmp_path / "here.json")
+    roles = Roles.of(spec(cluster={"device": "own", "calibration": str(tmp_path / "here.json")}))
+    assert roles.device == here
