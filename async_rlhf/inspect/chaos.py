@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -108,8 +109,10 @@ class Monkey:
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
             if freeze:
                 seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * _FREEZE_S
-                self._closing.wait(seconds)
-                if self.processes().get(name) is struck:  # else the watchdog has ended it
+                until = time.monotonic() + seconds
+                while self.processes().get(name) is struck and time.monotonic() < until and not self._closing.wait(_LOOK_S):
+                    pass
+                if self.processes().get(name) is struck:  # else the watchdog has ended it, and the run goes on
                     os.kill(struck.pid, signal.SIGCONT)
 
 
