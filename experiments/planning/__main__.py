@@ -16,6 +16,7 @@ import typer
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.planning.measured import results
 from async_rlhf.experiments.planning.validation import fused, table
+from async_rlhf.experiments.throughput.harness import adopt_orphans
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 _START_S = 12.0
@@ -153,4 +154,5 @@ def _predicted(path: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     app()
