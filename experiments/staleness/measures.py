@@ -128,7 +128,7 @@ def _seen(what: str, found: Mapping[str, Comparison]) -> str:
     sizes = [each.detectable for each in powers]
     return (
         f"{what}: with {powers[0].seeds} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
-        f"alone (by the comparison {min(sizes):.3f} to {max(sizes):.3f})."
+        f"alone (depending on the comparison {min(sizes):.3f} to {max(sizes):.3f})."
     )
 
 
