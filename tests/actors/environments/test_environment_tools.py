@@ -122,4 +122,4 @@ def test_a_tool_that_the_model_cannot_be_shown_is_refused_before_a_run(folder: P
 @pytest.mark.parametrize("tools", [print, ["price"], "price"])
 def test_what_is_no_list_of_tools_is_refused_where_it_is_written(tools: Any) -> None:
     with pytest.raises(ConfigError, match="must be a list of functions"):
-        environment(tools=tools)
+        environment(tools=tools)(lambda: None)
