@@ -17,8 +17,8 @@ from async_rlhf.plan.resharding import Layout as Sharding
 from async_rlhf.plan.resharding import gather_from_zero, gather_micro_data_parallel
 from async_rlhf.plan.roles import Choice, Role, Roles
 from async_rlhf.plan.schedules import Stage, StageTime, StepTime, step_time
-from async_rlhf.plan.stages import publication_s
-from async_rlhf.plan.strategies import Candidate, DeviceSet
+from async_rlhf.plan.stages import Place, publication_s
+from async_rlhf.plan.strategies import Candidate, DeviceSet, Seat
 
 _STAGES: Mapping[Role, Stage] = {
     "generate": "generate",
@@ -29,7 +29,7 @@ _STAGES: Mapping[Role, Stage] = {
     "train_critic": "train",
 }
 _LAST_ROWS = 64  # that a frozen model reads in one pass at the end of a batch
-_MOST_CHOICES = 6
+_LEAST_CHOICES, _MOST_COMBINATIONS = 6, 6**4  # layouts of each role, and of a set: all of one role, the fastest of several
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Evaluation:
         if beside and self.roles.models["train_critic"] != self.roles.policy:
             return
         others = [seat for seat in group.seats if seat.role != "generate" and not (beside and seat.role == "train_critic")]
-        each = [self._choices(candidate, seat.role, seat.devices)[:_MOST_CHOICES] for seat in others]
+        each = [self._fitting(candidate, seat, len(others)) for seat in others]
         parts = {seat.part for seat in others} - {None} or {None}
         for choices in product(*each):
             by_role = {seat.role: choice for seat, choice in zip(others, choices, strict=True)}
@@ -137,7 +137,14 @@ class Evaluation:
     @property
     def cache_bytes_per_row(self) -> float:
         """Of a row that decodes, in the mean."""
-        return self.roles.policy.kv_bytes_per_token * (self.roles.prompt + self.roles.alive_tokens)
+        return self.roles.policy.kv_bytes_per_token * (self.roles.read + self.roles.alive_tokens)
+
+    def _fitting(self, candidate: Candidate, seat: Seat, roles: int) -> tuple[Choice, ...]:
+        """Those that fit where the role is alone, the fastest first; of more than can be combined the last is the leanest."""
+        room, most = self.roles.room_bytes, max(_LEAST_CHOICES, int(_MOST_COMBINATIONS ** (1 / roles)))
+        there = self._choices(candidate, seat.role, seat.devices)
+        found = tuple(choice for choice in there if choice.kept_bytes + choice.working_bytes <= room)
+        return found if len(found) <= most else (*found[: most - 1], found[-1])
 
     def _choices(self, candidate: Candidate, role: Role, devices: int) -> tuple[Choice, ...]:
         if not role.startswith("train"):
@@ -184,6 +191,8 @@ class Evaluation:
         by_role = {role: choice.layout for each in filled for role, choice in each.choices.items()}
         train, generate = by_role["train"], by_role["generate"]
         source = self.roles.place("train", train)
+        if candidate.here:
+            return self._channel(source, generate)
         if candidate.set_of("train") is candidate.set_of("generate"):
             training = Sharding(tensor=train.tensor, pipeline=train.pipeline, data=train.data)
             if train.zero_stage == 3:
@@ -198,10 +207,18 @@ class Evaluation:
         adopted = self.roles.policy.weight_bytes / generate.tensor / source.near.bytes_per_s
         return {"publish": StageTime(seconds, seconds), "adopt": StageTime(adopted, adopted)}
 
+    def _channel(self, source: Place, generate: Layout) -> dict[Stage, StageTime]:
+        """This system's: a copy into the host's memory, for which the learner stands still; from there through the hub to all
+        actors, whose engines copy it into their devices."""
+        size, host = self.roles.policy.weight_bytes, source.device.host_bytes_per_s * source.efficiency.links
+        copied, adopted = size / host, size / generate.tensor / host
+        travels = size / self.roles.spec.efficiency.weights_bytes_per_s
+        return {"publish": StageTime(copied, copied + travels), "adopt": StageTime(adopted, adopted)}
+
     def _lanes(
         self, candidate: Candidate, filled: list[Filled], times: Mapping[Stage, StageTime]
     ) -> dict[str, dict[Stage, StageTime]]:
-        """By set, what its devices are taken for; and the judges that are no models."""
+        """By set, what its devices are taken for; the judges that are no models, and this system's weight channel."""
         lanes: dict[str, dict[Stage, StageTime]] = {}
         for each in filled:
             lane: dict[Stage, StageTime] = {}
@@ -217,7 +234,12 @@ class Evaluation:
         if candidate.fused:
             return {}
         judged = self.roles.judged()
-        return {**lanes, **({"judges": {"score": judged}} if judged.busy_s else {})}
+        if judged.busy_s:
+            lanes["judges"] = {"score": judged}
+        if candidate.here:  # one set of weights at most is on its way
+            sent = times["publish"]
+            lanes["weight channel"] = {"publish": StageTime(sent.span_s - sent.busy_s, sent.span_s)}
+        return lanes
 
 
 def model_seconds(filled: Filled, stage: Stage) -> float:

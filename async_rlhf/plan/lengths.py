@@ -38,7 +38,8 @@ class LengthsConfig(Section):
     def _one_source(self) -> LengthsConfig:
         given = [name for name in ("mean", "histogram", "rollouts") if getattr(self, name)]
         if len(given) != 1:
-            raise ValueError(f"{' and '.join(given) or 'none'} of mean, histogram and rollouts is given; give exactly one")
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"{found}; of mean, histogram and rollouts give exactly one")
         if self.mean is not None and self.mean >= self.longest and self.spread:
             raise ValueError(f"mean = {self.mean:g} must be below longest = {self.longest}, where completions are cut")
         for length, weight in self.histogram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,19 @@ _STEPS = 4
 _STAGES: tuple[Stage, ...] = ("generate", "score", "train", "publish", "adopt", "switch")
 
 
-def draw(found: Found, path: Path) -> None:
+def check_format(path: Path) -> None:
     """Raises ConfigError for another format than PNG or SVG, and where matplotlib is missing."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f"a picture is written as {' or '.join(_FORMATS)}, not {path.suffix or path.name!r}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("a picture needs matplotlib: pip install 'async-rlhf[plot]'") from None
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a picture needs matplotlib: pip install 'async-rlhf[plot]'")
+
+
+def draw(found: Found, path: Path) -> None:
+    """Raises ConfigError as `check_format`."""
+    check_format(path)
+    from matplotlib.figure import Figure
+
     plan = found.best or found.fastest
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     lanes, trade = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -64,7 +70,7 @@ def _draw_lanes(axes: Any, plan: Plan) -> None:
                 color=COLOURS[_STAGES.index(stage)],
                 edgecolor="white",
                 linewidth=0.8,
-                label=stage,
+                label=f"{stage} {max(seconds for *_, seconds in own):.3g} s",
             )
     devices = {filled.set.name: f"{filled.set.name}\n{filled.set.devices} devices" for filled in plan.filled}
     axes.set_yticks(range(len(names)), [devices.get(name, name) for name in names])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from async_rlhf.plan.costs import Costs, Terms
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.workload import Workload
 
-KINDS = ("generation", "completion", "training", "publication")
+KINDS = ("generation", "completion", "training", "publication", "scoring")
 _DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
 _DAMPING, _HIGHEST = 0.01, 100.0
 _SMALL, _ENOUGH = 1e-10, 0.99  # a sum of squares that is none, and one that is hardly less than the one before
@@ -62,8 +62,9 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: 
 
     def errors(at: Array) -> Array:
         """Of each run: logarithm of simulated over measured speed; then the differences of the idle shares."""
-        scaled = scale(costs, dict(zip(KINDS, np.exp(at).tolist(), strict=True)))
-        found = [simulate(each.workload, scaled, steps=steps, seed=seed) for each in observed]
+        factors = dict(zip(KINDS, np.exp(at).tolist(), strict=True))
+        scaled = scale(costs, factors)
+        found = [simulate(slowed(each.workload, factors), scaled, steps=steps, seed=seed) for each in observed]
         pairs = list(zip(found, observed, strict=True))
         speeds = [math.log(run.samples_per_s / each.samples_per_s) for run, each in pairs]
         return np.array(speeds + [run.roles["learner"].idle - each.learner_idle for run, each in pairs])
@@ -85,8 +86,8 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: 
 
 
 def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
-    """The constants of each kind of stage times its factor."""
-    generation, completion, training, publication = (factors[kind] for kind in KINDS)
+    """The constants of each kind of stage times its factor; those of scoring are the workload's (`slowed`)."""
+    generation, completion, training, publication = (factors[kind] for kind in KINDS[:4])
     return Costs(
         decode=_times(costs.decode, generation),
         prefill=_times(costs.prefill, generation),
@@ -96,6 +97,13 @@ def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
         travel_s=costs.travel_s * publication,
         adopt_s=costs.adopt_s * publication,
     )
+
+
+def slowed(workload: Workload, factors: Mapping[str, float]) -> Workload:
+    """With rewards that take their factor more. One that waits for another machine takes what it takes."""
+    if not workload.reward_cores:
+        return workload
+    return replace(workload, reward_s=tuple(seconds * factors["scoring"] for seconds in workload.reward_s))
 
 
 def _times(terms: Terms, factor: float) -> Terms:

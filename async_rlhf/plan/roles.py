@@ -54,6 +54,8 @@ class Roles:
         reward = None if spec.models.reward is None else costs_of(spec.models.reward)
         self.lengths = spec.lengths.batch(spec.batch.rows)
         self.rows, self.prompt = spec.batch.rows, spec.lengths.prompt
+        self.read = self.prompt + spec.environment.read_tokens
+        """Tokens of a row that are not sampled; those of an environment are counted from the row's begin on."""
         self.mean = sum(self.lengths) / self.rows
         self.alive_tokens = sum(length * length for length in self.lengths) / sum(self.lengths) / 2
         """Of the completion of a row that decodes, in the mean: long ones decode for longer."""
@@ -108,10 +110,10 @@ class Roles:
             for zero_stage in (0, 3) if count > tensor else (0,):
                 layout = Layout(tensor=tensor, data=count // tensor, zero_stage=zero_stage)
                 place = self.place(role, layout)
-                seconds = inference_s(place, self.rows, round(self.prompt + self.mean), head=head)
+                seconds = inference_s(place, self.rows, round(self.read + self.mean), head=head)
                 weights = self.models[role].weight_bytes / tensor
                 if zero_stage:
-                    passes = math.ceil(self.rows * (self.prompt + self.mean) / layout.data / _PASS_TOKENS)
+                    passes = math.ceil(self.rows * (self.read + self.mean) / layout.data / _PASS_TOKENS)
                     seconds += passes * place.far.gather_s(weights, layout.data)
                     weights /= layout.data
                 working = 2 * 8 * _PASS_TOKENS / tensor * self.models[role].hidden + (_LOGITS_BYTES if head else 0)
@@ -128,7 +130,7 @@ class Roles:
             kind,
             update_rows=self.rows // batch.updates_per_step,
             update_groups=batch.groups // batch.updates_per_step,
-            longest_row=self.prompt + self.spec.lengths.longest,
+            longest_row=self.spec.row_tokens,
         )
         found = [self._trained(role, layout) for layout in tried]
         return _front([self._as_checked(choice) for choice in found] if kind == "here" else found)
@@ -139,7 +141,7 @@ class Roles:
 
     def _trained(self, role: Role, layout: Layout) -> Choice:
         place, model, updates = self.place(role, layout), self.models[role], self.spec.batch.updates_per_step
-        tokens, rows = round(self.prompt + self.mean), self.rows // updates
+        tokens, rows = round(self.read + self.mean), self.rows // updates
         micro_batches = math.ceil(rows / layout.data / layout.micro_rows)
         update = training_s(
             place, rows, tokens, micro_batches=micro_batches, zero_stage=layout.zero_stage, recompute=layout.recompute
@@ -148,7 +150,7 @@ class Roles:
         if role == "train" and self.spec.proximal_pass:
             proximal = inference_s(place, self.rows, tokens, micro_batches=micro_batches * updates)
         # A row is never cut: where one pass takes one row, it may be the longest.
-        held = math.ceil(max(self.prompt + self.spec.lengths.longest, layout.micro_rows * tokens) / layout.context)
+        held = math.ceil(max(self.spec.row_tokens, layout.micro_rows * tokens) / layout.context)
         working = model.activation_bytes(1, held, tensor_parallel=layout.tensor, recompute=layout.recompute)
         if layout.recompute == "full":  # the layer that is computed again
             working += model.activation_bytes(1, held, tensor_parallel=layout.tensor) / model.layers
@@ -173,10 +175,12 @@ class Roles:
     @property
     def settings(self) -> GenerationConfig:
         """As a configuration says it."""
+        spec = self.spec
         return GenerationConfig(
-            group_size=self.spec.batch.group_size,
+            group_size=spec.batch.group_size,
             max_prompt_length=self.prompt,
-            max_completion_length=self.spec.lengths.longest,
+            max_completion_length=spec.lengths.longest,
+            max_episode_length=None if spec.environment.turns == 1 else spec.row_tokens - self.prompt,
         )
 
     @property
@@ -202,7 +206,7 @@ class Roles:
             "dtype": "bfloat16",
             "batch_size": self.rows,
             "updates_per_step": self.spec.batch.updates_per_step,
-            "micro_batch_tokens": layout.micro_rows * round(self.prompt + self.mean),
+            "micro_batch_tokens": layout.micro_rows * round(self.read + self.mean),
             "gradient_checkpointing": layout.recompute == "full",
             "ranks": ranks,
         }
@@ -224,9 +228,9 @@ class Roles:
         each of them, the longest too, takes longer.
         """
         per_token = self.policy.kv_bytes_per_token / min(tensor, self.policy.kv_heads)
-        if room < per_token * (self.prompt + self.spec.lengths.longest):
+        if room < per_token * self.spec.row_tokens:
             return ()
-        fitting = int(room / per_token / (self.prompt + self.alive_tokens))
+        fitting = int(room / per_token / (self.read + self.alive_tokens))
         most = _rounded(min(self.spec.search.slots, max(fitting, 1)))
         if not ahead:
             span = self._generated(count // tensor, tensor, most)
@@ -239,14 +243,19 @@ class Roles:
         rows = self.rows / replicas
         alive = max(min(slots, ahead * rows), 1.0)
         place = self.place("generate", Layout(tensor=tensor))
-        step = decode_step_s(place, math.ceil(alive), self.prompt + self.alive_tokens)
+        step = decode_step_s(place, math.ceil(alive), self.read + self.alive_tokens)
         prefill = self._prefill_s(tensor, math.ceil(rows))
-        return StageTime(rows * self.mean / alive * step + prefill, max(self.lengths) * step + prefill)
+        span = max(self.lengths) * step + prefill + self.spec.environment.waits_s
+        return StageTime(rows * self.mean / alive * step + prefill, span)
 
     def _prefill_s(self, tensor: int, rows: int) -> float:
-        """Prompts of a group are computed once."""
+        """Prompts of a group are computed once, what an environment says for each row."""
+        place, environment = self.place("generate", Layout(tensor=tensor)), self.spec.environment
         groups = math.ceil(rows / self.spec.batch.group_size)
-        return prefill_s(self.place("generate", Layout(tensor=tensor)), groups, self.prompt)
+        prompts = prefill_s(place, groups, self.prompt)
+        if not environment.read_tokens:
+            return prompts
+        return prompts + prefill_s(place, rows * (environment.turns - 1), environment.observation_tokens)
 
     def _generate(self, replicas: int, tensor: int, slots: int) -> float:
         """Seconds from the first prompt to the last row's end: of the engine with the longest row, and its even share of the
@@ -255,15 +264,16 @@ class Roles:
         lengths = list(self.lengths[::replicas])
         random.Random(0).shuffle(lengths)
         longest = max(lengths)
-        return generate(
+        generated = generate(
             lengths,
-            prompt_tokens=self.prompt,
+            prompt_tokens=self.read,
             slots=slots,
-            room_tokens=slots * (self.prompt + longest),
+            room_tokens=slots * (self.read + longest),
             longest=longest,
             step_s=lambda rows, context: decode_step_s(place, rows, context),
             prefill_s=lambda rows: self._prefill_s(tensor, rows),
-        ).total_s
+        )
+        return generated.total_s + self.spec.environment.waits_s
 
     def judged(self) -> StageTime:
         """By what is no model: a verifier, a sandbox."""
@@ -278,7 +288,7 @@ class Roles:
         """Of a device, by role, where all devices do nothing else; generation with room for one longest row."""
         count = self.spec.cluster.size
         counts = [*powers(count), count] if kind == "here" else [count]  # a batch may have too few groups for all of them
-        row = self.policy.kv_bytes_per_token * (self.prompt + self.spec.lengths.longest)
+        row = self.policy.kv_bytes_per_token * self.spec.row_tokens
         found: dict[Role, float] = {}
         for role, model in self.models.items():
             if role == "generate":

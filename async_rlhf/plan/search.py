@@ -24,7 +24,8 @@ class Found:
     queued_groups: with which it is fastest on virtual time.
 
     by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
-    those alone that are faster than all smaller bounds. candidates, fitting: how many there were.
+    those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec lacks what it
+    places. fitting: of all candidates, how many fit.
     """
 
     roles: Roles
@@ -35,8 +36,12 @@ class Found:
     by_strategy: Mapping[str, Plan | None]
     by_bound: Mapping[float, Plan]
     here_by_bound: Mapping[float, Plan]
-    candidates: int
+    tried: Mapping[str, int]
     fitting: int
+
+    @property
+    def candidates(self) -> int:
+        return sum(self.tried.values())
 
     @property
     def fastest(self) -> Plan:
@@ -54,24 +59,24 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
     evaluation = Evaluation(roles)
     ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
     plans: list[Plan] = []
-    count = 0
+    tried = dict.fromkeys(names, 0)
     for number, name in enumerate(names):
         progress(name, number, len(names))
         for candidate in STRATEGIES[name].candidates(ask):
-            count += 1
+            tried[name] += 1
             if (plan := evaluation.plan(candidate)) is not None:
                 plans.append(plan)
     progress("", len(names), len(names))
     if not plans:
         raise ConfigError(f"no placement fits: {no_fit(roles)}")
     plans.sort(key=_seconds)
-    best, settings, refusal = _first_that_runs(plans, roles)
+    allowed = set(spec.search.max_staleness)
+    bounded = [plan for plan in plans if plan.candidate.max_staleness in allowed]
+    best, settings, refusal = _first_that_runs(bounded, roles)
     queued_groups = 0
     if best is not None:
         queued_groups = best_queued_groups(best, roles)
-        settings = {**settings, "actors": {**settings["actors"], "queued_groups": queued_groups}}
-    allowed = set(spec.search.max_staleness)
-    bounded = [plan for plan in plans if plan.candidate.max_staleness in allowed]
+        settings = settings_of(best, roles, queued_groups)
     return Found(
         roles=roles,
         best=best,
@@ -81,7 +86,7 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
         by_strategy={name: next((plan for plan in plans if plan.candidate.strategy == name), None) for name in names},
         by_bound=_front(bounded or plans),
         here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
-        candidates=count,
+        tried=tried,
         fitting=len(plans),
     )
 

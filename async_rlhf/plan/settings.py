@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,18 +19,20 @@ from async_rlhf.run.placing import wanted
 Settings = Mapping[str, Mapping[str, Any]]
 
 
-def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
+def settings_of(plan: Plan, roles: Roles, queued_groups: int = 0) -> dict[str, dict[str, Any]]:
     """Sections of a configuration by name, for `train`. Raises ConfigError for what `check` would refuse."""
     if not plan.candidate.here:
         raise ConfigError(f"{plan.candidate.strategy} is modelled; this system does not place its roles so")
     if roles.device.is_cpu:
-        raise ConfigError("settings are written for accelerators; on CPUs start from a shipped configuration: quick")
+        raise ConfigError(
+            "settings are written for accelerators; on a processor make a run of `quick` and ask async-rlhf plan --from-run RUN"
+        )
     generate, train = plan.layout("generate"), plan.layout("train")
     cluster = roles.spec.cluster
     colocated = plan.candidate.set_of("train") is plan.candidate.set_of("generate")
     memory_bytes = int(roles.device.memory_bytes)
     found: dict[str, dict[str, Any]] = {
-        "generation": roles.settings.model_dump(include={"group_size", "max_prompt_length", "max_completion_length"}),
+        "generation": roles.settings.model_dump(exclude_unset=True, exclude_none=True),
         "engine": {
             "kind": "vllm",
             "device": "cuda",
@@ -37,7 +40,7 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
             "slots": plan.slots,
             "vllm": {"tensor_parallel_size": generate.tensor},
         },
-        "actors": {"count": generate.data},
+        "actors": {"count": generate.data, "queued_groups": queued_groups},
         "queue": {"max_staleness": int(plan.candidate.max_staleness)},
         "learner": roles.learner_settings(train),
         "loss": roles.spec.loss.model_dump(exclude_defaults=True),
@@ -56,6 +59,8 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
     if "train_critic" in roles.models:
         # Older data would fit the critic of `gae` to the policies that sampled them.
         found["advantage"] = {"kind": "gae" if plan.candidate.max_staleness <= 1 else "traced"}
+    if (turns := roles.spec.environment.turns) > 1:
+        found["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": turns}
     found |= _scoring(plan, roles)
     found = {name: section for name, section in found.items() if section}
     _check(found, roles)
@@ -99,7 +104,7 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML has the escapes of JSON
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_written(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list | tuple):

@@ -14,13 +14,16 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.plan.evaluation import Plan, model_seconds
 from async_rlhf.plan.layouts import Layout
 from async_rlhf.plan.roles import Roles
+from async_rlhf.plan.schedules import StageTime
 from async_rlhf.plan.simulated import Simulated
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.stages import Place, decode_step_s, prefill_s
 from async_rlhf.plan.workload import Event, Workload
 
 _QUEUED = (0, 8, 16, 32, 64)
+_QUEUED_TURNS = (128, 256)  # besides, where groups wait for environments and hold no slot meanwhile
 _MOST_AHEAD = 16
+_MOST_ROWS = 12_500  # completions of the simulations that are compared: enough for an example of 16 devices
 _UNBOUNDED = 1024  # steps: the most that a configuration takes
 
 
@@ -53,10 +56,16 @@ def run_of(plan: Plan, roles: Roles) -> tuple[Workload, PlanCosts]:
     spec, layout = roles.spec, plan.layout("generate")
     learner = next(each for each in plan.filled if "train" in each.choices)
     apart = max((model_seconds(each, "score") for each in plan.filled if each is not learner), default=0.0)
+    environment = spec.environment
+    sent = plan.times.get("publish", plan.times.get("switch", StageTime(0.0, 0.0)))
+    copy_s = sent.busy_s if sent.span_s > sent.busy_s else 0.0  # then it travels while training goes on
     workload = Workload(
         groups_per_batch=spec.batch.groups,
         group_size=spec.batch.group_size,
-        lengths=roles.lengths,
+        lengths=[max(1, round(length / environment.turns)) for length in roles.lengths],
+        turns=environment.turns,
+        environment_s=(environment.seconds,),
+        observation_tokens=environment.observation_tokens,
         prompt_tokens=roles.prompt,
         max_staleness=int(min(plan.candidate.max_staleness, _UNBOUNDED)),
         updates_per_step=spec.batch.updates_per_step,
@@ -72,8 +81,9 @@ def run_of(plan: Plan, roles: Roles) -> tuple[Workload, PlanCosts]:
     steps = plan.times["train"].busy_s + model_seconds(learner, "score")
     costs = PlanCosts(
         generator=roles.place("generate", Layout(tensor=layout.tensor)),
-        token_s=steps / sum(roles.lengths),
-        travel_s=plan.times["publish"].busy_s if "publish" in plan.times else plan.times["switch"].busy_s,
+        token_s=steps / (roles.rows * sum(workload.lengths) / len(workload.lengths) * environment.turns),
+        copy_s=copy_s,
+        travel_s=sent.span_s - copy_s,
         adopt_s=plan.times["adopt"].busy_s if "adopt" in plan.times else 0.0,
     )
     return workload, costs
@@ -94,7 +104,21 @@ def best_queued_groups(plan: Plan, roles: Roles) -> int:
     its slots take leaves slots empty. One that asks for more takes groups that another could have begun earlier.
     """
     steps = 2 * (int(min(plan.candidate.max_staleness, _MOST_AHEAD)) + 2) + 4
-    return min(_QUEUED, key=lambda queued: simulate_plan(plan, roles, steps=steps, queued_groups=queued).seconds_per_step)
+    choices = (*_QUEUED, *_QUEUED_TURNS) if roles.spec.environment.waits_s else _QUEUED
+    workload, costs = _part_of(*run_of(plan, roles), most=_MOST_ROWS // steps)
+    return min(
+        choices, key=lambda queued: simulate(replace(workload, queued_groups=queued), costs, steps=steps).seconds_per_step
+    )
+
+
+def _part_of(workload: Workload, costs: PlanCosts, most: int) -> tuple[Workload, PlanCosts]:
+    """Some of the actors with their share of the batch, of the judges and of the learner: at most about so many completions."""
+    actors = max(1, min(workload.actors, round(workload.actors * most / workload.samples)))
+    share = actors / workload.actors
+    judges = None if workload.judges is None else max(1, round(workload.judges * share))
+    groups = max(1, round(workload.groups_per_batch * share))
+    part = replace(workload, actors=actors, groups_per_batch=groups, judges=judges)
+    return part, replace(costs, token_s=costs.token_s * workload.groups_per_batch / groups)
 
 
 def lines(plan: Plan, found: Simulated) -> Iterator[str]:

@@ -93,6 +93,27 @@ class RewardCostConfig(Section):
     """Completions judged at once."""
 
 
+class EnvironmentCostConfig(Section):
+    """What stands between the turns of an episode: tools, a sandbox, a game."""
+
+    turns: int = Field(default=1, ge=1)
+    """Of an episode, in the mean; the completion tokens of `lengths` are those of all its turns."""
+    seconds: float = Field(default=0.0, ge=0)
+    """From the end of a turn to the answer of the environment. The engine's slot serves other rows meanwhile."""
+    observation_tokens: int = Field(default=0, ge=0)
+    """Of each answer: they are read, and not trained on."""
+
+    @property
+    def read_tokens(self) -> int:
+        """Of a whole episode."""
+        return (self.turns - 1) * self.observation_tokens
+
+    @property
+    def waits_s(self) -> float:
+        """Of a whole episode."""
+        return (self.turns - 1) * self.seconds
+
+
 class EfficiencyConfig(Section):
     """Shares of the device's peaks that are reached. Measured ones are better: `async-rlhf calibrate`, or a run of yours."""
 
@@ -106,6 +127,9 @@ class EfficiencyConfig(Section):
     """Of the links."""
     launch_s: float = Field(default=0.004, ge=0)
     """Seconds that a decode step takes besides."""
+    weights_bytes_per_s: float = Field(default=0.57e9, gt=0)
+    """Of this system's weight channel, from the learner's memory until an actor can adopt: measured on two cores, over loopback
+    (docs/weights.md). Other systems are taken to send by their devices' links."""
 
     @property
     def of_training(self) -> Efficiency:
@@ -146,8 +170,14 @@ class Spec(Section):
     loss: LossConfig = LossConfig()
     """As in a configuration: it decides whether a reference is wanted, and whether the policy at the start of a step."""
     reward: RewardCostConfig = RewardCostConfig()
+    environment: EnvironmentCostConfig = EnvironmentCostConfig()
     efficiency: EfficiencyConfig = EfficiencyConfig()
     search: SearchConfig = SearchConfig()
+
+    @property
+    def row_tokens(self) -> int:
+        """The most that a row may have."""
+        return self.lengths.prompt + self.environment.read_tokens + self.lengths.longest
 
     @property
     def proximal_pass(self) -> bool:

@@ -277,10 +277,9 @@ def _inter_batch(ask: Ask) -> Iterator[Candidate]:
 
 
 def _bounded(ask: Ask) -> Iterator[Candidate]:
-    bounds = [bound for bound in ask.bounds if bound]
-    yield from _two_pools(ask, "bounded", bounds, here=True)
-    yield from _three_pools(ask, "bounded", bounds)
-    yield from _three_pools_here(ask, bounds)
+    yield from _two_pools(ask, "bounded", ask.bounds, here=True)
+    yield from _three_pools(ask, "bounded", ask.bounds)
+    yield from _three_pools_here(ask, ask.bounds)
 
 
 def _fully_async(ask: Ask) -> Iterator[Candidate]:

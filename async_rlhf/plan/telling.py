@@ -20,7 +20,7 @@ def lines(found: Found) -> Iterator[str]:
     yield from _question(found)
     yield ""
     if found.best is None:
-        yield f"This system runs none of these plans: {found.refusal}"
+        yield f"No plan that runs here: {found.refusal}"
     else:
         yield f"Best that runs here: {_headline(found.best)}"
         yield from _plan(found.best, found)
@@ -55,10 +55,16 @@ def _question(found: Found) -> Iterator[str]:
         f"prompts of {roles.prompt} tokens, completions of {roles.mean:.0f} in the mean and {max(roles.lengths)} at most; "
         f"a verdict takes {spec.reward.seconds:g} s, {spec.reward.concurrency} at once"
     )
+    if (asked := spec.environment).turns > 1:
+        yield (
+            f"episodes of {asked.turns} turns, whose environment takes {asked.seconds:g} s between two and says "
+            f"{asked.observation_tokens} tokens"
+        )
     e = spec.efficiency
     yield (
         f"taken to be reached: {e.training:.0%} of the arithmetic in training, {e.inference:.0%} in inference, {e.decode:.0%} "
-        f"of the memory bandwidth in decoding, {e.links:.0%} of the links, {1e3 * e.launch_s:g} ms a decode step besides"
+        f"of the memory bandwidth in decoding, {e.links:.0%} of the links, {1e3 * e.launch_s:.3g} ms a decode step besides; "
+        f"this system sends weights at {e.weights_bytes_per_s / 1e9:.3g} GB/s"
     )
     yield f"{found.candidates} placements looked at, {found.fitting} fit into {spec.search.memory_share:.0%} of the memory"
 
@@ -113,7 +119,9 @@ def _others(found: Found) -> Iterator[str]:
     there = sorted(found.by_strategy.items(), key=lambda item: math.inf if item[1] is None else item[1].step.seconds)
     for name, plan in there:
         if plan is None:
-            yield f"  {name:16}       -         none fits, or its roles are not asked for ({STRATEGIES[name].source})"
+            tried = found.tried[name]
+            why = f"none of {tried} placements fits" if tried else "it wants more roles or devices than there are"
+            yield f"  {name:16}       -         {why} ({STRATEGIES[name].source})"
             continue
         ratio = plan.step.seconds / best.step.seconds
         bound = "inf" if math.isinf(plan.candidate.max_staleness) else f"{plan.candidate.max_staleness:g}"
@@ -132,6 +140,7 @@ def as_json(found: Found, simulated: Simulated | None = None) -> dict[str, Any]:
         "settings": found.settings,
         "fastest": _as_json(found.fastest),
         "by_max_staleness": [_as_json(plan) for plan in found.by_bound.values()],
+        "by_max_staleness_here": [_as_json(plan) for plan in found.here_by_bound.values()],
         "by_strategy": {name: None if plan is None else _as_json(plan) for name, plan in found.by_strategy.items()},
     }
 

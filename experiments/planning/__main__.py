@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.experiments.planning.measured import results
+from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments.planning.measured import document, results
 from async_rlhf.experiments.planning.validation import fused, table
 from async_rlhf.experiments.throughput.harness import adopt_orphans
 
@@ -64,14 +65,21 @@ def measure(
 
 @app.command()
 def compare(
-    predictions: Annotated[Path, typer.Argument(help="CSV with the columns cell and samples_per_s.")],
-    results_file: Annotated[Path, typer.Option("--results", help="The table of measurements.")] = Path(
-        "runs/planning/results.csv"
-    ),
+    predictions: Annotated[Path, typer.Argument(help="CSV with the columns cell and samples_per_s.")] = document.PREDICTIONS,
+    results_file: Annotated[Path, typer.Option("--results", help="The table of measurements.")] = document.RESULTS,
+    picture: Annotated[Path | None, typer.Option(help="Predicted against measured, as PNG.")] = None,
+    write: Annotated[bool, typer.Option("--document", help="Write docs/planning.md, from the files that are kept.")] = False,
 ) -> None:
     """Predictions beside measurements: the error of each cell beside the spread of its runs, and the order of pairs."""
     with _errors():
-        _show(results_file, _predicted(predictions))
+        predicted = results.read_predictions(predictions)
+        _show(results_file, predicted)
+        if picture is not None:
+            from async_rlhf.experiments.planning.measured import picture as drawing
+
+            drawing.write(picture, results.speeds(results.read(results_file)), predicted)
+        if write:
+            marked.DOCUMENT.write_text(marked.filled(marked.DOCUMENT.read_text(), document.kept()))
 
 
 @app.command()
@@ -80,24 +88,30 @@ def predict(
     results_file: Annotated[Path, typer.Option("--results", help="The table of measurements.")] = Path(
         "runs/planning/results.csv"
     ),
-    out: Annotated[Path, typer.Option(help="Predictions, for `compare`.")] = Path("runs/planning/predictions.csv"),
+    out: Annotated[Path, typer.Option(help="Predictions, for `compare`; fitted constants beside it.")] = Path(
+        "runs/planning/predictions.csv"
+    ),
 ) -> None:
     """Refit the constants on the cells for fitting, simulate all twelve, and show predictions beside measurements."""
     from async_rlhf.experiments.planning.measured import predictions
     from async_rlhf.plan.calibration import load
 
     with _errors():
+        rewards_s = predictions.measure_rewards()
         found = predictions.predict(
-            results.read(results_file),
-            load(calibration).costs,
-            num_cpus=os.cpu_count() or 1,
-            rewards_s=predictions.measure_rewards(),
+            results.read(results_file), load(calibration).costs, num_cpus=os.cpu_count() or 1, rewards_s=rewards_s
         )
         with out.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows(
                 [("cell", "samples_per_s"), *((name, f"{each:.6g}") for name, each in found.samples_per_s.items())]
             )
+        constants = {
+            "factors": found.refitted.factors,
+            "costs": found.refitted.costs.model_dump(mode="json"),
+            "rewards_s": {str(rounds): seconds for rounds, seconds in rewards_s.items()},
+        }
+        out.with_name("constants.json").write_text(json.dumps(constants, indent=1) + "\n")
         typer.echo("factors: " + ", ".join(f"{kind} {factor:.2f}" for kind, factor in found.refitted.factors.items()))
         _show(results_file, dict(found.samples_per_s))
 
@@ -107,11 +121,11 @@ def validate(
     only: Annotated[list[str] | None, typer.Option(help="Rows, V1 to V17; else all.")] = None,
     output: Annotated[Path | None, typer.Option(help="All figures as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Published against predicted, as PNG.")] = None,
-    document: Annotated[bool, typer.Option("--document", help="Write the tables of docs/planning.md.")] = False,
+    write: Annotated[bool, typer.Option("--document", help="Write the tables of docs/planning.md.")] = False,
     search: Annotated[bool, typer.Option("--search", help="Search the schedules of V1 again first; minutes.")] = False,
 ) -> None:
     """Published figures of other systems beside what the models predict, with a verdict for each row."""
-    if document and only:
+    if write and only:
         raise typer.BadParameter("--document writes all rows: leave --only out")
     if search:
         fused.search_again()
@@ -125,10 +139,34 @@ def validate(
         from async_rlhf.experiments.planning.validation import picture as drawing
 
         drawing.write(picture, rows)
-    if document:
-        table.DOCUMENT.write_text(table.document(rows, table.DOCUMENT.read_text()))
+    if write:
+        marked.DOCUMENT.write_text(table.document(rows, marked.DOCUMENT.read_text()))
     for text in table.tables(rows).values():
         typer.echo(text)
+
+
+@app.command()
+def sensitivity(
+    write: Annotated[bool, typer.Option("--document", help="Write the table of docs/planning.md.")] = False,
+) -> None:
+    """The shipped plan with one of its assumptions changed at a time."""
+    from async_rlhf.experiments.planning.sensitivity import part
+
+    with _errors():
+        found = part()
+        typer.echo(found["sensitivity"])
+        if write:
+            marked.DOCUMENT.write_text(marked.filled(marked.DOCUMENT.read_text(), found))
+
+
+@app.command()
+def speed(devices: Annotated[list[int] | None, typer.Option(help="Numbers of devices, multiples of 8.")] = None) -> None:
+    """How long `async-rlhf plan` takes."""
+    from async_rlhf.experiments.planning.speed import LIMITS_S, lines
+
+    with _errors():
+        for line in lines(devices or list(LIMITS_S)):
+            typer.echo(line)
 
 
 @contextmanager
@@ -143,14 +181,6 @@ def _errors() -> Iterator[None]:
 def _show(path: Path, predicted: dict[str, float]) -> None:
     for line in results.table(results.speeds(results.read(path)), predicted):
         typer.echo(line)
-
-
-def _predicted(path: Path) -> dict[str, float]:
-    try:
-        with path.open(newline="") as file:
-            return {row["cell"]: float(row["samples_per_s"]) for row in csv.DictReader(file)}
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigError(f"{path}: no CSV with the columns cell and samples_per_s: {error}") from error
 
 
 if __name__ == "__main__":

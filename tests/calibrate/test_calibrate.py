@@ -106,6 +106,8 @@ def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callab
     assert found.observed.workload is workload and 0 <= found.learner_idle < 1
     simulated = simulate(workload, costs, steps=found.steps)
     assert 0.4 < simulated.samples_per_s / found.samples_per_s < 2.5
+    said = CliRunner().invoke(app, ["plan", "--from-run", str(ended.path)])
+    assert said.exit_code == 0 and "12 steps of 16 completions by 1 actor(s), max_staleness 1" in said.output
     shutil.rmtree(ended.path / "queue")
     without = costs_of_run(ended)
     assert without.samples_per_s == found.samples_per_s and without.costs.training_s(4, 0, 100, 1) > 0

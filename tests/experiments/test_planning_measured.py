@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime
+from async_rlhf.experiments.planning import marked
 from async_rlhf.experiments.planning.__main__ import app
-from async_rlhf.experiments.planning.measured import facts, results
+from async_rlhf.experiments.planning.measured import document, facts, results
+from async_rlhf.experiments.planning.measured import picture as drawing
 from async_rlhf.experiments.planning.measured.cells import CELLS, cell
 from async_rlhf.experiments.planning.measured.results import Speed, judged, missing
 from async_rlhf.experiments.planning.measured.rewards import work
@@ -146,6 +148,27 @@ def test_predictions_are_judged_by_their_error_and_by_pairs_that_the_spread_tell
     assert (found.pairs, found.right) == (2, 1), "a and b overlap; c is above b, and not above a"
     assert judged([slow], {}).pairs == 0
     assert slow.spread == pytest.approx(0.2) and "used 20%" in replace(slow, foreign=0.2).note
+
+
+def test_the_document_shows_what_the_kept_files_say() -> None:
+    text = marked.DOCUMENT.read_text()
+    assert marked.filled(text, document.kept()) == text, "run python -m async_rlhf.experiments.planning compare --document"
+
+
+def test_the_parts_of_the_document_say_errors_beside_spreads_and_the_order_of_strategies(tmp_path: Path) -> None:
+    speeds = [Speed(each.name, each.use, 100.0 + at, 99.0 + at, 101.0 + at, 3, 0.0) for at, each in enumerate(CELLS)]
+    predicted = {each.cell: each.median * (1.01 if each.use == "fit" else 1.1) for each in speeds}
+    parts = document.parts(speeds, predicted, {"generation": 1.25})
+    assert "median error 10%, largest 10%; 0 of 6 errors are no larger than the spread" in parts["measured-verdict"]
+    assert "median error 1%, largest 1%; 6 of 6 errors" in parts["measured-verdict"]
+    assert "decoding and prefill 1.25" in parts["measured-verdict"]
+    assert "| long tails | separation 102, interleaving 101, flattening 100 | interleaving 111," in parts["measured-strategies"]
+    assert parts["measured"].count("| yes |") == 6 == parts["measured"].count("| no |")
+    drawing.write(tmp_path / "measured.png", speeds, predicted)
+    assert (tmp_path / "measured.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "constants.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no constants that `predict` has written"):
+        document.read_factors(tmp_path / "constants.json")
 
 
 def test_the_command_compares_a_table_with_predictions(tmp_path: Path) -> None:

@@ -59,9 +59,10 @@ def test_without_a_cell_for_fitting_nothing_is_predicted(rows: list[Row]) -> Non
 
 def test_parts_with_the_same_cpus_are_one_pool() -> None:
     by_name = {cell.name: pools(cell, 2) for cell in CELLS}
-    assert by_name["tails-flattening"] == by_name["words-0"] == (Pool(2, ("actor", "scoring", "learner")),)
-    assert by_name["tails-interleaving"] == (Pool(1, ("actor",)), Pool(1, ("scoring", "learner")))
-    assert by_name["tails-separation"] == (Pool(1, ("actor", "scoring")), Pool(1, ("learner",)))
+    assert by_name["words-0"] == (Pool(2, ("actor", "scoring", "learner")),)
+    assert by_name["tails-flattening"] == (Pool(2, ("actor", "scoring", "learner"), (2, 1, 2)),), "as many threads as CPUs"
+    assert by_name["tails-interleaving"] == (Pool(1, ("actor",), (1,)), Pool(1, ("scoring", "learner"), (1, 1)))
+    assert by_name["tails-separation"] == (Pool(1, ("actor", "scoring"), (1, 1)), Pool(1, ("learner",), (1,)))
 
 
 def test_lengths_have_the_quantiles_that_were_measured_and_rewards_take_their_rounds() -> None:

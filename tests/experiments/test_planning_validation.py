@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning import marked
 from async_rlhf.experiments.planning.__main__ import app
 from async_rlhf.experiments.planning.validation import calls, table
 from async_rlhf.experiments.planning.validation.fitting import fit
@@ -33,7 +34,7 @@ def rows() -> dict[str, Row]:
 
 
 def test_the_document_shows_what_the_command_gives() -> None:
-    text = table.DOCUMENT.read_text()
+    text = marked.DOCUMENT.read_text()
     assert table.document(list(rows().values()), text) == text, (
         "run python -m async_rlhf.experiments.planning validate --document"
     )

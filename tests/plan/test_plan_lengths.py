@@ -59,8 +59,8 @@ def test_a_file_without_completions_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "none of mean, histogram and rollouts"),
-        ({"mean": 5, "rollouts": "x"}, "mean and rollouts"),
+        ({}, "none is given; of mean, histogram and rollouts give exactly one"),
+        ({"mean": 5, "rollouts": "x"}, "mean and rollouts are given"),
         ({"mean": 100}, "mean = 100 must be below longest = 100"),
         ({"histogram": ((101, 1.0),)}, "lengths are 1 to longest = 100"),
         ({"histogram": ((5, 0.0),)}, "all weights are 0"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
+from async_rlhf.experiments.planning import sensitivity
 from async_rlhf.plan import telling
 from async_rlhf.plan.calibration import Calibration, save
 from async_rlhf.plan.costs import Costs
@@ -22,7 +23,7 @@ from async_rlhf.plan.roles import Roles
 from async_rlhf.plan.search import Found, search
 from async_rlhf.plan.settings import as_toml, settings_of
 from async_rlhf.plan.simulated_plan import best_queued_groups, lines, simulate_plan
-from async_rlhf.plan.spec import Spec, parse, read
+from async_rlhf.plan.spec import EfficiencyConfig, Spec, parse, read
 from async_rlhf.plan.strategies import STRATEGIES, Ask
 from async_rlhf.plan.workload import ActorJoined, ActorLost
 from async_rlhf.run.config import load
@@ -125,6 +126,50 @@ def test_a_verifier_that_is_slow_bounds_the_step() -> None:
     assert found.fastest.step.seconds == pytest.approx(256 * 60 / 16)
 
 
+def test_training_that_is_a_third_slower_makes_the_best_step_a_third_longer_at_most() -> None:
+    """Of a learner whose fastest layouts have no room, the others are tried."""
+    slower = search(read(SHIPPED).model_copy(update={"efficiency": EfficiencyConfig(training=0.3)}))
+    assert slower.best is not None and shipped().best is not None
+    assert slower.best.step.seconds <= 4 / 3 * shipped().best.step.seconds  # type: ignore[union-attr]
+
+
+def test_this_systems_weights_go_through_its_own_channel_and_bound_a_step_that_is_shorter() -> None:
+    search_for = {"strategies": ["bounded"], "max_staleness": [4]}
+    found = search(spec(efficiency={"weights_bytes_per_s": 1e9}, search=search_for))
+    assert found.best is not None
+    weights = found.roles.policy.weight_bytes
+    sent = found.best.times["publish"]
+    assert sent.span_s - sent.busy_s == pytest.approx(weights / 1e9)
+    slow = search(spec(efficiency={"weights_bytes_per_s": 1e7}, search=search_for)).best
+    assert slow is not None and slow.step.bound_by.name == "weight channel"
+    assert slow.step.seconds == pytest.approx(weights / 1e7)
+    simulated = simulate_plan(slow, found.roles, steps=12)
+    assert simulated.seconds_per_step == pytest.approx(weights / 1e7, rel=0.05)
+
+
+def test_an_environment_lengthens_the_way_around_and_what_it_says_is_read() -> None:
+    strategies = {"strategies": ["flattening", "bounded"]}
+    plain, slow, wordy = (
+        search(spec(environment=environment, search=strategies))
+        for environment in ({}, {"turns": 3, "seconds": 10.0}, {"turns": 3, "observation_tokens": 500})
+    )
+    for found in (slow, wordy):
+        assert found.here_by_bound[0].step.seconds > plain.here_by_bound[0].step.seconds
+        assert found.settings["environment"]["max_turns"] == 3
+        assert found.settings["generation"]["max_episode_length"] == found.roles.spec.row_tokens - 256
+    assert slow.here_by_bound[0].step.seconds == pytest.approx(plain.here_by_bound[0].step.seconds + 20.0)
+    assert "environment" not in plain.settings
+    assert slow.best is not None
+    simulated = simulate_plan(slow.best, slow.roles, steps=12, queued_groups=slow.queued_groups)
+    assert simulated.seconds_per_step == pytest.approx(slow.best.step.seconds, rel=0.25)
+    assert "episodes of 3 turns, whose environment takes 10 s" in "\n".join(telling.lines(slow))
+
+
+def test_a_synchronous_loop_on_devices_apart_is_run_here_too() -> None:
+    found = search(spec(search={"strategies": ["bounded"], "max_staleness": [0]}))
+    assert found.best is not None and found.settings["queue"] == {"max_staleness": 0}
+
+
 def test_twice_the_devices_are_never_slower_and_cost_no_less() -> None:
     one, two = (search(spec(cluster={"nodes": nodes}, search={"strategies": ["bounded"]})).fastest for nodes in (1, 2))
     assert two.step.seconds <= one.step.seconds
@@ -205,6 +250,14 @@ def test_a_cluster_without_links_is_refused() -> None:
     own = {"peak_flops": 1e12, "memory_bytes": 8e9, "memory_bytes_per_s": 1e11}
     with pytest.raises(ConfigError, match=r"cluster\.own\.link_bytes_per_s"):
         spec(cluster={"device": "own", "own": own})
+
+
+def test_the_document_shows_what_the_plan_depends_on() -> None:
+    """Two of its rows; the others are made by the same command."""
+    document = (SHIPPED.parents[2] / "docs" / "planning.md").read_text()
+    assert all(f"| {label} |" in document for label, _ in sensitivity.CHANGES)
+    for change in (sensitivity.CHANGES[0], sensitivity.CHANGES[1]):
+        assert f"| {' | '.join(sensitivity.row(*change))} |" in document, "run experiments.planning sensitivity --document"
 
 
 def test_the_document_shows_what_the_command_says_and_all_strategies() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.plan.costs import Costs
-from async_rlhf.plan.refitting import Observed, refit, scale
+from async_rlhf.plan.refitting import KINDS, Observed, refit, scale, slowed
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.workload import Pool, Workload
 
@@ -40,6 +40,20 @@ def test_the_constants_of_simulated_runs_are_found_and_predict_others() -> None:
     for each in OTHERS:
         predicted, measured = (simulate(each, costs, steps=STEPS).samples_per_s for costs in (found.costs, truth))
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_rewards_that_take_longer_beside_other_processes_are_found_and_those_that_only_wait_stay() -> None:
+    factors = {**dict.fromkeys(KINDS, 1.0), "scoring": 1.6}
+    found = [simulate(slowed(each, factors), GUESS, steps=STEPS) for each in SEEN]
+    pairs = zip(SEEN, found, strict=True)
+    observed = [Observed(each, run.samples_per_s, run.roles["learner"].idle) for each, run in pairs]
+    refitted = refit(GUESS, observed, steps=STEPS)
+    assert max(map(abs, refitted.errors)) < 0.02
+    slow = replace(BASE, reward_s=(0.05,))
+    predicted = simulate(slowed(slow, refitted.factors), refitted.costs, steps=STEPS).samples_per_s
+    assert predicted == pytest.approx(simulate(slowed(slow, factors), GUESS, steps=STEPS).samples_per_s, rel=0.1)
+    waits = replace(BASE, reward_cores=False)
+    assert slowed(waits, factors) == waits
 
 
 def test_constants_that_are_right_stay_as_they_are() -> None:

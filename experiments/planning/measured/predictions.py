@@ -19,7 +19,7 @@ from async_rlhf.experiments.planning.measured.cells import CELLS, Cell
 from async_rlhf.experiments.planning.measured.results import Row
 from async_rlhf.launch.cpu_sets import PARTS, Part, cpu_sets
 from async_rlhf.plan.costs import Costs
-from async_rlhf.plan.refitting import Observed, Refitted, refit
+from async_rlhf.plan.refitting import Observed, Refitted, refit, slowed
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.workload import Pool, Role, Workload
 from async_rlhf.run.config import load
@@ -59,7 +59,11 @@ def predict(
     costs = costs.model_copy(update={"completion_s": costs.completion_s or COMPLETION_S})
     found = refit(costs, observed, steps=steps)
     return Predictions(
-        found, {name: simulate(each, found.costs, steps=steps).samples_per_s for name, each in workloads.items()}
+        found,
+        {
+            name: simulate(slowed(each, found.factors), found.costs, steps=steps).samples_per_s
+            for name, each in workloads.items()
+        },
     )
 
 
@@ -89,16 +93,19 @@ def lengths(quantiles: Mapping[str, float]) -> list[int]:
 
 
 def pools(cell: Cell, num_cpus: int) -> tuple[Pool, ...]:
-    """Parts with the same CPUs share them; without a strategy all share all. Engines and learner of the tiny model gain nothing
-    by a second thread."""
+    """Parts with the same CPUs share them; without a strategy all share all, with a thread each. With one, engine and learner
+    have as many threads as CPUs, by which those of the tiny model gain nothing: a stage then keeps all of them busy."""
     if cell.strategy is None:
         return (Pool(num_cpus, tuple(_ROLES.values())),)
     chosen = load("quick", cell.settings).placement.cpu_weights
     weights: dict[Part, float] = {part: getattr(chosen, part) for part in PARTS}
     sets = cpu_sets(cell.strategy, PARTS, weights, num_cpus, "this machine")
-    return tuple(
-        Pool(len(cpus), tuple(_ROLES[part] for part in PARTS if sets[part] == cpus)) for cpus in dict.fromkeys(sets.values())
-    )
+    found = []
+    for cpus in dict.fromkeys(sets.values()):
+        parts = [part for part in PARTS if sets[part] == cpus]
+        threads = tuple(1.0 if part == "scoring" else float(len(cpus)) for part in parts)
+        found.append(Pool(len(cpus), tuple(_ROLES[part] for part in parts), threads))
+    return tuple(found)
 
 
 def measure_rewards() -> dict[int, float]:

@@ -37,6 +37,15 @@ def read(path: Path) -> list[Row]:
         return list(reader)
 
 
+def read_predictions(path: Path) -> dict[str, float]:
+    """Samples a second by cell. Raises ConfigError."""
+    try:
+        with path.open(newline="") as file:
+            return {row["cell"]: float(row["samples_per_s"]) for row in csv.DictReader(file)}
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"{path}: no CSV with the columns cell and samples_per_s: {error}") from error
+
+
 def append(path: Path, row: Row) -> None:
     """Write the table again with this row. Raises ConfigError as `read`, and where it was written with other columns."""
     rows = [*read(path), row]
@@ -112,9 +121,14 @@ def judged(measured: Sequence[Speed], predicted: Mapping[str, float]) -> Judged:
     """predicted: samples a second by cell; only cells that are in both count."""
     both = [each for each in measured if each.cell in predicted]
     errors = {each.cell: predicted[each.cell] / each.median - 1.0 for each in both}
-    apart = [(a, b) for a, b in combinations(sorted(both, key=lambda each: each.median), 2) if a.high < b.low]
-    right = sum(predicted[a.cell] < predicted[b.cell] for a, b in apart)
-    return Judged(errors, len(apart), right)
+    right, pairs = ordered(both, predicted)
+    return Judged(errors, pairs, right)
+
+
+def ordered(measured: Sequence[Speed], predicted: Mapping[str, float]) -> tuple[int, int]:
+    """Of the pairs whose ranges do not touch, how many are predicted in the measured order, and how many there are."""
+    apart = [(a, b) for a, b in combinations(sorted(measured, key=lambda each: each.median), 2) if a.high < b.low]
+    return sum(predicted[a.cell] < predicted[b.cell] for a, b in apart), len(apart)
 
 
 def table(measured: Sequence[Speed], predicted: Mapping[str, float]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from async_rlhf.experiments.planning.validation.rows import Figure, Row
 
@@ -45,8 +46,20 @@ def write(path: Path, rows: Sequence[Row]) -> None:
                     label=row.name if how == "held out" and points else None,
                     zorder=3,
                 )
+        _name_decades(axes, edges)
+        axes.scatter([], [], s=22, edgecolors="0.3", facecolors="white", linewidths=0.9, label="fitted (hollow)")
         axes.legend(fontsize=7, ncols=2, loc="upper left")
     canvas.savefig(path, dpi=110)
+
+
+def _name_decades(axes: Any, edges: Sequence[float]) -> None:
+    """Ticks as plain numbers; within a decade or two more of them."""
+    narrow = edges[1] / edges[0] < 100
+    steps = (1, 2, 3, 5) if narrow else (1,)
+    ticks = [step * 10.0**power for power in range(-3, 6) for step in steps if edges[0] <= step * 10.0**power <= edges[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" if tick < 10_000 else f"{tick:,.0f}" for tick in ticks])
+        axis.set_ticks([], minor=True)
 
 
 def _is_point(figure: Figure) -> bool:

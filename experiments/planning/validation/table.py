@@ -1,14 +1,14 @@
-"""All rows, and the tables that `docs/planning.md` shows of them, between `<!-- planning: NAME -->` and `<!-- end -->`."""
+"""All rows, and the tables that `docs/planning.md` shows of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.experiments.planning import marked
 from async_rlhf.experiments.planning.validation import (
     areal,
     fused,
@@ -23,7 +23,6 @@ from async_rlhf.experiments.planning.validation import (
 )
 from async_rlhf.experiments.planning.validation.rows import Figures, Row
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "planning.md"
 ROWS: dict[str, Callable[[], Row]] = {
     "V1": fused.row,
     "V2": hybridflow.resharding,
@@ -61,9 +60,9 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     constants = [[row.name, row.source, row.fitted or "none", row.assumed or "none"] for row in rows]
     return {
         "summary": summary(rows),
-        "verdicts": _markdown(["row", "system", "check", "found", "verdict"], verdicts),
-        "figures": _markdown(["row", "figure", "published", "predicted", "range", "ratio", "how"], figures),
-        "constants": _markdown(["row", "source", "fitted", "assumed (plausible range): why"], constants),
+        "verdicts": marked.table(["row", "system", "check", "found", "verdict"], verdicts),
+        "figures": marked.table(["row", "figure", "published", "predicted", "range", "ratio", "how"], figures),
+        "constants": marked.table(["row", "source", "fitted", "assumed (plausible range): why"], constants),
     }
 
 
@@ -107,21 +106,9 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    cells = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
-
-
 def document(rows: Sequence[Row], text: str) -> str:
     """The text with its tables as the rows give them. Raises ConfigError where a marker is missing."""
-    for name, table in tables(rows).items():
-        begin, end = f"<!-- planning: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ConfigError(f"{DOCUMENT.name} has no {begin.strip()} ... {end}")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    return text
+    return marked.filled(text, tables(rows))
 
 
 def as_data(row: Row) -> dict[str, Any]:
