@@ -32,7 +32,7 @@ class Notices:
                 return ""
             config = load(folder / "config.toml")
         except (AsyncRLHFError, OSError) as error:
-            return f"nobody is told that {entry.name} has failed: {error}"
+            return f"no hook is told that {entry.name} has failed: {error}"
         hooks = Hooks(config.hooks, run.path, folder / "hooks.log")
         text = f"the run could not go on by itself: {entry.reason}"
         hooks.deliver({"time": time.time(), "event": "failed", "run_dir": str(run.path), "text": text})
