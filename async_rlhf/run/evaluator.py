@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,17 +179,21 @@ class Evaluator:
     def _is_known(self, due: Due) -> bool:
         """Whether it is the end, of a step that was evaluated: that line is then written again as the end's."""
 
-        def same(line: dict[str, Any]) -> bool:
+        def same(line: Mapping[str, Any]) -> bool:
             return due == Due("end", line.get("step", 0)) and line.get("label") == "step" and "missing" not in line
 
         if not any(map(same, self._records())):
             return False
-        with suppress(DamagedError):
-            record = {**next(filter(same, self._run.read_evaluations())), "label": "end", "time": time.time()}
-            record_evaluation(self._run, record)
-            self._progress.evaluation(record)
-            return True
-        return False
+        try:
+            whole = next(filter(same, self._run.read_evaluations()), None)
+        except DamagedError:
+            return False
+        if whole is None:
+            return False
+        record: dict[str, Any] = {**whole, "label": "end", "time": time.time()}
+        record_evaluation(self._run, record)
+        self._progress.evaluation(record)
+        return True
 
     def _look_after(self, process: Process) -> None:
         due, now = self._due, self._now()

@@ -208,12 +208,18 @@ def _row(line: Mapping[str, str]) -> Row:
         return Difference(mean, low, high, int(line["groups"]), p, deviation) if is_there else None
 
     return Row(
-        *(int(line[name]) for name in ("seed", "step")),
+        int(line["seed"]),
+        int(line["step"]),
         line["estimate"],
         number("staleness"),
-        *(int(line[name]) for name in ("oldest", "groups", "completions")),
-        *(number(name) for name in ("halves", "ceiling")),
-        *(interval(name) for name in ("cosine", "norm_ratio", "share")),
+        int(line["oldest"]),
+        int(line["groups"]),
+        int(line["completions"]),
+        number("halves"),
+        number("ceiling"),
+        interval("cosine"),
+        interval("norm_ratio"),
+        interval("share"),
         float(line["fresh_below"]) if line["fresh_below"] else None,
         difference("bias", line["estimate"] != FRESH),
         line["base"],
