@@ -186,7 +186,8 @@ class Evaluator:
         if not any(map(same, self._records())):
             return False
         with suppress(DamagedError):
-            record = {**next(filter(same, self._run.read_evaluations())), "label": "end", "time": time.time()}
+            of_step = next(line for line in self._run.read_evaluations() if same(line))
+            record = {**of_step, "label": "end", "time": time.time()}
             record_evaluation(self._run, record)
             self._progress.evaluation(record)
             return True

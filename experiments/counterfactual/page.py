@@ -208,17 +208,23 @@ def _row(line: Mapping[str, str]) -> Row:
         return Difference(mean, low, high, int(line["groups"]), p, deviation) if is_there else None
 
     return Row(
-        *(int(line[name]) for name in ("seed", "step")),
-        line["estimate"],
-        number("staleness"),
-        *(int(line[name]) for name in ("oldest", "groups", "completions")),
-        *(number(name) for name in ("halves", "ceiling")),
-        *(interval(name) for name in ("cosine", "norm_ratio", "share")),
-        float(line["fresh_below"]) if line["fresh_below"] else None,
-        difference("bias", line["estimate"] != FRESH),
-        line["base"],
-        difference("difference", bool(line["base"])),
-        int(line["runs"]),
+        seed=int(line["seed"]),
+        step=int(line["step"]),
+        estimate=line["estimate"],
+        staleness=number("staleness"),
+        oldest=int(line["oldest"]),
+        groups=int(line["groups"]),
+        completions=int(line["completions"]),
+        halves=number("halves"),
+        ceiling=number("ceiling"),
+        cosine=interval("cosine"),
+        norm_ratio=interval("norm_ratio"),
+        share=interval("share"),
+        fresh_below=float(line["fresh_below"]) if line["fresh_below"] else None,
+        bias=difference("bias", line["estimate"] != FRESH),
+        base=line["base"],
+        difference=difference("difference", bool(line["base"])),
+        runs=int(line["runs"]),
     )
 
 
