@@ -168,7 +168,8 @@ class Tail:
                 self._read.pop()
             offset = self._read[-1][1] if self._read else 0
             file.seek(offset)
-            data = file.read(_MAX_LINE_BYTES)
+            # No more than there is: a buffer of the most that there may be, cut down to a line, leaves holes in the heap.
+            data = file.read(min(_MAX_LINE_BYTES, max(0, os.fstat(file.fileno()).st_size - offset)))
         whole = data[: data.rfind(b"\n") + 1]
         if not whole and len(data) == _MAX_LINE_BYTES:
             whole = data  # no line is so long
