@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rlhf.actors.environments import Feedback, environment
+    from async_rlhf.actors.environments.tool_calls import tool_calls
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
     from async_rlhf.inspect.trials import Trial, try_rewards
     from async_rlhf.learner.registry import advantage, loss
@@ -35,6 +36,7 @@ __all__ = [
     "loss",
     "reward",
     "start",
+    "tool_calls",
     "train",
     "try_rewards",
 ]
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Feedback", "environment"), "async_rlhf.actors.environments"),
+    "tool_calls": "async_rlhf.actors.environments.tool_calls",
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
     **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.run.api"),
     "Config": "async_rlhf.run.config",

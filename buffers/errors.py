@@ -2,7 +2,8 @@
 
     AsyncRLHFError
     ├── ConfigError          a setting that is wrong, impossible or would hang; raised before any process starts
-    │   └── FormatError      what another version has written, and this one does not read
+    │   ├── FormatError      what another version has written, and this one does not read
+    │   └── SpoolError       a spool whose disk takes nothing now; the same can be tried again
     ├── RecordError          a rollout or group that breaks its own invariants; raised where it is made
     ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
     ├── DeadlineError        a named wait that ran out of time
@@ -38,6 +39,10 @@ class ConfigError(AsyncRLHFError, ValueError):
 
 class FormatError(ConfigError):
     """Files of a format that this version does not read. Nothing was changed."""
+
+
+class SpoolError(ConfigError):
+    """A spool whose disk refuses what is put into it (full, read-only). Nothing was put; the same can be tried again."""
 
 
 class RecordError(AsyncRLHFError, ValueError):

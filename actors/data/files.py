@@ -37,8 +37,8 @@ def read_file(source: str, split: str | None) -> Iterator[Located]:
         raise ConfigError(f"data.split = {split!r} is for directories that datasets has saved; {source} is none: leave it out")
     if not is_dataset and path.suffix.lower() not in _READERS:
         raise ConfigError(
-            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, or "
-            "reasoning_gym:<task>"
+            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, "
+            "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
         yield from _dataset(path, split) if is_dataset else _READERS[path.suffix.lower()](path)

@@ -24,7 +24,7 @@ from typing import Any
 from async_rlhf.actors.environments.adapters import MAX_TURNS, Adapted, Target
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
-from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.score import Score
 
@@ -60,7 +60,7 @@ def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
             f"environment {target.name!r} is {type(found).__name__}; an environment_factory or a list of tools was "
             f"expected{hint}"
         )
-    schemas = tuple(map(_schema, shown))
+    schemas = tuple(map(schema_of, shown))
     template = checked(options["response_template"]) if "response_template" in options else TEMPLATE
     functions = [] if make is not None else shown
     player = _Player(make, {each.__name__: each for each in functions}, rewards, schemas, template)
@@ -176,19 +176,6 @@ def _bound(kind: type, name: str) -> Callable[..., Any]:
     """A method without its first parameter: what it is bound to does not matter to who only reads its signature."""
     found = inspect.getattr_static(kind, name)
     return found.__func__ if isinstance(found, staticmethod) else MethodType(found, kind)
-
-
-def _schema(tool: Callable[..., Any]) -> Tool:
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
-
-    try:
-        schema: Tool = get_json_schema(tool)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(
-            f"tool {tool.__name__!r} cannot be described to the model: {error}; it needs type hints and a Google-style "
-            "docstring that names each argument"
-        ) from error
-    return schema
 
 
 def _reward(function: Any, name: str) -> Callable[..., Any]:

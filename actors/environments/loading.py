@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from async_rlhf.actors.environments.adapters import Adapted, adapted, form_of
 from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
-from async_rlhf.actors.environments.tool_calls import Tool
+from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.actors.rewards.importing import found_in
 from async_rlhf.actors.rewards.signature import Signature
@@ -156,7 +156,8 @@ def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str,
 def _of_ours(target: str, function: EnvironmentFunction) -> tuple[Adapted, tuple[str, ...] | None]:
     signature = _signature(target, function)
     fields = None if signature.any_column else (*signature.required, *signature.optional)
-    return Adapted(function, settings_of(function), signature.required), fields
+    declared = settings_of(function)
+    return Adapted(function, declared, signature.required, tuple(map(schema_of, declared.tools))), fields
 
 
 def _function(target: str) -> EnvironmentFunction:

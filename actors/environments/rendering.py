@@ -3,7 +3,8 @@
     text    the first yield as prompts are; an observation is the tokens of its text
     chat    the first yield through the model's chat template; an observation is the template's *delta* (`chat_template`)
 
-An episode is chat where `data.chat` is set or its first yield is messages. In it, text stands for one user message.
+An episode is chat where `data.chat` is set, where its environment has tools, or where its first yield is messages. In it, text
+stands for one user message.
 
 With `render = "split"` the whole conversation goes through the template before each turn, so that the model reads what it would
 read elsewhere. Where that text begins with the text of the row, the tokens of the row stay and the rest is appended; where the
@@ -43,7 +44,7 @@ class Rendered(NamedTuple):
 
 class Renderer:
     """Turns yields into tokens. chat: text is given as a user message. render: as `EnvironmentConfig.render`. tools: those that
-    the template is given, as JSON schemas."""
+    the template is given, as JSON schemas; with some, text is given as a user message too."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Renderer:
         render: Literal["conversation", "by_message", "split"] = "conversation",
         tools: Sequence[Tool] = (),
     ) -> None:
-        self._tokenizer, self._chat, self._render = tokenizer, chat, render
+        self._tokenizer, self._chat, self._render = tokenizer, chat or bool(tools), render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
@@ -61,7 +62,7 @@ class Renderer:
 
     def check(self) -> None:
         """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
-        if self._chat or self._tools:
+        if self._chat:
             self._probed  # noqa: B018  it raises
 
     def splits(self, prompt: Content) -> bool:

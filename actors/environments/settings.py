@@ -8,7 +8,7 @@ resolve             ->  EnvironmentSpec   what travels to the processes that run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,21 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration(EnvironmentSettings):
-    """What `@environment` takes. name: how metrics call it; the function's own name by default."""
+    """What `@environment` takes.
+
+    name: how metrics call it; the function's own name by default.
+    tools: what the model's chat template is given: functions with type hints and a docstring that names each argument, or their
+        JSON schemas. The environment itself calls them.
+    """
 
     name: str | None = None
+    tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tools = self.tools if isinstance(self.tools, list | tuple) else [None]
+        if not all(callable(tool) or isinstance(tool, Mapping) for tool in tools):
+            raise ConfigError("@environment(tools=...): it must be a list of functions, or of their JSON schemas")
 
 
 @declares(Declaration)

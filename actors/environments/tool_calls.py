@@ -6,9 +6,9 @@ cannot be parsed is a message without calls (`Turn.is_unparsed`), as there: it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.buffers.errors import ConfigError
@@ -32,6 +32,13 @@ TEMPLATE: Mapping[str, Any] = {
     },
 }
 """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the form of Qwen2.5, Qwen3 and Hermes."""
+
+
+class ToolCall(NamedTuple):
+    """arguments: by name, as the model wrote them."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,43 @@ def checked(template: Any) -> Mapping[str, Any]:
     return found
 
 
+def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> Tool:
+    """A function as the model's chat template is given it; a schema as it is. Raises ConfigError."""
+    if isinstance(tool, Mapping):
+        if not isinstance(tool.get("function"), Mapping) or not isinstance(tool["function"].get("name"), str):
+            raise ConfigError(f"the tool {str(dict(tool))[:100]} has no function with a name; a JSON schema of a tool has one")
+        return dict(tool)
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    try:
+        schema: Tool = get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"tool {tool.__name__!r} cannot be described to the model: {error}; it needs type hints and a Google-style "
+            "docstring that names each argument"
+        ) from error
+    return schema
+
+
+def tool_calls(text: str) -> list[ToolCall] | None:
+    """The calls in what the model wrote, for an environment of one's own: in the form of `TEMPLATE`, in order.
+
+    None where what begins as a call cannot be read; an environment that does not ask for the difference takes it for a turn
+    without calls. Whether there is a tool of that name, and whether it takes these arguments, is left to the environment.
+    """
+    turn = _parsed(text, (), TEMPLATE)
+    if turn.is_unparsed:
+        return None
+    calls = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in turn.calls]
+    return calls if all(isinstance(call.arguments, dict) for call in calls) else None
+
+
 def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> Turn:
     """What the model wrote, without its end-of-turn token. tools: those that it was shown; without any, nothing is a call."""
-    plain: Message = {"role": "assistant", "content": text}
-    if not tools:
-        return Turn(plain)
+    return _parsed(text, tools, template) if tools else Turn({"role": "assistant", "content": text})
+
+
+def _parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> Turn:
     from transformers.utils.chat_parsing import parse_response
 
     try:
@@ -71,7 +110,7 @@ def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TE
         for call in message.get("tool_calls") or ():
             _complete(call)
     except (TypeError, ValueError):
-        return Turn(plain, is_unparsed=True)
+        return Turn({"role": "assistant", "content": text}, is_unparsed=True)
     return Turn({**message, "content": message.get("content") or ""})
 
 

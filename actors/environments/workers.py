@@ -207,10 +207,10 @@ class EpisodeWorkers:
             pass  # It has ended, as its connection will show.
 
     def _receive(self, worker: int) -> None:
+        """One message; the next turn shows whether there are more, and looking for them here would cost as much."""
         process = self._processes[worker]
         try:
-            while process.connection.poll():
-                self._take(worker, process.receive())
+            self._take(worker, process.receive())
         except (EOFError, OSError, WireError) as error:
             reason = str(error) if isinstance(error, WireError) else process.ended()
             self._fell(worker, reason, _known(process.running()))

@@ -34,7 +34,8 @@ from async_rlhf.buffers.record import FinishReason, Score, pieces, sampled
 @dataclass(frozen=True)
 class Play:
     """An environment and what it needs. name: of its score. max_length: of a rollout, in tokens behind the prompt. at_limit:
-    the score of an episode that a limit ends; one without a value leaves it out of the batch."""
+    the score of an episode that a limit ends; one without a value leaves it out of the batch. max_turns: no turn follows the
+    last of them, so the engine holds nothing of it; None: not known."""
 
     name: str
     pool: EpisodePool[RolloutKey]
@@ -42,6 +43,11 @@ class Play:
     max_prompt_length: int
     max_length: int
     at_limit: Score
+    max_turns: int | None = None
+
+    def goes_on(self, turns: int) -> bool:
+        """Whether a turn may follow that which begins after `turns` others."""
+        return self.max_turns is None or turns + 1 < self.max_turns
 
     def counted(self) -> dict[str, float]:
         """As in `wire.Telemetry`."""
@@ -229,7 +235,7 @@ class Episodes:
             context=context,
             max_new_tokens=min(first.max_new_tokens, room),
             seed=turn_seed(first.seed, len(episode.transcript.turns)),
-            hold=True,
+            hold=self._play.goes_on(len(episode.transcript.turns)),
         )
         self._beginning.append(following)
         return None
@@ -329,7 +335,7 @@ class Episodes:
                 self._play.pool.discard([key])
                 self._beginning.append(replace(episode.request, max_new_tokens=1))
             else:
-                self._beginning.append(replace(episode.request, hold=True))
+                self._beginning.append(replace(episode.request, hold=self._play.goes_on(0)))
 
     def _rendered_prompt(self, group: _Group) -> tuple[tuple[int, ...], str]:
         """Tokens of the group's prompt, or none and the reason."""

@@ -115,6 +115,11 @@ class _Entry:
         prefix = self.request.prefix_ids
         return prefix if self.progress is None else (*prefix, *self.progress.token_ids.tolist())
 
+    @property
+    def cached(self) -> Hold | None:
+        """What it continues, where keys and values of that are held."""
+        return self.hold if self.hold is not None and self.hold.cache else None
+
 
 @dataclass(eq=False)
 class _Fill:
@@ -301,17 +306,11 @@ class Scheduler:
         if not entering:
             return (), (), ()
         free = [row for row, entry in enumerate(self._rows) if entry is None]
-        filling = {id(entry) for fill in self._fills for entry in fill.members}
-        ready = {
-            _prompt(entry): entry
-            for entry in self._rows
-            if entry is not None and entry.version == version and id(entry) not in filling and not self._evicts
-        }
+        ready = {} if self._evicts or all(entry.cached for entry in entering) else self._ready(version)
         shared = {_prompt(fill.members[0]): fill for fill in self._fills if _is_of_prompt(fill, version)}
         copies, restored, admitted = [], [], []
         for row, entry in zip(free, entering, strict=True):
-            cached = entry.hold if entry.hold is not None and entry.hold.cache else None
-            entry.hold = None
+            cached, entry.hold = entry.cached, None
             self._holds.forget([entry.request.key])
             self._rows[row], entry.row, entry.version = entry, row, version if cached is None else cached.version
             admitted.append(Admission(row, entry.request, entry.version, entry.progress))
@@ -332,6 +331,12 @@ class Scheduler:
                 shared[prompt] = _Fill(entry.request.prompt_ids, [entry])
                 self._fills.append(shared[prompt])
         return tuple(copies), tuple(restored), tuple(admitted)
+
+    def _ready(self, version: int) -> dict[tuple[int, tuple[int, ...]], _Entry]:
+        """Rows whose prompt has been computed by these weights and may be copied."""
+        filling = {id(entry) for fill in self._fills for entry in fill.members}
+        running = (entry for entry in self._rows if entry is not None and entry.version == version)
+        return {_prompt(entry): entry for entry in running if id(entry) not in filling}
 
     def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; what it knows beyond is its own."""

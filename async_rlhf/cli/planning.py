@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def plan(
     spec: Annotated[
         Path | None,
-        typer.Argument(metavar="SPEC.toml", help="Models, cluster, lengths, batch, loss, reward: docs/planning.md."),
+        typer.Argument(
+            metavar="SPEC.toml",
+            help="Models, cluster, lengths, batch, loss, reward: docs/planning.md. Or the name of a shipped one: qwen3-8b.",
+        ),
     ] = None,
     as_json: AsJson = False,
     picture: Annotated[Path | None, typer.Option(help="PNG or SVG to write: time line, speed against staleness.")] = None,
@@ -85,8 +88,9 @@ def _check_outputs(
 def _found(spec: Path, run: Path | None) -> Found:
     from async_rlhf.plan.search import search
     from async_rlhf.plan.spec import read
+    from async_rlhf.run.shipped import named_file, plans
 
-    asked = read(spec)
+    asked = read(named_file("plan", spec, plans()))
     return search(asked if run is None else _as_reached(asked, run), progress=_progress)
 
 

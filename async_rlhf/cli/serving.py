@@ -136,10 +136,14 @@ def _request(what: Request, directory: Path, name: str) -> None:
 
 def _submit(directory: Path, config: Config) -> None:
     from async_rlhf.run.preparation import check_startable
+    from async_rlhf.run.spooling import make_spool
     from async_rlhf.serve.queue_dir import QueueDir
 
     for remark in check_startable(config):
         say(remark)
+    if (spool := config.data.spool) is not None:
+        make_spool(spool)
+        say(f"prompts may come from now on: async-rlhf spool put {spool} FILE")
     queue = QueueDir.made(directory)
     entry = queue.submit(config, Path.cwd())
     waits = "" if queue.daemon() else f"; it waits for: async-rlhf serve {directory}"

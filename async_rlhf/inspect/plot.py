@@ -1,7 +1,8 @@
 """How runs went, as one picture: a panel for each thing that is watched, a colour for each run.
 
-Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too, with an upright line where something was changed while a
-run went on. Needs matplotlib (the extra `plot`), only to draw. A panel that no run has numbers for is left out.
+Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too, of a long one from steps at even distances; with an
+upright line where something was changed while a run went on. Needs matplotlib (the extra `plot`), only to draw. A panel that no
+run has numbers for is left out.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import is_step, read_last_lines, read_spread_lines
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
@@ -23,6 +26,8 @@ _COLUMNS = 3
 _STYLES = ("-", ":", "--")
 # A line of more points than this has no more to see, and is slow to draw.
 _MOST_POINTS = 2000
+# Metrics that are read from their beginning; of longer ones lines at so many places, of so many bytes each.
+_WHOLE_BYTES, _PLACES, _WINDOW = 24 << 20, 1500, 16 << 10
 # Of several runs the first is drawn widest and the last on top, so that one that another coincides with shows beside it.
 _WIDEST, _WIDTH, _NARROWEST = 4.0, 1.5, 1.2
 # With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
@@ -82,9 +87,7 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
     if out.suffix not in _FORMATS:
         raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
     names = _names([run.path for run in runs])
-    found = [
-        Curves(name, run.read_metrics(), run.read_evaluations(), changed_at(run)) for name, run in zip(names, runs, strict=True)
-    ]
+    found = [Curves(name, _steps(run), run.read_evaluations(), changed_at(run)) for name, run in zip(names, runs, strict=True)]
     if not any(curves.steps for curves in found):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
@@ -95,6 +98,14 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
         raise ConfigError("a picture needs matplotlib: pip install 'async-rlhf[plot]'") from error
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
+
+
+def _steps(run: RunDir) -> list[dict[str, Any]]:
+    """All records of steps, of a long run those at even distances and the newest."""
+    if not run.metrics.exists() or run.metrics.stat().st_size <= _WHOLE_BYTES:
+        return run.read_metrics()
+    found = chain(read_spread_lines(run.metrics, _PLACES, _WINDOW), read_last_lines(run.metrics).records)
+    return [record for _, record in sorted({record["step"]: record for record in found if is_step(record)}.items())]
 
 
 def picture(runs: Sequence[Curves], title: str | None = None) -> Any:

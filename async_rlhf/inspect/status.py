@@ -26,6 +26,7 @@ from async_rlhf.launch.affinity import as_ranges
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
+from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.display import held_out, line
 from async_rlhf.run.live import changes
 from async_rlhf.run.restarts import read_restarts
@@ -36,6 +37,7 @@ _PATIENCE_S = 3.0
 _WATCH_S = 2.0
 _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
+_MOST_CHANGES = 10
 _LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
@@ -87,8 +89,11 @@ class _Evaluation(_Shape):
     label: str
 
 
-def read(run: RunDir) -> dict[str, Any]:
-    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
+def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
+    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError.
+
+    ledger: of the run's changes, from who looks again and again: of it only what was added is read.
+    """
     config, problems = run.config(), list[str]()
 
     def tried(look: Callable[[], Any], otherwise: Any) -> Any:
@@ -137,7 +142,7 @@ def read(run: RunDir) -> dict[str, Any]:
         "cpus": tried(lambda: _cpus(run), {}),
         "restarts": tried(lambda: read_restarts(run.restarts), {}),
         "last": metrics[-1] if metrics else None,
-        "changes": tried(lambda: changes(run), []),
+        "changes": tried(lambda: changes(run, ledger), []),
         "evaluations": evaluations,
         "problems": problems,
     }
@@ -184,9 +189,16 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
     if found["last"]:
         lines.append(f"last step: {_sentence(found['last'], line)}")
-    lines += [f"changed: {change}" for change in found["changes"]]
+    lines += _changes(found["changes"], run)
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])
+
+
+def _changes(found: Sequence[str], run: RunDir) -> list[str]:
+    """The newest, and where the others are."""
+    earlier = len(found) - _MOST_CHANGES
+    before = [f"changed {earlier} times before that: {run.path / 'changes.jsonl'}"] if earlier > 0 else []
+    return [*before, *(f"changed: {change}" for change in found[-_MOST_CHANGES:])]
 
 
 def _cpus(run: RunDir) -> dict[str, str]:

@@ -74,6 +74,11 @@ def played(environment: Environment | None, config: Config, columns: AbstractSet
             f"@environment(at_limit={settings.at_limit}): {name!r} cannot be imported by another process, and such a one has 0 "
             "at its limits; give it a file (begin its cell with '%%writefile my_environment.py'), or leave at_limit out"
         )
+    if settings.tools:
+        raise ConfigError(
+            f"@environment(tools=...): {name!r} cannot be imported by another process, and the model would not be shown "
+            "its tools; give it a file (begin its cell with '%%writefile my_environment.py')"
+        )
     spec = spec_in_process(name, environment, config.environment.options, config.environment.given, columns)
     _log.warning(
         "%s: served by threads of this process, because no other can import it. A step cannot be killed and shares the "

@@ -9,13 +9,16 @@
 Weights are pinned by their checkpoint, which is kept until the evaluation has a line (`learner.checkpoint.evaluated`). No
 evaluation is absent in silence: a process that was killed is started again, twice; one that fails, and one that was skipped
 because another took longer than the steps between them, get a line with the reason. The run goes on whatever happens here.
+
+A step that was evaluated may turn out to be the last, where a budget or `patience` ends the run: its line is then written again
+as that of the end, and nothing is evaluated twice.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +161,7 @@ class Evaluator:
         )
         for missing, reason in found.missing:
             self._miss(missing, reason)
-        if (due := found.due) is None:
+        if (due := found.due) is None or self._is_known(due):
             return
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
         model = self._config.model if due.label == "start" else str(checkpoint / "model")
@@ -172,6 +175,25 @@ class Evaluator:
         self._heard_at = self._scored_at = self._now()
         self._percent = 0
         self._progress.evaluating(str(due), 0)
+
+    def _is_known(self, due: Due) -> bool:
+        """Whether it is the end, of a step that was evaluated: that line is then written again as the end's."""
+
+        def same(line: Mapping[str, Any]) -> bool:
+            return due == Due("end", line.get("step", 0)) and line.get("label") == "step" and "missing" not in line
+
+        if not any(map(same, self._records())):
+            return False
+        try:
+            whole = next(filter(same, self._run.read_evaluations()), None)
+        except DamagedError:
+            return False
+        if whole is None:
+            return False
+        record: dict[str, Any] = {**whole, "label": "end", "time": time.time()}
+        record_evaluation(self._run, record)
+        self._progress.evaluation(record)
+        return True
 
     def _look_after(self, process: Process) -> None:
         due, now = self._due, self._now()

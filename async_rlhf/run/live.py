@@ -100,12 +100,12 @@ def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int)
 
 
 def undo(run: RunDir, after: int) -> None:
-    """The run has gone back to the checkpoint of this step: what was applied to later steps is forgotten, what waits holds from
-    the next step on. The records of later steps go too, for no such step counts as made. Raises ConfigError, DamagedError."""
+    """The run has gone back to the checkpoint of this step, and its ledger says so: what was applied to later steps is
+    forgotten, what waits holds from the next step on. The records of later steps go too, for no such step counts as made.
+    Raises ConfigError, DamagedError."""
     try:
         Recording(run.path).begin(after)
-        if Ledger(run.path).path.exists():
-            Ledger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
+        Ledger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
     except OSError as error:
         raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
 
@@ -150,9 +150,9 @@ def changed_at(run: RunDir) -> list[int]:
     return sorted({change.step for change in Ledger(run.path).read().changes if change.step is not None})
 
 
-def changes(run: RunDir) -> list[str]:
-    """What was changed, in lines for a person. Raises DamagedError."""
-    return [described(change) for change in Ledger(run.path).read().changes]
+def changes(run: RunDir, ledger: Ledger | None = None) -> list[str]:
+    """What was changed, in lines for a person. ledger: the run's, of who asks again and again. Raises DamagedError."""
+    return [described(change) for change in (ledger or Ledger(run.path)).read().changes]
 
 
 def _check_key(key: str, config: Config) -> None:

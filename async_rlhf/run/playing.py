@@ -38,6 +38,7 @@ def environment_of(
             max_prompt_length=longest_prompt(config)[0],
             max_length=config.generation.longest_completion,
             at_limit=Score(spec.at_limit),
+            max_turns=spec.max_turns,
         )
     finally:
         pool.close()

@@ -26,7 +26,9 @@ from async_rlhf.buffers.lines import read_lines_backwards
 MAX_SMALL_BYTES = 4 << 20
 """A configuration, a status: far more than they ever have."""
 MAX_LOG_BYTES = 8 << 30
-"""A file with a line a step, over weeks."""
+"""A file with a line a step, where all of it is read into memory."""
+_GROWING_BYTES = 256 << 30
+"""The same, where only its end or what was added is read: a hundred million steps."""
 _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
 _SKIPPED_BYTES = 4 << 20
@@ -99,7 +101,7 @@ def read_lines(path: Path, max_bytes: int = MAX_LOG_BYTES) -> Lines:
 def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
     """As `read_lines`, of the last `window` bytes only: takes no longer for a longer run."""
     try:
-        file = open_regular(path, MAX_LOG_BYTES)
+        file = open_regular(path, _GROWING_BYTES)
     except FileNotFoundError:
         return Lines()
     with file:
@@ -115,7 +117,7 @@ def read_spread_lines(path: Path, places: int, window: int) -> Iterator[dict[str
 
     The same line may come twice. Raises DamagedError for what is no such file.
     """
-    with suppress(FileNotFoundError), open_regular(path, MAX_LOG_BYTES) as file:
+    with suppress(FileNotFoundError), open_regular(path, _GROWING_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
         for place in range(places):
             if offset := size * place // places:
@@ -142,7 +144,7 @@ class Tail:
         Those at the end are remembered as if they had been read. A file of which more than those is cut afterwards is read on
         from where they begin, so a line may be lost. Raises DamagedError when the file is no regular one.
         """
-        with suppress(FileNotFoundError), open_regular(self._path, MAX_LOG_BYTES) as file:
+        with suppress(FileNotFoundError), open_regular(self._path, _GROWING_BYTES) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _MAX_LINE_BYTES)
             file.seek(begin)
@@ -158,7 +160,7 @@ class Tail:
     def read(self) -> list[dict[str, Any]]:
         """Raises DamagedError when the file is no regular one."""
         try:
-            file = open_regular(self._path, MAX_LOG_BYTES)
+            file = open_regular(self._path, _GROWING_BYTES)
         except FileNotFoundError:
             return []
         with file:
@@ -197,7 +199,7 @@ def line_of_step(path: Path, step: int | None = None) -> dict[str, Any] | None:
     """The line of a step, of the newest for None, read from the end of a file of any length. Raises DamagedError when it is no
     regular one."""
     with suppress(FileNotFoundError):
-        open_regular(path, MAX_LOG_BYTES).close()
+        open_regular(path, _GROWING_BYTES).close()
         return next((line for line in filter(is_step, read_lines_backwards(path)) if step in (None, line["step"])), None)
     return None
 

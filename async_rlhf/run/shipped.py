@@ -21,6 +21,11 @@ def configurations() -> dict[str, Path]:
     return {path.stem: path for path in _SHIPPED.glob("*.toml")}
 
 
+def plans() -> dict[str, Path]:
+    """Specs of `async-rlhf plan`, by name."""
+    return {path.stem: path for path in (_SHIPPED / "plans").glob("*.toml")}
+
+
 def configuration_file(source: str | Path) -> Path:
     """The file of this name, or else the shipped configuration. Raises ConfigError."""
     return named_file("configuration", source, configurations())

@@ -39,7 +39,7 @@ def open_spool(run: RunDir, config: Config) -> Spool | None:
 def check_spool(directory: Path) -> list[str]:
     """What a person should know before a run. Raises ConfigError for a spool that no run could claim from."""
     if not directory.exists():
-        return [f"the spool {directory} does not exist: the run makes it, and waits for prompts"]
+        return [f"the spool {directory} does not exist yet: the run makes it, and waits for prompts"]
     if not directory.is_dir() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             f"data.source = 'spool:{directory}' is no directory that this user may read and write: files are claimed by "

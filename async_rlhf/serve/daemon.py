@@ -32,6 +32,7 @@ from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
 from async_rlhf.run.terminal import on_signals
+from async_rlhf.serve.notices import Notices
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
 
@@ -49,6 +50,7 @@ class Daemon:
 
     def __init__(self, queue: QueueDir, *, at_once: int = 1, say: Callable[[str], object]) -> None:
         self._queue, self._at_once, self._say = queue, at_once, say
+        self._notices = Notices(queue)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._signals = 0
         self._complaint = ""
@@ -63,6 +65,7 @@ class Daemon:
                     time.sleep(_LOOK_S)
         finally:
             lock.release()
+            self._notices.close()
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -96,6 +99,10 @@ class Daemon:
                     self._children.pop(entry.number, None)
             if entry.state != old.state or entry.number in made.start:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
+            if entry.state == "failed" != old.state and (problem := self._notices.failed(entry)):
+                self._say(problem)
+        for complaint in self._notices.complaints():
+            self._say(complaint)
         for entry in made.entries:
             if entry.number in made.tell or (self._signals > 1 and entry.is_active):
                 self._queue.tell(entry)

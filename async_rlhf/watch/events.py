@@ -1,7 +1,8 @@
 """What happened in a run, in one list for the page, newest first. Pure: no files, no clock. What is damaged stays blank.
 
 from                what
-changes.jsonl       values that an operator changed: asked for, applied from a step on, undone; a learner that began again
+changes.jsonl       values that an operator changed: asked for, applied from a step on; a run that went back, and a learner
+                    that began again
 events.jsonl        what may need a person
 evaluations.jsonl   held-out reward and accuracy, or why there is none
 quarantine.jsonl    groups given up for good
@@ -17,7 +18,8 @@ from async_rlhf.watch.series import is_number
 
 MOST = 200
 _MAX_TEXT = 1000
-_CHANGES = {"asked": "change asked", "applied": "change applied", "undone": "changes undone", "reached": "learner starts again"}
+_WENT_BACK = "the run goes on from this step; what was changed behind it is forgotten"
+_CHANGES = {"asked": "change asked", "applied": "change applied", "undone": "went back", "reached": "learner starts again"}
 
 Line = Mapping[str, Any]
 
@@ -41,6 +43,18 @@ def events(
     return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST]
 
 
+def changed_from(changes: Iterable[Line]) -> list[int]:
+    """The steps from which on something was changed, and still is, by these lines of changes.jsonl."""
+    found: set[int] = set()
+    for line in changes:
+        kind, step = line.get("kind"), line.get("step")
+        if kind == "applied" and is_number(step):
+            found.add(int(step))
+        elif kind == "undone" and is_number(step):
+            found = {each for each in found if each <= step}
+    return sorted(found)
+
+
 def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
     """A line that applies a change names only its number; the values are those that were asked for."""
     asked: dict[str, str] = {}
@@ -48,7 +62,7 @@ def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
         kind, number, values = str(line.get("kind", "change")), str(line.get("number")), line.get("values")
         if isinstance(values, Mapping):
             asked[number] = ", ".join(f"{key} {_pair(value)}" for key, value in values.items())
-        text = asked.get(number) or str(line.get("reason", ""))
+        text = asked.get(number) or (_WENT_BACK if kind == "undone" else "")
         yield _event(_CHANGES.get(kind, f"change {kind}"), line, text)
 
 

@@ -1,6 +1,7 @@
 """Prompts over HTTP: what is posted goes into a spool, all of it or nothing, and is on disk before the answer.
 
-    POST /rows      JSONL, an object a line          200 {"rows": N, "bytes": N}, 400 with the line and what is wrong with it
+    POST /rows      JSONL, an object a line          200 {"rows": N, "bytes": N}, 400 with the line and what is wrong with it,
+                                                     503 where the disk takes nothing now: the same can be sent again
     GET  /healthz                                    200 while it lives
 
 Knows nothing of runs, as the spool does: what a row must have is looked at by the run that claims it. `Guard` stands before it:
@@ -19,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.spool.deposit import check_open, put
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch.server import LOCAL, Guard, until_interrupted
@@ -38,7 +39,8 @@ def intake(spool: Path, token: str | None = None, hosts: tuple[str, ...] = LOCAL
         try:
             found = await run_in_threadpool(put, spool, body.splitlines())
         except ConfigError as error:
-            return PlainTextResponse(f"{str(error).replace(str(spool), spool.name)}\n", 400)
+            status = 503 if isinstance(error, SpoolError) else 400
+            return PlainTextResponse(f"{str(error).replace(str(spool), spool.name)}\n", status)
         return JSONResponse({"rows": found.rows, "bytes": found.num_bytes})
 
     routes = [Route("/rows", rows, methods=["POST"]), Route("/healthz", lambda request: PlainTextResponse("ok\n"))]

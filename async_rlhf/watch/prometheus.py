@@ -86,6 +86,9 @@ class RunsCollector(Collector):
         yield _gauge("weights_version", "Newest published weights", hub, "version")
         yield _counter("learner_starts", "Lives of the learner", hub, "fence")
         yield _restarts(_part(found, "restarts"))
+        yield _gauge("waits_for_prompts", "Whether the learner waits and the spool has no prompts", hub, "lacks_prompts")
+        yield _gauge("waits_for_room", "Whether too little is left on the disk to begin a group", hub, "lacks_room")
+        yield from _spool(_part(hub, "spool"))
         yield from _ledger(hub)
         yield from _actors(hub)
 
@@ -103,6 +106,13 @@ def _restarts(counts: Mapping[str, Mapping[str, Any]]) -> Metric:
         for role in {**dict.fromkeys(_ROLES, 0), **roles}:
             family.add_metric((name, role), roles.get(role, 0))
     return family
+
+
+def _spool(spools: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    yield _counter("spool_rows", "Rows that have come into the spool and are bound to groups", spools, "rows")
+    yield _counter("spool_rejected_lines", "Lines of the spool that were set aside", spools, "rejected")
+    problems = {name: {"is": bool(spool.get("problem"))} for name, spool in spools.items()}
+    yield _gauge("spool_problem", "Whether the spool cannot be used now", problems, "is")
 
 
 def _ledger(hubs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

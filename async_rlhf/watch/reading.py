@@ -18,7 +18,7 @@ from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
 from async_rlhf.watch.completions import Decode, decoder, shown
-from async_rlhf.watch.events import MOST, events
+from async_rlhf.watch.events import MOST, changed_from, events
 from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
 from async_rlhf.watch.timeline import MOST_STEPS, timeline
 
@@ -85,9 +85,9 @@ class RunReading:
             with self._noting():
                 recent.refresh()
         if unreadable := self._metrics.unreadable:
-            self.problems.append(f"metrics.jsonl: {unreadable} lines are damaged and left out")
+            self.problems.append(f"metrics.jsonl: damaged lines that are left out: {unreadable}")
         if unreadable := self._samples.unreadable:
-            self.problems.append(f"rollouts.jsonl: {unreadable} lines are damaged and left out")
+            self.problems.append(f"rollouts.jsonl: damaged lines that are left out: {unreadable}")
 
     @property
     def seen(self) -> int:
@@ -108,6 +108,10 @@ class RunReading:
     def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What happened, newest first (`events`)."""
         return events(self._changes.lines, self._happened.lines, evaluations, self._quarantine.lines, self._refused)
+
+    def changed(self) -> list[int]:
+        """The steps from which on something was changed (`changed_from`)."""
+        return changed_from(self._changes.lines)
 
     def _added(self) -> Iterable[dict[str, Any]]:
         if self._begun:

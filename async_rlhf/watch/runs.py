@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.inspect.status import read
+from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.run_dir import RunDir, no_run
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
@@ -46,6 +47,7 @@ class Runs:
         self.is_one = (path / "config.toml").exists()
         self._summaries: dict[str, dict[str, Any]] = {}
         self._stamps: dict[str, tuple[object, ...]] = {}
+        self._ledgers: dict[str, Ledger] = {}
         self._readings: OrderedDict[str, RunReading] = OrderedDict()
         self._asked: dict[str, float] = {}
         self._read_at = -math.inf
@@ -92,6 +94,7 @@ class Runs:
                     "is_spread": reading.is_spread,
                     "timeline": reading.timeline(),
                     "events": reading.events(summary["evaluations"]),
+                    "changed": reading.changed(),
                     "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
                     "seen": reading.seen,
                 }
@@ -113,8 +116,11 @@ class Runs:
         with self._looking:
             found = self._found()
             self._summaries = {name: self._summary(name, run) for name, run in found.items()}
+            self._stamps = {name: stamp for name, stamp in self._stamps.items() if name in found}
+            self._ledgers = {name: ledger for name, ledger in self._ledgers.items() if name in found}
             now = self._read_at = self._clock()
         with self._lock:
+            self._asked = {name: asked for name, asked in self._asked.items() if name in found}
             for name, reading in list(self._readings.items()):
                 if name not in found or now - self._asked[name] > 20 * _OPEN_S:
                     del self._readings[name]
@@ -171,7 +177,8 @@ class Runs:
             before, known = self._stamps.get(name), self._summaries.get(name)
             same_config = before is not None and known is not None and before[0] == stamp[0]
             config = known["config"] if known is not None and same_config else _chosen(run)
-            found: dict[str, Any] = plain({**_told(run), "alive": alive, "config": config})
+            ledger = self._ledgers.setdefault(name, Ledger(run.path))
+            found: dict[str, Any] = plain({**_told(run, ledger), "alive": alive, "config": config})
             self._stamps[name] = stamp
             return found
         except (AsyncRLHFError, OSError) as error:
@@ -196,9 +203,10 @@ def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _told(run: RunDir) -> dict[str, Any]:
-    """Without where it lies, since a saved page is sent to others; of evaluations their numbers only."""
-    found = {key: value for key, value in read(run).items() if key != "run_dir"}
+def _told(run: RunDir, ledger: Ledger) -> dict[str, Any]:
+    """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
+    their numbers only."""
+    found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
     numbers = [{key: line[key] for key in _OF_EVALUATION if key in line} for line in found["evaluations"]]
     return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
 

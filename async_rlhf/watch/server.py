@@ -39,6 +39,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
+from async_rlhf.watch.allocation import keep_little
 from async_rlhf.watch.runs import Runs, as_json
 from async_rlhf.watch.series import MAX_STEP
 
@@ -107,6 +108,7 @@ def _opened(
 ) -> Iterator[tuple[Starlette, socket.socket]]:
     """The page of these runs, which are read until the block ends, and the socket that it is to be served on."""
     token = addresses.read_token(token_file)
+    keep_little()
     with closing(addresses.listen(address, token)) as bound, closing(runs):
         host, port = bound.getsockname()[:2]
         runs.start()

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.files import DISK, Files
 
 END = "END"
@@ -50,8 +50,8 @@ def put(
 ) -> Deposited:
     """Bring rows into a spool: all of them or none; durable when it returns. Empty lines are left out.
 
-    lines: one JSON object each. Raises ConfigError for a line that is none, limits that are passed, a spool that has ended,
-    and a directory that is not there or cannot be written.
+    lines: one JSON object each. Raises ConfigError for a line that is none, limits that are passed, a spool that has ended or
+    is not there, and SpoolError for one that cannot be written now.
     """
     check_open(directory, files)
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"  # names are claimed in their order
@@ -76,7 +76,7 @@ def put(
             files.replace(temporary, directory / name)
             files.sync_path(directory)
     except OSError as error:
-        raise ConfigError(f"spool {str(directory)!r} cannot be written: {error}; nothing was put into it") from error
+        raise SpoolError(f"spool {str(directory)!r} cannot be written: {error}; nothing was put into it") from error
     finally:
         with suppress(OSError):
             files.unlink(temporary)

@@ -24,13 +24,13 @@ from async_rlhf.experiments.counterfactual.page import (
     ENOUGH,
     Row,
     correction_row,
-    draw,
     fresh_row,
     over_seeds,
     render,
     shortfall,
     write_csv,
 )
+from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards

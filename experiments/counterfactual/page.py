@@ -1,15 +1,14 @@
-"""What was measured, as rows, as a picture and as a page whose sentences are worded by intervals.
+"""What was measured, as rows and as a page whose sentences are worded by intervals. `picture` draws the rows.
 
 Of several runs, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch says
-and another would not is in them. Corrections differ in colour, marker and dashes at once (the colours are those of Okabe and
-Ito, and two more). Needs matplotlib (the extra `experiments`).
+and another would not is in them.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,16 +22,6 @@ from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paire
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
 FRESH = "fresh batch"
-_MEASURES = {
-    "cosine": "cosine with the reference",
-    "norm_ratio": "norm / norm of the reference",
-    "share": "share: length along the true gradient\n(1: unbiased)",
-}
-_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D1F", "#7F7F7F", "#332288")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", "h")
-_DASHES: tuple[Any, ...] = (
-    "-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 2, 1)),
-)  # fmt: skip
 
 
 class Interval(NamedTuple):
@@ -200,97 +189,50 @@ def _flat(row: Row) -> dict[str, Any]:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
 
 
-def draw(rows: Sequence[Row], directory: Path) -> None:
-    """`picture.png` and `picture.svg`: each measure over steps, and over mean staleness where that is another number; the same
-    bytes for the same rows. rows: of `over_seeds`."""
-    import matplotlib
-    from matplotlib.figure import Figure
+def read_csv(path: Path) -> list[Row]:
+    """The rows again. Of a difference it counts the groups of the batch, which is not in the file."""
+    with path.open(newline="") as file:
+        return [_row(line) for line in csv.DictReader(file)]
 
-    over = [("step", "learner step"), ("staleness", "mean staleness")]
-    if all(row.step == row.staleness for row in rows):
-        over = [("step", "learner step and staleness")]
-    figure = Figure(figsize=(12.5 if over[1:] else 9, 12), layout="constrained")
-    panels: Any = figure.subplots(len(_MEASURES), len(over), sharey="row", squeeze=False)
-    for line, measure in enumerate(_MEASURES):
-        for axes, (x, words) in zip(panels[line], over, strict=True):
-            _panel(axes, rows, measure, x)
-            axes.set_xlabel(words)
-        panels[line][0].set_ylabel(_MEASURES[measure])
-    named, columns = panels[0][0].get_legend_handles_labels(), 2 + len(over)
-    figure.legend(*named, loc="outside lower center", ncols=columns, frameon=False)
-    first, runs = rows[0], rows[0].runs
-    batches, spread = "one stale batch", "jackknife over groups and blocks"
-    if runs > 1:
-        batches, spread = f"{runs} stale batches, one a seed,", f"over {runs} seeds"
-    title = (
-        f"Gradients of {batches} of {first.groups} groups against {first.completions} fresh completions\n"
-        f"bars: 95 % intervals ({spread}); grey: nine in ten fresh batches of the same size"
+
+def _row(line: Mapping[str, str]) -> Row:
+    def number(column: str) -> float:
+        return float(line[column] or "nan")
+
+    def interval(name: str) -> Interval:
+        return Interval(number(name), number(f"{name}_low"), number(f"{name}_high"))
+
+    def difference(name: str, is_there: bool) -> Difference | None:
+        mean, low, high, deviation = (number(f"{name}_{part}") for part in ("mean", "low", "high", "deviation"))
+        p = float(text) if (text := line[f"{name}_p"]) else None
+        return Difference(mean, low, high, int(line["groups"]), p, deviation) if is_there else None
+
+    return Row(
+        int(line["seed"]),
+        int(line["step"]),
+        line["estimate"],
+        number("staleness"),
+        int(line["oldest"]),
+        int(line["groups"]),
+        int(line["completions"]),
+        number("halves"),
+        number("ceiling"),
+        interval("cosine"),
+        interval("norm_ratio"),
+        interval("share"),
+        float(line["fresh_below"]) if line["fresh_below"] else None,
+        difference("bias", line["estimate"] != FRESH),
+        line["base"],
+        difference("difference", bool(line["base"])),
+        int(line["runs"]),
     )
-    warning = shortfall(rows[0].completions)
-    figure.suptitle(f"{title}\nWARNING: {warning}" if warning else title, fontsize="medium")
-    figure.savefig(directory / "picture.png", dpi=100)
-    # text stays text, and no date or random name makes two equal pictures differ
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "counterfactual"}):
-        figure.savefig(directory / "picture.svg", metadata={"Date": None})
 
 
-def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
-    fresh = sorted((row for row in rows if row.estimate == FRESH), key=lambda row: float(getattr(row, x)))
-    places = [float(getattr(row, x)) for row in fresh]
-    width = (max(places) - min(places) or 1.0) / len(places)
-    # a band wide enough to be seen where there is one place only
-    at = [places[0] - width / 3, *places, places[-1] + width / 3]
-    band = [getattr(row, measure) for row in (fresh[0], *fresh, fresh[-1])]
-    low, high = [each.low for each in band], [each.high for each in band]
-    axes.fill_between(at, low, high, color="0.88", linewidth=0, label="fresh batches")
-    axes.plot(at, [each.value for each in band], color="0.55", linewidth=1.2, label="mean of fresh batches")
-    if measure == "cosine":
-        ceilings = [row.ceiling for row in (fresh[0], *fresh, fresh[-1])]
-        axes.plot(at, ceilings, color="#B00000", linewidth=1.6, label="ceiling: the true gradient itself")
-    names = _drawn(rows)
-    for i, (name, label) in enumerate(names.items()):
-        mine = sorted((row for row in rows if row.estimate == name), key=lambda row: float(getattr(row, x)))
-        found = [getattr(row, measure) for row in mine]
-        shift = 0.4 * width * ((i + 0.5) / len(names) - 0.5)
-        errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
-        # steps of one staleness stand in one place: a line through them would say nothing
-        joined = len({getattr(row, x) for row in mine}) == len(mine)
-        style = _DASHES[i % len(_DASHES)] if joined else "none"
-        axes.errorbar(
-            [float(getattr(row, x)) + shift for row in mine],
-            [each.value for each in found],
-            yerr=errors,
-            label=label,
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
-            linestyle=style,
-            markersize=4.5,
-            capsize=2,
-            linewidth=1.0,
-            elinewidth=0.8,
-        )
-    if measure == "norm_ratio":
-        axes.set_yscale("log", nonpositive="clip")
-    axes.set_xticks(sorted(set(places)), [f"{place:g}" for place in sorted(set(places))])
-    axes.axhline(0.0 if measure == "cosine" else 1.0, color="0.5", linewidth=0.8)
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _drawn(rows: Sequence[Row]) -> dict[str, str]:
-    """The corrections that have a line of their own, and its label: those that gave one gradient at every step share it."""
-    steps = len({row.step for row in rows})
-    together: dict[tuple[str, ...], int] = {}
-    for same in _alike(rows):
-        names = tuple(row.estimate for row in same)
-        together[names] = together.get(names, 0) + 1
-    joined = {names for names, count in together.items() if count == steps}
-    singles = dict.fromkeys(
-        row.estimate for row in rows if row.estimate != FRESH and not any(row.estimate in j for j in joined)
-    )
-    found = {names[0]: ", ".join(names) for names in joined} | {name: name for name in singles}
-    return {row.estimate: found[row.estimate] for row in rows if row.estimate in found}
+def command(rows: Sequence[Row]) -> str:
+    """What makes these rows, of runs that are not named here."""
+    steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
+    runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
+    return f"python -m async_rlhf.experiments.counterfactual {runs} {steps} --completions {rows[0].completions}"
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -299,7 +241,7 @@ def render(rows: Sequence[Row]) -> str:
     warning = shortfall(rows[0].completions)
     runs = rows[0].runs
     parts = [
-        f"{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
+        f"{_TITLE}\n\n    {command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
         "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
         *(_section([row for row in rows if row.step == step]) for step in steps),
@@ -312,8 +254,8 @@ def render(rows: Sequence[Row]) -> str:
 def sentences(rows: Sequence[Row]) -> list[str]:
     """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
     from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
-    alike = _alike(rows)
-    firsts = [row for row in rows if row in [same[0] for same in alike]]
+    same_gradient = alike(rows)
+    firsts = [row for row in rows if row in [same[0] for same in same_gradient]]
     asked = [
         *((row, "cosine", row.base, row.difference) for row in firsts if row.difference is not None),
         *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts if row.bias is not None),
@@ -323,7 +265,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
-            for first, *others in alike
+            for first, *others in same_gradient
             if others
         ),
         *(
@@ -340,21 +282,20 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """The corrections of each step, together where all measures are equal to the digits that are written."""
+def alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """The corrections of each step, together where all measures are equal to four digits."""
     found: dict[object, list[Row]] = {}
     for row in rows:
         if row.estimate != FRESH:
-            digits = tuple(f"{each.value:.6g}" for each in (row.cosine, row.norm_ratio, row.share))
+            digits = tuple(f"{each.value:.4g}" for each in (row.cosine, row.norm_ratio, row.share))
             found.setdefault((row.step, digits), []).append(row)
     return list(found.values())
 
 
-_HEAD = """# Gradients on a stale batch, against fresh ones at the same weights
-
-Written by `python -m async_rlhf.experiments.counterfactual`; no sentence below is written by hand. At each step the reference
-is the on-policy gradient of the checkpoint's weights, from fresh completions of the run's prompts; every correction gives the
-first update's gradient of the batch that the run trained on from there, the same batch for all."""
+_TITLE = "# Gradients on a stale batch, against fresh ones at the same weights"
+_HEAD = """Written by that command; no sentence below is written by hand. At each step the reference is the on-policy gradient
+of the checkpoint's weights, from fresh completions of the run's prompts; every correction gives the first update's gradient of
+the batch that the run trained on from there, the same batch for all."""
 _OF_ONE = """Numbers are values and, in brackets, 95 % intervals of a jackknife over the groups of the batch and the blocks of
 the reference;"""
 _OF_SEEDS = (

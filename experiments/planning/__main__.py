@@ -17,6 +17,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.planning import marked
 from async_rlhf.experiments.planning.measured import document, results
 from async_rlhf.experiments.planning.validation import fused, table
+from async_rlhf.experiments.throughput.harness import adopt_orphans
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 _START_S = 12.0
@@ -183,4 +184,5 @@ def _show(path: Path, predicted: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     app()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -222,7 +222,19 @@ def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
         if name in cells:
             raise ConfigError(f"two cells would share the directory {name!r}; give values that differ in letters or digits")
         cells[name] = Cell(config, setting, sweep.swept if sweep.samples is None else sweep.swept | {"max_steps"})
+    _check_different(list(cells.values()))
     return list(cells.values())
+
+
+def _check_different(cells: Sequence[Cell]) -> None:
+    """Raises ConfigError where two cells are one run under two names."""
+    found: dict[str, Cell] = {}
+    for cell in cells:
+        same = found.setdefault(cell.config.model_copy(update={"name": ""}).model_dump_json(), cell)
+        if same is not cell:
+            raise ConfigError(
+                f"the cells with {same.label} and with {cell.label} have the same configuration; leave out one of the two"
+            )
 
 
 def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 
 from async_rlhf.experiments.page import table
 from async_rlhf.experiments.staleness.cells import CellResult
@@ -27,6 +28,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     fall,
     final_reward,
     log_seconds,
+    off_one_curve,
     power,
     reached,
     scores_apart,
@@ -81,7 +83,7 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
         return
     yield "## Final reward and area under the curve"
     yield (
-        f"Differences are to {base}, within a seed; p is Holm's over the {len(groups) - 1} settings that are compared, for "
+        f"Differences are to {base}, within a seed; p is Holm's over all settings that are compared ({len(groups) - 1}), for "
         "either outcome on its own. The area is the mean height of the training reward: it says how fast a setting learned, "
         "and lags by its staleness."
     )
@@ -115,6 +117,19 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
             "all comparisons of a column."
         )
         yield _side_by_side(labels, found)
+        yield " ".join(_seen(what, each) for what, each in found.items() if each)
+
+
+def _seen(what: str, found: Mapping[str, Comparison]) -> str:
+    """Power, in a sentence; empty where there is a single seed."""
+    powers = [each for comparison in found.values() if (each := power(comparison.found)) is not None]
+    if not powers:
+        return ""
+    sizes = [each.detectable for each in powers]
+    return (
+        f"{what}: with {powers[0].seeds} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
+        f"alone (depending on the comparison {min(sizes):.3f} to {max(sizes):.3f})."
+    )
 
 
 def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
@@ -130,6 +145,14 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
             "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
         )
         yield _side_by_side(labels, found)
+        yield (
+            f"Were {axis} without influence on what a nat buys, all points of training would lie on one curve. Their root mean "
+            "square distance from the best rising curve, as a share of what it rises:"
+        )
+        off = {name or "reward": off_one_curve(results, axis, name) for name in names}
+        common = dict.fromkeys(label for each in off.values() for label in each)
+        rows = [[label or "all settings", *(f"{off[name].get(label, math.nan):.3f}" for name in off)] for label in common]
+        yield table([["all else equal", *off], *rows])
 
 
 def _side_by_side(labels: Sequence[str], found: Mapping[str, Mapping[str, Comparison]]) -> str:
@@ -163,7 +186,7 @@ def _ratio(found: Comparison | None) -> list[str]:
     if found is None:
         return ["", ""]
     mean, low, high = (math.exp(each) for each in (found.found.mean, found.found.low, found.found.high))
-    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", "-" if found.adjusted is None else f"{found.adjusted:.3f}"]
+    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", "-" if found.adjusted is None else _p(found.adjusted)]
 
 
 def _scores(results: Sequence[CellResult]) -> Iterator[str]:
@@ -194,7 +217,11 @@ def _score(cell: CellResult, name: str) -> float | None:
 def _compared(found: Comparison | None) -> list[str]:
     if found is None:
         return ["", ""]
-    return [difference(found.found), "-" if found.adjusted is None else f"{found.adjusted:.3f}"]
+    return [difference(found.found), "-" if found.adjusted is None else _p(found.adjusted)]
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _costs(results: Sequence[CellResult]) -> Iterator[str]:

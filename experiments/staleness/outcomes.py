@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
-from async_rlhf.experiments.statistics import Array, Difference, detectable, estimate, first_at, holm, paired, seeds_needed
+from async_rlhf.experiments.staleness.config import shown
+from async_rlhf.experiments.statistics import (
+    Array,
+    Difference,
+    detectable,
+    estimate,
+    first_at,
+    holm,
+    isotonic,
+    paired,
+    seeds_needed,
+)
 
 TARGET_SHARE = 0.9
 """Of the way from the first step's reward to the last quarter's."""
@@ -194,6 +205,26 @@ def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
         return first_at(kls, scores, level) if math.isfinite(level) else None
 
     return number
+
+
+def off_one_curve(results: Sequence[CellResult], axis: str, name: str) -> dict[str, float]:
+    """How far training is from one curve of score over divergence from the reference for all settings that differ only in this
+    axis: of their points, which are means over the seeds, the root mean square distance from the best rising curve, as a share
+    of what that rises. By what the settings have in common; without those that have no divergence, or rise nowhere."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for cells in by_setting(results).values():
+        common = shown(pair for pair in cells[0].setting if pair[0] != axis)
+        for place in zip(*(path(cell, name) for cell in cells), strict=False):
+            kl = mean([point.kl for point in place if point.kl is not None])
+            if kl is not None:
+                points.setdefault(common, []).append((kl, math.fsum(point.score for point in place) / len(place)))
+    found = {}
+    for common, known in points.items():
+        scores = [score for _, score in sorted(known)]
+        fit = isotonic(scores)
+        if (rise := float(fit[-1] - fit[0])) > 0:
+            found[common] = float(np.sqrt(np.mean((np.array(scores) - fit) ** 2))) / rise
+    return found
 
 
 def _least(results: Sequence[CellResult], axis: str, number: Callable[[CellResult], float]) -> dict[Any, float]:

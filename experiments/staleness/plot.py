@@ -23,6 +23,7 @@ from async_rlhf.inspect.plot import COLOURS
 
 # More columns than this leave no room for a number in each cell of the last panel.
 _MOST_WRITTEN_AGES = 12
+_FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
 FINEST_SCALE = 0.1
@@ -79,7 +80,7 @@ def title(results: Sequence[CellResult], sweep: SweepConfig, command: str = "", 
     budget = sweep.budget or f"{results[0].trained_samples:,} samples trained on per run"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
     if num_failed:
-        details += f"; {num_failed} cells failed and are not shown"
+        details += f"; cells that failed and are not shown: {num_failed}"
     return "\n".join([sweep.question, details, *([command] if command else [])])
 
 
@@ -112,7 +113,7 @@ def _colours(values: Sequence[Any]) -> list[Any]:
         return list(COLOURS[: len(values)])
     # The yellow end of the scale is not readable on white.
     scale = matplotlib.colormaps["viridis"].resampled(256)
-    return [scale(0.88 * i / max(1, len(values) - 1)) for i in range(len(values))]
+    return [scale(0.8 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
 def _draw_learning(figure: Any, settings: Sequence[Setting], columns: Sequence[str]) -> None:
@@ -179,7 +180,8 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
 
 def _draw_ages(axes: Any, settings: Sequence[Setting]) -> None:
     """Share of trained tokens by age, a row a setting, and the mean age beside it."""
-    oldest = max(age for setting in settings for cell in setting.cells for age, _ in cell.staleness_tokens)
+    # of fresh data alone the panel would be one black field
+    oldest = max(_FEWEST_AGES - 1, *(age for setting in settings for cell in setting.cells for age, _ in cell.staleness_tokens))
     shares = [_shares(setting.cells, oldest) for setting in settings]
     axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto")
     for row, (setting, ages) in enumerate(zip(settings, shares, strict=True)):

@@ -157,9 +157,10 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
         else f"- {label} against {base}: too few held-out evaluations to say anything."
         for label in others
     ]
+    counted = "1 comparison was" if len(judged) == 1 else f"{len(judged)} comparisons were"
     lines.append(
-        f"- {len(judged)} comparisons were made, and a difference is said to be there where it stands among all of them (Holm, "
-        "0.05). All seeds share one set of held-out prompts: the intervals cover chance in training, not the choice of prompts."
+        f"- {counted} made, and a difference is said to be there where it stands among all of them (Holm, 0.05). All seeds "
+        "share one set of held-out prompts: the intervals cover chance in training, not the choice of prompts."
     )
     return "\n".join([*lines, never])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
@@ -23,8 +23,8 @@ _LEGEND_COLUMNS = 4
 _MOST_TICKS = 5
 _MOST_SOLID = 5
 # Settings that share a colour differ in these, by the value of the first key.
-_STYLES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)), (0, (5, 4)), (0, (1, 3)), (0, (3, 1, 3, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 Settings = Sequence[Setting]
 Draw = Callable[[Any, Settings], None]
 # The places of the steps, and a number of each.
@@ -34,61 +34,96 @@ _SAMPLES = "completions trained on"
 
 
 @dataclass(frozen=True)
-class _Panel:
-    """shown: whether any cell has its numbers."""
+class _Block:
+    """Panels side by side, in as many rows as they need. shared: they have the same axes (`x` too, or `y` alone), and the
+    labels of y stand beside the first. height: of a row, in inches."""
 
-    draw: Draw
-    shown: bool = True
+    panels: Sequence[Draw]
+    columns: int
+    height: float = 3.7
+    shared: str = ""
 
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """A panel for each quantity that was kept, in the colours of the first picture; dashes and marks are its columns."""
-    results = finished(results)
+    num_failed, results = len(results), finished(results)
+    num_failed -= len(results)
     settings = settings_of(results)
-    goal = target(results)
-    panels = [panel.draw for panel in _panels(results, None if goal is None else goal.value) if panel.shown]
-    columns = 2 if len(panels) == 4 else 3
-    rows = -(-len(panels) // columns)
-    lines = sum(1 + setting.row.count("\n") for setting in settings)
-    height, below = max(3.6, 1.0 + 0.15 * lines), 0.18 * -(-lines // _LEGEND_COLUMNS)
-    figure = Figure(figsize=(14.5, height * rows + below + 1.0), dpi=110, layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for spare in places[len(panels) :]:
-        spare.remove()
-    for draw, axes in zip(panels, places, strict=False):
-        draw(axes, settings)
-        tidy(axes, grid="both")
-        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
-        axes.title.set_fontsize("medium")
+    blocks = [block for block in _blocks(results, settings) if block.panels]
+    heights = [block.height * -(-len(block.panels) // block.columns) for block in blocks]
+    below = 0.18 * -(-sum(1 + setting.row.count("\n") for setting in settings) // _LEGEND_COLUMNS)
+    figure = Figure(figsize=(14.5, sum(heights) + below + 1.0), dpi=110, layout="constrained")
+    parts: Any = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
+    for block, part in zip(blocks, parts[:, 0], strict=True):
+        _draw_block(part, block, settings)
     handles = [
         Line2D([], [], color=setting.colour, linestyle=style, marker=marker, markersize=4, label=setting.row)
         for setting, (style, marker) in zip(settings, _looks(settings), strict=True)
     ]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=3.5, frameon=False, fontsize="small"
+        handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=4, frameon=False, fontsize="small"
     )
-    figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
+    figure.suptitle(title(results, sweep, command, num_failed), wrap=True, fontsize="medium")
     return figure
 
 
-def _panels(results: Sequence[CellResult], goal: float | None) -> list[_Panel]:
-    whole = [cell for cell in results if cell.tokens is not None]
+def _draw_block(part: Any, block: _Block, settings: Settings) -> None:
+    rows = -(-len(block.panels) // block.columns)
+    sharey, sharex = bool(block.shared), block.shared == "x"
+    places = list(part.subplots(rows, block.columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
+    for spare in places[len(block.panels) :]:
+        spare.remove()
+    for draw, axes in zip(block.panels, places, strict=False):
+        draw(axes, settings)
+        tidy(axes, grid="both")
+        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+        axes.title.set_fontsize("medium")
+        if block.shared:
+            axes.label_outer()
+    if block.shared == "x":
+        _widen(places[0])
+
+
+def _blocks(results: Sequence[CellResult], settings: Settings) -> list[_Block]:
+    """Those that no cell has numbers for are empty. Divergences from the reference have a panel for each column."""
+    goal = target(results)
+    value = None if goal is None else goal.value
+    columns = list(dict.fromkeys(setting.column for setting in settings))
+    scores = [name for name in scores_apart(results) or [""] if any(_to_reference(cell, name) for cell in results)]
+    paths = [[_over_reference(name, column) for column in columns] for name in scores]
+    panels = _panels(results, value)
+    if len(columns) == 1:
+        panels, paths = panels + [panel for each in paths for panel in each], []
+    reached_by_any = value is not None and any(reached(cell, value) is not None for cell in results)
+    costs = [
+        _cost("Samples to the target", _SAMPLES, lambda found: found.samples, value),
+        _cost("Seconds to the target", "training time [s]", lambda found: found.seconds, value),
+    ]
+    row = 0.1 + 0.11 * (1 + settings[0].row.count("\n"))
+    return [
+        _Block(panels, 2 if len(panels) == 4 else 3),
+        *(_Block(each, min(3, len(each)), shared="x") for each in paths),
+        _Block(costs if reached_by_any else [], 2, height=1.3 + row * len(settings), shared="y"),
+    ]
+
+
+def _panels(results: Sequence[CellResult], goal: float | None) -> list[Draw]:
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     stale = [cell for cell in results if cell.staleness_mean > 0]
-    scores = scores_apart(results) or [""]
     judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
-    costs = [] if goal is None else [found for cell in results if (found := reached(cell, goal)) is not None]
-    return [
-        _Panel(_over("samples", _SAMPLES, lambda cell: cell.samples, goal)),
-        _Panel(_over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal), bool(whole)),
-        _Panel(_over("seconds", "training time [s]", lambda cell: cell.seconds, goal)),
-        _Panel(_draw_lengths, any(_LENGTH in cell.curves for cell in results)),
-        _Panel(_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
-        _Panel(_draw_to_sampler, bool(judged)),
-        *(_Panel(_over_reference(name), any(_to_reference(cell, name) for cell in results)) for name in scores),
-        _Panel(_cost("Samples to the target", _SAMPLES, lambda found: found.samples, goal), bool(costs)),
-        _Panel(_cost("Seconds to the target", "training time [s]", lambda found: found.seconds, goal), bool(costs)),
+    panels: list[tuple[Draw, bool]] = [
+        (_over("samples", _SAMPLES, lambda cell: cell.samples, goal), True),
+        (
+            _over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal),
+            any(cell.tokens is not None for cell in results),
+        ),
+        (_over("seconds", "training time [s]", lambda cell: cell.seconds, goal), True),
+        (_draw_lengths, any(_LENGTH in cell.curves for cell in results)),
+        (_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
+        (_draw_to_sampler, bool(judged)),
     ]
+    return [draw for draw, is_known in panels if is_known]
 
 
 def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]], goal: float | None) -> Draw:
@@ -98,7 +133,8 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
         if goal is not None:
             axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
             box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
-            axes.annotate(f"target {goal:.2f}", (1, goal), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            # curves begin low: the left is free
+            axes.annotate(f"target {goal:.2f}", (0.01, goal), xycoords=("axes fraction", "data"), va="bottom",
                           fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
 
     return draw
@@ -118,7 +154,7 @@ def _draw_courses(axes: Any, settings: Settings, title: str, label: str, course:
         # a step of every seed, at the mean of their places
         steps = [(xs, ys) for xs, ys in _step_by_step(courses) if all(y is not None for y in ys)]
         xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
-        axes.plot(xs, ys, style, color=setting.colour, linewidth=1.3)
+        axes.plot(xs, ys, linestyle=style, color=setting.colour, linewidth=1.3)
     axes.set_xlim(left=0)
     axes.set(title=f"{title}\nmean of the seeds and of {SMOOTHED} completions", xlabel=label)
 
@@ -167,20 +203,24 @@ def _draw_to_sampler(axes: Any, settings: Settings) -> None:
     )
 
 
-def _over_reference(name: str) -> Draw:
-    """Of one reward function; of their sum where the name is empty."""
+def _over_reference(name: str, column: str) -> Draw:
+    """Of one reward function, of their sum where the name is empty; the settings of one column."""
 
     def draw(axes: Any, settings: Settings) -> None:
         for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
+            if setting.column != column:
+                continue
             # a place along training of every seed, at their mean
             places = list(zip(*filter(None, (_to_reference(cell, name) for cell in setting.cells)), strict=False))
             kls = [sum(kl for kl, _ in place) / len(place) for place in places]
             scores = [sum(score for _, score in place) / len(place) for place in places]
-            axes.plot(kls, scores, style, marker=marker, color=setting.colour, markersize=4, linewidth=1, alpha=0.85)
-        _widen(axes)
-        what = name or "reward"
+            look: dict[str, Any] = {"linestyle": style, "marker": marker, "color": setting.colour}
+            axes.plot(kls, scores, **look, markersize=4, linewidth=1, alpha=0.85)
+        if not column:
+            _widen(axes)
+        what, where = name or "reward", column and f"{column}; "
         axes.set(
-            title=f"Training {what} over KL to the reference\nmean of the seeds, {BLOCK} completions of each a mark",
+            title=f"Training {what} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed",
             xlabel="KL(policy that sampled, reference) [nats a token]",
             ylabel=f"mean {what}",
         )
@@ -204,9 +244,8 @@ def _cost(words: str, label: str, number: Callable[[Reached], float], goal: floa
             runs = [reached(cell, goal) for cell in setting.cells] if goal is not None else []
             known = [number(run) for run in runs if run is not None]
             axes.plot(known, [row] * len(known), "o", color=setting.colour, markersize=5, alpha=0.85)
-            if len(known) < len(runs):
-                axes.annotate(f"{len(known)} of {len(runs)}", (1.0, row - 0.15), xycoords=("axes fraction", "data"), ha="right",
-                              va="bottom", fontsize="x-small")  # fmt: skip
+            axes.annotate(f"{len(known)} of {len(runs)}", (1.01, row), xycoords=("axes fraction", "data"), va="center",
+                          fontsize="x-small")  # fmt: skip
         axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(left=0)
@@ -215,7 +254,7 @@ def _cost(words: str, label: str, number: Callable[[Reached], float], goal: floa
     return draw
 
 
-def _looks(settings: Settings) -> list[tuple[str, str]]:
+def _looks(settings: Settings) -> list[tuple[Any, str]]:
     """The dashes and the marker of each setting."""
     columns = list(dict.fromkeys(setting.column for setting in settings))
     if len(columns) == 1:

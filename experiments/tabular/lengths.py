@@ -26,6 +26,7 @@ import numpy as np
 BOUNDS = (1, 2, 4, 8, 16)
 CREDIT, DROPPED, REDONE = RULES = ("credit", "dropped", "dropped, redone")
 _BATCH, _SLOTS, _STEPS = 64, 128, 64
+NUM_ANSWERS = _BATCH * _STEPS
 _MEAN, _OF_PROMPTS, _OF_ANSWERS, _LONGEST = 100.0, 0.6, 0.6, 2000
 
 

@@ -49,10 +49,8 @@ def _picture(question: Question, rows: Sequence[Row]) -> Figure:
     above.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     _draw_comparisons(under.subplots(), question, found)
     seeds = len({row["seed"] for row in rows})
-    figure.suptitle(
-        f"{question.title}\n{seeds} paired seeds, bars: 95 % intervals (bootstrap)\n{command(question, rows)}",
-        fontsize="medium",
-    )
+    made = f"{seeds} paired seeds, {question.samples}; bars: 95 % intervals (bootstrap)"
+    figure.suptitle(f"{question.title}\n{made}\n{command(question, rows)}", fontsize="medium")
     return figure
 
 
@@ -91,7 +89,8 @@ def _draw_comparisons(axes: Any, question: Question, found: Sequence[Finding]) -
     axes.axvline(0, color="0.5", linewidth=0.8)
     axes.set_yticks(range(len(found)), [_compared(question, each) for each in found], fontsize="small")
     axes.set_ylim(len(found) - 0.4, -0.6)
-    axes.set_xlabel(f"paired difference\nfull: stands after Holm over all {len(found)}, hollow: does not")
+    also = "".join(f"\n{quantity}: {words}" for quantity, words in question.also.items())
+    axes.set_xlabel(f"paired difference\nfull: stands after Holm over all {len(found)}, hollow: does not{also}")
     axes.grid(axis="x", color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)

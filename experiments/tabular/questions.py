@@ -8,7 +8,7 @@ learning rate), the seed, and exact quantities. What they show is `findings`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ import torch
 from async_rlhf.experiments.gradient_laws.table import Case, measure
 from async_rlhf.experiments.statistics import Array, first_at
 from async_rlhf.experiments.tabular.lengths import BOUNDS as QUEUE_BOUNDS
-from async_rlhf.experiments.tabular.lengths import CREDIT, RULES, lengths
-from async_rlhf.experiments.tabular.training import NUM_UPDATES, Recipe, Trained, history, outcome, train
+from async_rlhf.experiments.tabular.lengths import CREDIT, NUM_ANSWERS, RULES, lengths
+from async_rlhf.experiments.tabular.training import GROUPS, MEMBERS, NUM_UPDATES, Recipe, Trained, history, outcome, train
 from async_rlhf.experiments.tabular.world import Worlds, make_worlds
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LossConfig
 
@@ -63,7 +63,8 @@ class Cell:
 @dataclass(frozen=True)
 class Question:
     """name: of its files. x: what is varied, in words. shown: the quantities of table and picture, with what they are in words.
-    compared: of each comparison the cell and its base; all of them share one family of Holm's."""
+    compared: of each comparison the cell and its base; all of them share one family of Holm's. samples: of a seed, in words.
+    also: quantities that are compared and not shown, in words."""
 
     name: str
     title: str
@@ -71,6 +72,8 @@ class Question:
     shown: Mapping[str, str]
     rows: Callable[[Sequence[int]], list[Row]]
     compared: Sequence[tuple[Cell, Cell]]
+    samples: str = f"{NUM_UPDATES * GROUPS * MEMBERS:,} samples trained on in each run"
+    also: Mapping[str, str] = field(default_factory=dict)
 
 
 def values(rows: Sequence[Row], cell: Cell) -> list[float]:
@@ -221,6 +224,10 @@ QUESTIONS: Sequence[Question] = (
             *_against("proxy_lost", "PPO", list(PREFERENCES), UPDATES[-1:]),
             *((Cell("gold", arm, 1), Cell("gold_peak", arm, 1)) for arm in PREFERENCES),
         ],
+        also={
+            "proxy_lost": "proxy of N = 1 minus proxy, with the same loss",
+            "gold_peak": "gold where it is highest along the run",
+        },
     ),
     Question(
         "corrections",
@@ -252,6 +259,7 @@ QUESTIONS: Sequence[Question] = (
             *_against("cosine", "recompute only", ["decoupled PPO"], _OLD),
             *_against("norm", "recompute only", ["decoupled PPO"], _OLD),
         ],
+        "expectations over all completions, none sampled",
     ),
     Question(
         "critics",
@@ -310,5 +318,7 @@ QUESTIONS: Sequence[Question] = (
             *_against("ticks", CREDIT, _DROPPING, QUEUE_BOUNDS),
             *((Cell("first", arm, QUEUE_BOUNDS[-1]), Cell("first", CREDIT, QUEUE_BOUNDS[-1])) for arm in _DROPPING),
         ],
+        f"{NUM_ANSWERS:,} answers trained on in each",
+        {"first": "length, of the first batch alone"},
     ),
 )

@@ -72,7 +72,7 @@ difference is said to be there when its p value, after Holm's correction over al
 
 
 def _section(question: Question, rows: Sequence[Row]) -> str:
-    shown = "\n".join(f"- `{quantity}`: {words}" for quantity, words in question.shown.items())
+    shown = "\n".join(f"- `{quantity}`: {words}" for quantity, words in {**question.shown, **question.also}.items())
     found = findings(question, rows)
     count = f"{sum(each.shown for each in found)} of {len(found)} comparisons show a difference."
     return "\n\n".join(

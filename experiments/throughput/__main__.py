@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from async_rlhf.experiments.throughput import results
-from async_rlhf.experiments.throughput.harness import MISSING, Row, await_quiet, command, line, table
+from async_rlhf.experiments.throughput.harness import MISSING, Row, adopt_orphans, await_quiet, command, line, table
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each is a module here with a function of the same name; in the order in which they run.
@@ -163,4 +163,5 @@ def report(outcome: Outcome, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     app()

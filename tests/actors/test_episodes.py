@@ -128,9 +128,10 @@ class Characters:
 
 
 class Scene:
-    def __init__(self, group_size: int = 2, max_length: int = 20) -> None:
+    def __init__(self, group_size: int = 2, max_length: int = 20, max_turns: int | None = None) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
-        play = Play("game", cast(EpisodePool[RolloutKey], self.pool), cast(Renderer, Characters()), 6, max_length, Score(0.0))
+        pool, rendering = cast(EpisodePool[RolloutKey], self.pool), cast(Renderer, Characters())
+        play = Play("game", pool, rendering, 6, max_length, Score(0.0), max_turns)
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), lambda ids: "".join(map(chr, ids)), play)
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
@@ -203,6 +204,18 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
     scene.pool.ends(other, None, "max_turns")
     (late,) = scene.hear()
     assert (late.completion.finish_reason, late.score) == ("max_turns", Score(0.0))
+
+
+def test_of_the_last_turn_that_there_may_be_nothing_is_held() -> None:
+    scene = Scene(group_size=1, max_turns=2)
+    (key,) = scene.keys
+    scene.pool.says(key, "go")
+    scene.hear()
+    scene.engine.end(key, [1])
+    scene.hear()
+    scene.pool.says(key, "on")
+    scene.hear()
+    assert [request.hold for request in scene.engine.submitted] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ class Account:
         (lambda prompt: prompt, r"has no yield"),
         (lambda prompt, anser: (yield anser), r"asks for 'anser'.*'answer'"),
         (environment(at_limit=None)(lambda prompt: (yield prompt)), r"at_limit=None.*%%writefile my_environment.py"),
+        (environment(tools=[print])(lambda prompt: (yield prompt)), r"tools=.*not be shown.*%%writefile my_environment.py"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_a_run(config: Callable[..., Config], function: Any, message: str) -> None:

@@ -53,6 +53,30 @@ def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
     assert (first["score"]["value"], second["score"]["value"]) == (1.0, 0.0)
 
 
+PRICE = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("target", "answer", "turns", "read", "score"),
+    [
+        ("guess.py:guess", 7, ["3", "none", "9", "so: 7"], ["Higher.", "That was no number. Say one.", "Lower."], 1.0),
+        ("interview.py:interview", "", ["a", "b", "c."], ["Why?", "Say it in one sentence."], None),
+        ("shop.py:shop", "3", [PRICE, "it is 3"], [[{"role": "tool", "name": "price", "content": "3"}]], 1.0),
+        ("shop.py:shop", "3", [PRICE[:-20]], [], 0.0),
+    ],
+)
+def test_an_environment_of_the_document_is_played_turn_by_turn(
+    folder: Path, target: str, answer: object, turns: list[str], read: list[object], score: float | None
+) -> None:
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "Begin.", "answer": answer}))
+    arguments = ["environments", "try", target, "--data", "one.jsonl", "--json"]
+    result = CliRunner().invoke(app, arguments, input="\n".join(turns))
+    assert result.exit_code == 0, result.output
+    trial = json.loads(result.stdout)
+    assert [part["content"] for part in trial["parts"]][::2] == ["Begin.", *read]
+    assert (trial["score"] and trial["score"]["value"]) == score, trial
+
+
 def row(line: str) -> int:
     return int(json.loads(line)["row"])
 

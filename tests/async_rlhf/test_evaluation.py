@@ -17,11 +17,15 @@ from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_sampl
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.program import Node
 from async_rlhf.run.api import run as api_run
 from async_rlhf.run.config import dump, load
 from async_rlhf.run.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
-from async_rlhf.run.evaluator import Due, plan
+from async_rlhf.run.evaluator import Due, Evaluator, plan
+from async_rlhf.run.placing import placement_of
 from async_rlhf.run.preflight import preflight
+from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.tracking import rewind
 from async_rlhf.run.watching import EvaluationConfig
@@ -100,6 +104,24 @@ def test_the_last_step_is_evaluated_once_as_the_end() -> None:
     assert plan(EVERY_10, [START, line("step", 90), line("end", 100)], [90, 100], 100, finished=True).due is None
     never_at_end = EvaluationConfig(every=10, at_end=False)
     assert plan(never_at_end, [START, line("step", 90)], [90, 100], 100).due == Due("step", 100)
+
+
+def test_a_step_that_turns_out_to_be_the_last_is_the_end_and_not_evaluated_again(small: Callable[..., Any]) -> None:
+    class Refusing(LocalLauncher):
+        def start(self, run_dir: Path, node: Node) -> LocalProcess:
+            raise OSError("nothing is to be started")
+
+    config = small(**{"evaluation.every": 2, "evaluation.at_end": True, "max_trained_tokens": 100, "max_steps": 90})
+    run = RunDir.create(config)
+    for step in (2, 3):
+        (run.path / f"checkpoints/step_{step:06d}/model").mkdir(parents=True)
+        evaluator = Evaluator(config, run, Refusing(), placement_of(config), Progress(), lambda: 0.0)
+        record_evaluation(run, line("step", 2, samples=[{"prompt": "a", "completion": "b", "reward": 1.0}]))
+        assert not evaluator.look(finished=True)
+    step, end, _, failed = run.read_evaluations()
+    assert {**step, "label": "end", "time": end["time"]} == end
+    assert (failed["label"], failed["step"]) == ("end", 3) and "nothing is to be started" in failed["missing"]
+    run.retire()
 
 
 def test_what_failed_is_not_tried_again_in_this_life_and_what_was_cut_is_due_in_the_next() -> None:

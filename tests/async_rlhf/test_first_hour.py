@@ -155,7 +155,7 @@ def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(sd
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"async_rlhf"}
     assert not [name for name in names if "test" in Path(name).name], "the wheel has tests"
-    for folder in ("configs", "experiments/staleness"):
+    for folder in ("configs", "configs/plans", "experiments/staleness"):
         assert {f"async_rlhf/{folder}/{file.name}" for file in (REPOSITORY / folder).glob("*.toml")} <= set(names)
 
 

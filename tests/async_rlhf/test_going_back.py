@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
 from tests.conftest import Command, train_arguments, wait_for
@@ -85,6 +86,7 @@ def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
     assert code == 0, output
     assert_whole(run, RunDir(run).config().max_steps)
     assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
+    assert [(line["kind"], line["step"]) for line in read_lines(run / "changes.jsonl").records] == [("undone", older)]
 
 
 def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_is(stopped: list[str], tmp_path: Path) -> None:

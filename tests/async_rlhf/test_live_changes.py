@@ -99,6 +99,12 @@ def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once
     assert steps(run.path) == 6 and changed_at(run) == [4, 7]
 
 
+def test_going_back_is_recorded_where_nothing_was_ever_changed(run: RunDir) -> None:
+    undo(run, 6)
+    (line,) = read_lines(run.path / "changes.jsonl").records
+    assert (line["kind"], line["step"]) == ("undone", 6) and changed_at(run) == []
+
+
 def test_a_key_that_was_changed_live_is_not_changed_by_resuming(run: RunDir, small: Any) -> None:
     same = run.config()
     ask(run, {"checkpoint.keep_last": 3})

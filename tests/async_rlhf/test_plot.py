@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, draw, picture, points
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
@@ -43,6 +45,22 @@ def test_steps_are_whole_and_of_runs_that_coincide_each_shows() -> None:
         assert len(ticks) > 2 and all(tick == int(tick) for tick in ticks)
     below, above = next(axes for axes in figure.axes if axes.get_title() == "Training reward").get_lines()
     assert below.get_linewidth() > above.get_linewidth() > 1
+
+
+def test_a_long_run_is_drawn_from_steps_at_even_distances(
+    small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(small())
+    run.metrics.write_text("".join(json.dumps({"step": step, "reward": step / 1e5}) + "\n" for step in range(1, 100_001)))
+    monkeypatch.setattr(plot, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(plot, "_WINDOW", 1 << 8)
+    drawn: list[Curves] = []
+    monkeypatch.setattr(plot, "picture", lambda runs: (drawn.extend(runs), picture(runs))[1])
+    draw([run], tmp_path / "long.svg")
+    found = [record["step"] for record in drawn[0].steps]
+    assert found == sorted(set(found)) and found[0] == 1 and found[-1] == 100_000
+    assert max(later - step for step, later in pairwise(found)) < 200 and len(found) < 50_000
+    assert (tmp_path / "long.svg").exists()
 
 
 def test_a_panel_with_one_of_its_measures_names_it() -> None:

@@ -112,6 +112,23 @@ def test_nothing_but_a_regular_file_of_its_size_is_opened(tmp_path: Path) -> Non
     assert read_object(tmp_path / "none") == {}
 
 
+def test_the_end_of_a_file_that_has_grown_for_months_is_read_and_not_the_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.truncate(40 << 30)  # sparse
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + steps(20_000_000).encode())
+    tail = Tail(path)
+    tail.skip()
+    with path.open("a") as added:
+        added.write(steps(20_000_001))
+    newest = line_of_step(path)
+    assert newest is not None and newest["step"] == 20_000_001 and seen(tail) == [20_000_001]
+    assert [record["step"] for record in read_last_lines(path, window=100).records] == [20_000_000, 20_000_001]
+    with pytest.raises(DamagedError, match="at most 8589934592 are read"):
+        read_lines(path)
+
+
 @given(data=st.binary(max_size=200))
 def test_whatever_is_in_a_file_it_is_read_or_refused(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any"

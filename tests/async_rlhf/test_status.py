@@ -16,6 +16,7 @@ from rich.console import Console
 
 from async_rlhf.inspect.status import lines, read, watch
 from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import RunDir
 
@@ -107,3 +108,18 @@ def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: 
     told = lines(run, read(run))[-6:]
     assert [text.split(":")[0].rsplit(" ", 1)[-1] for text in told[:-1]] == ["1", "3", "5", "6", "7"]
     assert told[1].endswith("(best)") and told[-1] == "2 more evaluations"
+
+
+def test_of_many_changes_the_newest_are_shown_and_a_ledger_that_is_given_is_read_on(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small())
+    ledger = Ledger(run.path)
+
+    def change(numbers: range) -> list[str]:
+        made = [(Asked(number=n, values={"guard.max_kl": (None, 1.0)}), Applied(number=n, step=n)) for n in numbers]
+        Ledger(run.path).append(lambda history: [line for pair in made for line in pair])
+        return [text for text in lines(run, read(run, ledger)) if text.startswith("changed")]
+
+    assert change(range(1, 11)) == [f"changed: guard.max_kl null -> 1.0, from step {step} on" for step in range(1, 11)]
+    told = change(range(11, 14))
+    assert told[0] == f"changed 3 times before that: {run.path / 'changes.jsonl'}"
+    assert told[1:] == [f"changed: guard.max_kl null -> 1.0, from step {step} on" for step in range(4, 14)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +26,14 @@ class Supervised:
     """A tracker of a run directory in which steps appear as if there were a learner."""
 
     def __init__(self, config: Any, sockets: Path) -> None:
+        self.config, self.sockets = config, sockets
         self.run, self.events = RunDir.create(config), list[str]()
-        self.run.announce(sockets)
-        self.tracker = Tracker(config, self.run, self.run.launcher, self.events.append, time.monotonic)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """As a resumed run does."""
+        self.run.announce(self.sockets)
+        self.tracker = Tracker(self.config, self.run, self.run.launcher, self.events.append, time.monotonic)
 
     def steps(self, *steps: int) -> None:
         with self.run.metrics.open("a") as file:
@@ -83,6 +90,28 @@ def test_a_tracker_that_always_fails_is_told_of_twice_and_stops_nothing(
     wait_for(lambda: not run.tracker.look(), "the tracker to be given up", 120)
     run.end()
     assert len(run.events) == 2 and "given up after 6 times" in run.events[1], run.events
+
+
+def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_when_the_run_goes_on(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = supervised("tensorboard")
+    run.steps(1)
+    run.wait_until_sent(1)
+    process = run.tracker._child.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    run.steps(2, 3)
+    assert run.tracker.look() and run.events == [], "nobody waits for it while the run goes on"
+    with monkeypatch.context() as impatient:
+        impatient.setattr("async_rlhf.run.tracker._FINISH_S", 0.0)
+        run.run.withdraw()
+        run.tracker.finish(stop=lambda: False)
+    assert process.poll() is not None and len(run.events) == 1 and "the tracker was not ready" in run.events[0]
+    run.begin_again()
+    run.wait_until_sent(3)
+    run.end()
+    assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3)] and len(run.events) == 1
 
 
 def test_weights_and_biases_writes_offline_without_a_network(supervised: Callable[..., Supervised]) -> None:

@@ -27,7 +27,17 @@ from async_rlhf.experiments.counterfactual.measures import (
     fresh_batches,
     jackknife,
 )
-from async_rlhf.experiments.counterfactual.page import FRESH, Interval, Row, draw, over_seeds, render, sentences
+from async_rlhf.experiments.counterfactual.page import (
+    FRESH,
+    Interval,
+    Row,
+    over_seeds,
+    read_csv,
+    render,
+    sentences,
+    write_csv,
+)
+from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
 from async_rlhf.experiments.statistics import Difference
 from async_rlhf.learner.config import LossConfig
@@ -205,7 +215,15 @@ def test_a_reference_that_is_large_enough_is_drawn_without_a_warning_and_twice_t
         page.mkdir()
         draw(rows_of(4096), page)
     one, other = ((page / "picture.svg").read_text() for page in pages)
+    assert "python -m async_rlhf.experiments.counterfactual RUN --step 10 --completions 4096" in one
     assert one == other and "WARNING" not in one and "Warning" not in render(rows_of(4096))
+
+
+def test_rows_are_read_as_they_were_written_and_the_committed_page_is_what_the_committed_rows_say(tmp_path: Path) -> None:
+    write_csv(rows_of(4096), tmp_path / "rows.csv")
+    assert read_csv(tmp_path / "rows.csv") == rows_of(4096)
+    results = SHIPPED.parent / "results"
+    assert (results / "report.md").read_text() == render(over_seeds(read_csv(results / "results.csv")))
 
 
 def of_seed(seed: int, share: float, cosine: float) -> list[Row]:

@@ -18,9 +18,11 @@ from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.outcomes import paired_difference
 from async_rlhf.experiments.staleness.plot import picture
 from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
+from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
 
+PICTURES = (picture, trade_offs)
 SETTING = {"queue.max_staleness": 2}
 STEPS: list[dict[str, Any]] = [
     {"reward": 0.2, "staleness/histogram": {"0": 40}, "step_time": 5.0, "is/ess": 1.0, "is/ratio_max": 1.0},
@@ -207,6 +209,9 @@ def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
 def test_a_cell_that_failed_is_listed_and_in_no_mean(result: CellResult) -> None:
     results = grid(result, {0: [0.9, 0.8, 0.7], 2: [0.7, 0.8, 0.0]})
     results[-1] = replace(results[-1], failure="the gradient is not finite")
+    assert all(
+        "; cells that failed and are not shown: 1" in draw(results, sweep_of((0, 1, 2))).get_suptitle() for draw in PICTURES
+    )
     page = page_of(sweep_of((0, 1, 2)), results)
     assert "| queue.max_staleness = 2 | 2 (1 failed) | 0.750 (0.700 to 0.800) |" in page
     assert "- queue.max_staleness = 2, seed 2, after 4 steps: the gradient is not finite" in page
@@ -221,6 +226,8 @@ def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
     assert "±" not in page
     assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
     assert "    async-rlhf sweep s.toml --set max_steps=9\n" in page and "](results.png)" in page
+    said = [axes.get_title() for axes in picture(archive.results, archive.sweep).axes]
+    assert any("too few seeds for an interval" in title for title in said) and not any("bar:" in title for title in said)
 
 
 def test_a_page_without_a_picture_links_none(result: CellResult) -> None:
@@ -231,7 +238,7 @@ def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> No
     worse = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.7, 0.76]})
     said = conclusions(worse, 3)
     assert "queue.max_staleness = 2 lies below queue.max_staleness = 0: -0.097 (-0.111 to -0.082)." in said
-    assert "1 comparisons were made" in said
+    assert "1 comparison was made" in said
     same = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.9, 0.85]})
     assert "no difference shown; differences outside -0.248 to +0.248 are unlikely" in conclusions(same, 3)
     assert "0.850 ± 0.124" in table(same)

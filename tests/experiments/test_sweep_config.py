@@ -114,6 +114,10 @@ REFUSED = {
     "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed = 0: unknown key .*did you mean"),
     "a cell that would hang": (HEAD + "[sweep.overrides]\nlearner.publish_every = 3\n" + VALUES, "= 0, seed = 0: .*would hang"),
     "one directory for two": (HEAD + '[sweep.values]\n"data.template" = ["{prompt}!", "{prompt}?"]\n', "share the directory"),
+    "one run under two names": (
+        HEAD + "[sweep.axes.clip]\nlow = { loss.clip_low = 0.1 }\nless = { loss.clip_low = 1e-1 }\n",
+        "the cells with clip = low, seed = 0 and with clip = less, seed = 0 have the same configuration",
+    ),
     "no base": (HEAD.replace("quick.toml", "quack.toml") + VALUES, "quack.toml' does not exist"),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     contrasts,
     fall,
     log_seconds,
+    off_one_curve,
     path,
     power,
     reached,
@@ -161,6 +162,20 @@ def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(res
     assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
 
 
+def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(result: CellResult) -> None:
+    def run(kind: str, age: int, scores: tuple[float, ...], kls: tuple[float, ...]) -> CellResult:
+        curves = {"rewards/gold/mean": scores, "kl/reference": kls}
+        setting = (("loss.kind", kind), ("queue.max_staleness", age))
+        return replace(result, setting=setting, steps=3, trained_samples=3 * BLOCK, curves=curves)
+
+    together = [run("a", 0, (0.0, 1.0, 4.0), (0.0, 1.0, 4.0)), run("a", 4, (0.0, 2.0, 3.0), (0.0, 2.0, 3.0))]
+    apart = [run("b", 0, (0.0, 1.0, 2.0), (0.0, 1.0, 2.0)), run("b", 4, (0.0, 0.0, 0.0), (0.0, 1.5, 2.5))]
+    falling = run("c", 0, (2.0, 1.0, 0.0), (0.0, 1.0, 2.0))
+    found = off_one_curve([*together, *apart, falling], "queue.max_staleness", "gold")
+    # 0, 0, 1, 0, 2, 0 in the order of their divergence: the best rising curve is 0, 0, 1/2, 1/2, 1, 1
+    assert found == pytest.approx({"loss.kind = a": 0.0, "loss.kind = b": math.sqrt(2.5 / 6)})
+
+
 def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
     found = power(Difference(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
     assert found is not None and found.for_half is not None
@@ -207,6 +222,35 @@ def test_settings_that_share_a_colour_differ_in_dashes_and_marks(result: CellRes
     assert len({(str(line.get_color()), line.get_linestyle()) for line in lines}) == 4
     assert len({str(line.get_color()) for line in lines}) == 2
     assert figure.legends[0].get_texts()[0].get_text() == "queue.max_staleness = 0\nloss.kind = a"
+
+
+def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_told_apart_without_it(result: CellResult) -> None:
+    kinds, ages = list("abcdef"), [0, 4]
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": ages})
+    kl = {**result.curves, "kl/reference": (0.5,) * 10}
+    results = [
+        replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), curves=kl)
+        for kind in kinds
+        for age in ages
+    ]
+    figure = picture(results, sweep)
+    entries = figure.legends[0].legend_handles
+    assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in entries}) == 12
+    assert len({(line.get_color(), line.get_marker()) for line in entries}) == 12
+    of_reference = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
+    assert [axes.get_title().partition("\n")[2].partition(";")[0] for axes in of_reference] == [
+        f"loss.kind = {k}" for k in kinds
+    ]
+    assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
+
+
+def test_tiny_divergences_are_written_out_and_have_no_factor_beside_the_axis(result: CellResult) -> None:
+    results = [replace(result, held_out_end=HeldOut(0.5, None), kl_behaviour_mean=1e-8 * seed, seed=seed) for seed in (1, 2)]
+    figure = picture(results, SweepConfig(name="s", base="b", seeds=(1, 2), values={"loss.kind": ["a"]}))
+    (axes,) = (axes for axes in figure.axes if "sampling policy" in axes.get_title())
+    figure.draw_without_rendering()
+    assert axes.xaxis.get_offset_text().get_text() == ""
+    assert "1.5e-08" in [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_xticklabels()]
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:

@@ -47,8 +47,7 @@ class Learner:
     def go_back(self, step: int) -> None:
         self.recorded = self.checkpoint = step
         self.made = {made: values for made, values in self.made.items() if made <= step}
-        if Ledger(self.run).path.exists():
-            Ledger(self.run).append(lambda history: [Undone(step=step), *history.apply(step + 1)])
+        Ledger(self.run).append(lambda history: [Undone(step=step), *history.apply(step + 1)])
         self.begin()
 
 

@@ -22,6 +22,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Entry, State
+from tests.async_rlhf.test_spooled_run import fed
 from tests.conftest import file_size_limit
 
 Queued = Callable[..., Entry]
@@ -84,6 +85,16 @@ def test_what_is_submitted_is_listed_in_order_with_its_resolved_configuration(qu
         "waiting",
         "0/4",
     ]
+
+
+def test_prompts_may_be_put_as_soon_as_the_run_that_they_are_for_is_queued(
+    queue: QueueDir, small_arguments: Any, tmp_path: Path
+) -> None:
+    spool, rows = tmp_path / "prompts", tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "a"}\n')
+    code, output = invoke("submit", queue.path, *small_arguments(name="fed", **fed(spool))[1:])
+    assert code == 0 and f"prompts may come from now on: async-rlhf spool put {spool} FILE" in output
+    assert invoke("spool", "put", spool, rows)[0] == 0
 
 
 @pytest.mark.parametrize(

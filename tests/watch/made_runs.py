@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+import string
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ BEGAN = 1_790_000_000.0
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"></script><script>document.title='broken in'</script>"
 
 
-def made_run(directory: Path, steps: int = 40, seed: int = 0, **overrides: Any) -> Path:
-    """A run that has ended after so many steps, with a sample of its groups, evaluations, spans and changes."""
+def made_run(
+    directory: Path, steps: int = 40, seed: int = 0, sampled: Callable[[int], dict[str, Any]] | None = None, **overrides: Any
+) -> Path:
+    """A run that has ended after so many steps, with a sample of its groups, evaluations, spans and changes.
+
+    sampled: the group that is sampled of a step; left out: `group`.
+    """
     directory.mkdir(parents=True)
     config = load(QUICK, {"name": directory.name, "output_dir": str(directory.parent), "max_steps": max(1, steps), **overrides})
     (directory / "config.toml").write_text(dump(config))
     if steps:
         write_lines(directory / "metrics.jsonl", records(steps, seed))
-        write_lines(directory / "rollouts.jsonl", map(group, range(max(1, steps - 40), steps + 1)))
+        write_lines(directory / "rollouts.jsonl", map(sampled or group, range(max(1, steps - 40), steps + 1)))
         marks = range(0, steps + 1, max(1, steps // 10))
         about = {"label": "step", "accuracy": 0.5, "model": str(directory)}
         evaluated = [{**about, "step": step, "time": BEGAN + step, "mean_reward": learned(step, steps)} for step in marks]
@@ -87,6 +93,30 @@ def group(step: int) -> dict[str, Any]:
     return {"step": step, "group": step, "actor": "actor-0", "prompt": f"Spell backward: steel ({step})", "rollouts": rollouts}
 
 
+def episode(step: int) -> dict[str, Any]:
+    """A sampled group of two episodes of two turns, the second of another version, and what a calculator has answered between
+    them."""
+    made = group(step)
+    for rollout, call, product, answer in zip(
+        made["rollouts"], ("<34 * 12>", "<34 * 21>"), ("408\n", "714\n"), ("408", "714"), strict=True
+    ):
+        right = answer == "408"
+        rollout["text"], rollout["scores"] = call + product + answer, {"calculator": float(right)}
+        rollout["advantage"] = 0.8 if right else -0.8
+        rollout["tokens"] = [*spelled(call), _END, *spelled(product), *spelled(answer), _END]
+        rollout["spans"] = [[step - 2, len(call) + 1], [None, len(product)], [step - 1, len(answer) + 1]]
+    return {**made, "prompt": "34 * 12 =\n"}
+
+
+_LETTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+_END = 1
+
+
+def spelled(text: str) -> list[int]:
+    """As the tokenizer of the quick run's model has it."""
+    return [3 + _LETTERS.index(letter) for letter in text]
+
+
 def spans(begin: int, end: int) -> Iterator[dict[str, Any]]:
     for step in range(begin, end):
         yield {"name": f"adopt {step}", "began": BEGAN + step, "ended": BEGAN + step + 0.05}
@@ -104,6 +134,9 @@ def status(steps: int) -> dict[str, Any]:
         "version": steps - 1,
         "fence": 1,
         "waiting_for": "",
+        "lacks_prompts": False,
+        "lacks_room": False,
+        "spool": {"rows": 4 * steps, "rejected": 2, "ended": False, "problem": ""},
         "ledger": ledger,
         "actors": actors,
     }

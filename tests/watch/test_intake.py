@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from serving import Site, serving
 from typer.testing import CliRunner
 
+from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.spool.deposit import end
 from async_rlhf.cli.commands import app
 from async_rlhf.watch.intake import MAX_BODY_BYTES, intake
@@ -58,6 +61,20 @@ def test_a_spool_that_has_ended_takes_nothing_and_does_not_tell_where_it_lies(si
     end(spool)
     answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}')
     assert answer.status == 400 and "'prompts' has ended" in answer.text and str(spool) not in answer.text
+
+
+def test_a_full_disk_takes_nothing_and_the_same_can_be_sent_again(
+    site: Site, spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(DISK, "sync", refuse)
+        answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}')
+    assert answer.status == 503 and "No space left on device; nothing was put into it" in answer.text
+    assert str(spool) not in answer.text and not list(spool.iterdir())
+    assert site.get("/rows", method="POST", body=b'{"prompt": "a"}').status == 200 and len(rows(spool)) == 1
 
 
 def test_what_is_too_long_or_of_no_said_length_is_refused_before_it_is_read(site: Site, spool: Path) -> None:

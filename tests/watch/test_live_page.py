@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, found, opened
-from made_runs import HOSTILE, broken_run, made_run, records, write_lines
+from made_runs import HOSTILE, broken_run, episode, made_run, records, write_lines
 from serving import Site, serving
 
 from async_rlhf.watch.runs import Runs
@@ -55,6 +55,7 @@ def test_every_section_is_drawn_and_fits_the_screen(browser: Browser, site: Site
     assert pixels(browser) > 12
     assert "Started again: actor 3, scorer 1." in browser.text("#actors")
     assert browser.ask("document.querySelectorAll('#ledger path').length") == 7
+    assert "Spool: 80,000 rows have come, 2 lines were set aside." in browser.text("#idle")
     assert browser.ask("document.documentElement.scrollWidth") <= size[0]
     light = browser.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((v) => v > 128)")
     assert light == (colours == "light")
@@ -73,6 +74,29 @@ def test_tokens_are_coloured_by_the_version_that_sampled_them(browser: Browser, 
     assert browser.ask(f"new Set([...{second}.children].map((s) => getComputedStyle(s).backgroundColor)).size") == 2
 
 
+def test_what_an_environment_has_answered_is_told_from_what_was_sampled(browser: Browser, tmp_path: Path) -> None:
+    with serving(Runs(made_run(tmp_path / "tools", 60, sampled=episode))) as site:
+        browser.open(site.url)
+        first = "document.querySelector('.rollout .text')"
+        assert browser.ask(f"[...{first}.children].map((s) => [s.title, s.textContent])") == [
+            ["version 58", "<34 * 12>"],
+            ["given by the environment", "408\n"],
+            ["version 59", "408"],
+        ]
+        backgrounds = browser.ask(f"[...{first}.children].map((s) => getComputedStyle(s).backgroundColor)")
+        assert len(set(backgrounds)) == 3 and backgrounds[1] == "rgba(0, 0, 0, 0)"
+        assert "calculator 1" in browser.text(".rollout .pale") and "v58: 10, read: 4, v59: 4" in browser.text(".rollout .pale")
+        assert browser.complaints() == []
+
+
+def test_an_upright_line_marks_the_step_from_which_on_something_was_changed(browser: Browser, site: Site) -> None:
+    browser.open(f"{site.url}#short")
+    assert "dotted upright line" in browser.text("#events")
+    assert browser.ask("view.state.changed") == [30] and browser.complaints() == []
+    browser.open(f"{site.url}#broken")
+    assert browser.ask("view.state.changed") == [] and "upright" not in browser.text("#events")
+
+
 def test_a_run_without_a_step_says_so(browser: Browser, site: Site) -> None:
     browser.open(f"{site.url}#empty")
     assert "No step yet: stopped." in browser.text("#tiles") and "none yet" in browser.text("#completions")
@@ -81,7 +105,7 @@ def test_a_run_without_a_step_says_so(browser: Browser, site: Site) -> None:
 
 def test_a_broken_run_names_what_is_broken_and_its_texts_stay_texts(browser: Browser, site: Site) -> None:
     browser.open(f"{site.url}#broken")
-    assert "metrics.jsonl: 1 lines are damaged and left out" in browser.text("#problems")
+    assert "metrics.jsonl: damaged lines that are left out: 1" in browser.text("#problems")
     assert "no ledger.json" in browser.text("#ledger")
     assert HOSTILE in browser.text("#completions") and HOSTILE in browser.text("#events")
     assert (

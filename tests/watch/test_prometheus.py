@@ -32,6 +32,23 @@ def test_a_scrape_has_the_newest_step_the_ledger_and_the_actors(tmp_path: Path) 
     restarts = {role: found["async_rlhf_restarts_total", role, "run"] for role in ("actor", "hub", "learner", "scorer")}
     assert restarts == {"actor": 3, "hub": 0, "learner": 0, "scorer": 1}
     assert ("async_rlhf_mismatch_nats", "run") not in found  # null in the newest step
+    assert (found["async_rlhf_spool_rows_total", "run"], found["async_rlhf_spool_rejected_lines_total", "run"]) == (160, 2)
+    waits = ("spool_problem", "waits_for_prompts", "waits_for_room")
+    assert [found[f"async_rlhf_{name}", "run"] for name in waits] == [0, 0, 0]
+
+
+def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_path: Path) -> None:
+    made_run(tmp_path / "filed", 3)
+    for name in ("starved", "filed"):
+        run = tmp_path / name if name == "filed" else made_run(tmp_path / name, 3)
+        status = json.loads((run / "ledger.json").read_text())
+        problem = {**status["spool"], "problem": "the spool /prompts cannot be used: Read-only file system"}
+        status |= {"lacks_prompts": True, "spool": problem} if name == "starved" else {"spool": None}
+        (run / "ledger.json").write_text(json.dumps(status))
+    found = samples(Runs(tmp_path))
+    assert (found["async_rlhf_waits_for_prompts", "starved"], found["async_rlhf_spool_problem", "starved"]) == (1, 1)
+    assert found["async_rlhf_waits_for_prompts", "filed"] == 0
+    assert not [key for key in found if "spool" in key[0] and key[-1] == "filed"]
 
 
 def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, writ
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch import reading as reading_module
 from async_rlhf.watch.completions import decoder, pieces
-from async_rlhf.watch.events import events
+from async_rlhf.watch.events import changed_from, events
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.timeline import Span, stacked, timeline
 
@@ -81,8 +81,8 @@ def test_of_a_damaged_run_what_can_be_read_is_shown(tmp_path: Path) -> None:
     reading = read(broken_run(tmp_path / "run"))
     assert steps(reading) == [step for step in range(1, 31) if step not in (11, 12)]
     assert reading.problems == [
-        "metrics.jsonl: 1 lines are damaged and left out",
-        "rollouts.jsonl: 1 lines are damaged and left out",
+        "metrics.jsonl: damaged lines that are left out: 1",
+        "rollouts.jsonl: damaged lines that are left out: 1",
     ]
     assert reading.completions()[0]["prompt"] == HOSTILE
     assert [event["text"] for event in reading.events([])] == [f"a {HOSTILE}"]
@@ -113,9 +113,20 @@ def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path)
     ]
 
 
+def test_a_run_that_goes_back_says_so_and_is_changed_no_more_where_it_was_behind_that_step(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 10)
+    write_lines(run / "changes.jsonl", [{"kind": "applied", "number": 2, "step": 8, "time": BEGAN + 8}])
+    assert read(run).changed() == [5, 8]
+    write_lines(run / "changes.jsonl", [{"kind": "undone", "step": 6, "time": BEGAN + 9}])
+    assert read(run).changed() == [5]
+    (newest, *_) = read(run).events(())
+    assert (newest["kind"], newest["step"]) == ("went back", 6) and "goes on from this step" in newest["text"]
+
+
 def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
     wild = [{"kind": ["x"], "step": "1", "time": None, "values": {"a": [1]}}, {"values": 5}, {}]
     found = events(wild, wild, wild, wild, wild)
+    assert changed_from([*wild, {"kind": "applied", "step": True}, {"kind": "undone", "step": [1]}]) == []
     assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 

@@ -36,6 +36,13 @@ const Charts = (() => {
     });
   }
 
+  // As wide as the longest mark beside it, which is known when it is drawn for the first time.
+  function room(u, ticks, index, cycle) {
+    if (cycle > 1) return u.axes[index]._size;
+    const longest = Math.max(0, ...(ticks ?? []).map((text) => text.length));
+    return 14 + Math.ceil(6.5 * longest);
+  }
+
   // A mean over neighbours, so that a trend is seen among single steps.
   function smooth(values) {
     const half = Math.floor(values.length / 40);
@@ -46,7 +53,7 @@ const Charts = (() => {
     });
   }
 
-  // bare: without the single steps behind the mean. lines: [{label, index, curve: {step, mean, min?, max?}, dots?, dash?}], index: of the colour. Gives {element, update(lines)}.
+  // bare: without the single steps behind the mean. lines: [{label, index, curve: {step, mean, min?, max?}, dots?, dash?}], index: of the colour. Gives {element, update(lines, changed)}, changed: steps that have an upright line.
   function plot(title, { noisy = false, floor = null, ceiling = null, bare = false } = {}) {
     const legend = document.createElement("div");
     const place = document.createElement("div");
@@ -60,7 +67,8 @@ const Charts = (() => {
     let chart = null,
       shape = "",
       shown = [],
-      told = [];
+      told = [],
+      marked = [];
 
     const isWide = (curve) => !bare && !!curve.min && curve.min.some((low, i) => low !== curve.max[i]);
 
@@ -116,10 +124,28 @@ const Charts = (() => {
         scales: { x: { time: false }, y: { range } },
         axes: [
           { ...axis(26), values: marks, space: 60 },
-          { ...axis(56), values: marks },
+          { ...axis(room), values: marks },
         ],
-        hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
+        hooks: { setCursor: [(u) => tell(u.cursor.idx)], drawAxes: [mark] },
       };
+    }
+
+    // Where something was changed while the run went on.
+    function mark(u) {
+      const { left, top, width, height } = u.bbox;
+      u.ctx.save();
+      u.ctx.strokeStyle = css("--pale");
+      u.ctx.lineWidth = devicePixelRatio;
+      u.ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+      for (const step of marked) {
+        const x = Math.round(u.valToPos(step, "x", true));
+        if (x < left || x > left + width) continue;
+        u.ctx.beginPath();
+        u.ctx.moveTo(x, top);
+        u.ctx.lineTo(x, top + height);
+        u.ctx.stroke();
+      }
+      u.ctx.restore();
     }
 
     function tell(at) {
@@ -131,7 +157,9 @@ const Charts = (() => {
     }
 
     function draw(lines) {
-      const joined = uPlot.join(tables(lines));
+      // What is named first is drawn last, and single points above everything.
+      const order = lines.toReversed().sort((one, other) => Number(!!one.dots) - Number(!!other.dots));
+      const joined = uPlot.join(tables(order));
       const now = lines.map((l) => `${l.label}|${l.index}|${isWide(l.curve)}`).join() + css("--card");
       shown = lines;
       if (chart && now === shape) {
@@ -151,15 +179,16 @@ const Charts = (() => {
           return entry;
         }),
       );
-      chart = new uPlot(options(lines), joined, place);
+      chart = new uPlot(options(order), joined, place);
       tell(null);
     }
 
     new ResizeObserver(() => chart?.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
     return {
       element,
-      update(lines) {
+      update(lines, changed = []) {
         const drawn = lines.filter((l) => l.curve && l.curve.step.length);
+        marked = changed;
         element.hidden = !drawn.length;
         if (drawn.length) draw(drawn);
       },

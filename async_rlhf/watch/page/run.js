@@ -61,13 +61,14 @@ class RunView {
     const { summary, problems, is_spread: spread, metrics } = this.state;
     const notes = [
       ...problems,
+      ...(summary.hub.spool?.problem ? [summary.hub.spool.problem] : []),
       ...(spread ? ["The beginning of this long run is drawn from steps at even distances, not from all."] : []),
     ];
     this.parts.problems.replaceChildren(
       ...(notes.length ? [el("div", { class: "problems" }, ...notes.map((note) => el("p", {}, note)))] : []),
     );
     this.drawTiles(summary);
-    for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary));
+    for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary), this.state.changed);
     this.heat.update(
       this.known.ages,
       this.known.width,
@@ -109,8 +110,9 @@ class RunView {
       return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), bar);
     };
     const now = last ?? {};
-    this.parts.tiles.className = "tiles";
-    this.parts.tiles.replaceChildren(
+    const tiles = el(
+      "div",
+      { class: "tiles" },
       tile(short(step), steps ? `of ${short(steps)} steps` : "steps, without end", steps ? step / steps : 0),
       tile(short(now.reward), "reward of the newest step"),
       tile(best ? short(best.mean_reward) : "–", best ? `held-out reward at step ${short(best.step)}` : "held-out reward"),
@@ -120,7 +122,8 @@ class RunView {
       tile(short(now["is/ratio_max"]), "largest importance ratio"),
       tile(short(hub.version), "weights version"),
     );
-    if (!last) this.parts.tiles.append(el("p", { class: "empty wide" }, `No step yet: ${state}. ${hub.waiting_for ?? ""}`));
+    const none = last ? null : el("p", { class: "empty" }, `No step yet: ${state}. ${hub.waiting_for ?? ""}`);
+    this.parts.tiles.replaceChildren(tiles, none ?? "");
   }
 
   drawIdle({ last, hub }) {
@@ -146,6 +149,8 @@ class RunView {
       el("div", { class: "idle" }, ...rows),
       el("p", {}, ...why(recent("idle/learner"), recent("idle/actor"), last, hub)),
       el("p", { class: "pale" }, "mean of the newest 20 points; an idle actor decodes no sequence"),
+      hub.spool ? el("p", {}, ofSpool(hub.spool)) : "",
+      hub.curriculum ? el("p", {}, ofCurriculum(hub.curriculum)) : "",
     );
   }
 
@@ -223,6 +228,7 @@ class RunView {
     this.parts.events.className = "card wide";
     this.parts.events.replaceChildren(
       el("h2", {}, "Changes and events"),
+      this.state.changed.length ? el("p", { class: "pale" }, "a dotted upright line in each curve: something was changed") : "",
       rows.length
         ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
         : el("p", { class: "pale" }, "none yet"),
@@ -245,7 +251,12 @@ class RunView {
         "section",
         { class: "card" },
         el("h2", {}, "Completions"),
-        el("p", { class: "pale" }, "newest first; a colour for each version that sampled the tokens"),
+        el(
+          "p",
+          { class: "pale" },
+          "newest first; a colour for each version that sampled the tokens",
+          groups.some(isEpisode) ? "; without a colour: given by the environment" : "",
+        ),
         shown.length ? el("div", { class: "scroll" }, ...shown) : el("p", { class: "pale" }, "none yet"),
       ),
     );
@@ -256,9 +267,11 @@ class RunView {
     const found = name
       ? (await ask(`api/runs/${encodeURIComponent(this.name)}/curves?metric=${encodeURIComponent(name)}`)).curves[name]
       : null;
-    this.other.update(found ? [{ label: name, index: 0, curve: found }] : []);
+    this.other.update(found ? [{ label: name, index: 0, curve: found }] : [], this.state.changed);
   }
 }
+
+const isEpisode = ({ rollouts }) => rollouts.some(({ spans }) => spans.some(([version]) => version === null));
 
 function rollout({ pieces, spans, scores, advantage, ended, tokens }) {
   const text = el(
@@ -286,6 +299,16 @@ function rollout({ pieces, spans, scores, advantage, ended, tokens }) {
       `${numbers.join(" · ")} · ${tokens} tokens (${versions})${ended === "stop" ? "" : ` · ${ended}`}`,
     ),
   );
+}
+
+function ofSpool({ rows, rejected, ended }) {
+  const aside = rejected ? `, ${short(rejected)} lines were set aside` : "";
+  return `Spool: ${short(rows)} rows have come${aside}${ended ? ", no more will" : ""}.`;
+}
+
+function ofCurriculum({ places, new: fresh, hard, retired, pass_rate: rate }) {
+  const counts = `${short(places)} prompts, ${short(fresh)} not used yet, ${short(hard)} hard, ${short(retired)} retired`;
+  return `Curriculum: ${counts}; mean pass rate ${short(rate)}.`;
 }
 
 function why(learner, actors, last, hub) {

@@ -47,7 +47,7 @@ class ListView {
         at = colours.indexOf(name);
       if (at >= 0) mark.style.background = `var(--c${at % 7})`;
       const numbers = [
-        steps ? `${short(step)} / ${short(steps)}` : short(step),
+        el("span", {}, short(step), steps ? el("span", { class: "of" }, ` / ${short(steps)}`) : ""),
         short(last.reward),
         evaluation ? short(evaluation.mean_reward) : "–",
         short(last.tokens_per_second),

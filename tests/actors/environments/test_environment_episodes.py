@@ -79,6 +79,16 @@ def scores_first(question):
 
 def gives_feedback_first(question):
     yield Feedback(question, 1.0)
+
+def never_yields(question):
+    if not question: yield question
+
+def raises_first(question):
+    yield {}[question]
+
+def raises_in_turn_3(question):
+    for turn in range(3): yield str(turn)
+    raise ValueError("no more")
 """
 
 
@@ -206,10 +216,20 @@ def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> 
     for name, reason in [
         ("scores_first", "it ended before the model wrote anything"),
         ("gives_feedback_first", "it gave Feedback with a score before the model wrote anything"),
+        ("never_yields", "it ended before the model wrote anything"),
+        ("raises_first", "KeyError: '?'"),
     ]:
         bench = Bench(source, name)
         assert end_of(bench.play()).score == Score(failure=reason)
         bench.pool.close()
+
+
+def test_what_raises_in_a_later_turn_fails_the_whole_episode(source: Path) -> None:
+    bench = Bench(source, "raises_in_turn_3")
+    *read, end = bench.play("a", "b", "c")
+    assert read == ["0", "1", "2"] and end.score == Score(failure="ValueError: no more")
+    assert bench.pool.counters.turns == 3 and bench.pool.counters.failed == {"raised": 1}
+    bench.pool.close()
 
 
 def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> None:

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, SpoolError
+from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.deposit import END, Deposited, end, put
 from async_rlhf.buffers.spool.stream import Stream
+
+
+class RefusingDisk(Disk):
+    """Does everything but one thing in one directory, as long as it has a reason not to."""
+
+    def __init__(self, operation: str, directory: Path, reason: int) -> None:
+        self._operation, self._directory, self.reason = operation, directory, reason
+
+    def create(self, path: Path) -> Any:
+        self._refuse("create", path)
+        return super().create(path)
+
+    def append(self, path: Path) -> Any:
+        self._refuse("append", path)
+        return super().append(path)
+
+    def sync(self, file: Any) -> None:
+        self._refuse("sync", Path(file.name))
+        super().sync(file)
+
+    def replace(self, path: Path, new: Path) -> None:
+        self._refuse("replace", path)
+        super().replace(path, new)
+
+    def _refuse(self, operation: str, path: Path) -> None:
+        if self.reason and operation == self._operation and path.parent == self._directory:
+            raise OSError(self.reason, os.strerror(self.reason), str(path))
 
 
 def test_rows_come_in_under_names_that_are_claimed_in_their_order(tmp_path: Path) -> None:
@@ -45,6 +75,38 @@ def test_nothing_comes_in_behind_the_end_or_where_there_is_no_spool(tmp_path: Pa
     end(tmp_path)
     with pytest.raises(ConfigError, match=f"has ended: it holds a file {END}"):
         put(tmp_path, [b"{}"])
+
+
+@pytest.mark.parametrize(("operation", "reason"), [("create", errno.EROFS), ("sync", errno.ENOSPC), ("replace", errno.EDQUOT)])
+def test_a_full_or_read_only_spool_takes_all_rows_or_none_and_says_why(operation: str, reason: int, tmp_path: Path) -> None:
+    disk = RefusingDisk(operation, tmp_path, reason)
+    with pytest.raises(SpoolError, match=rf"cannot be written: .*{os.strerror(reason)}.*; nothing was put into it"):
+        put(tmp_path, [b'{"prompt": "a"}'], files=disk)
+    assert os.listdir(tmp_path) == []
+    disk.reason = 0
+    assert put(tmp_path, [b'{"prompt": "a"}'], files=disk).rows == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "where", "reason"),
+    [("replace", "spool", errno.EROFS), ("replace", "spool", errno.EACCES), ("append", "run", errno.ENOSPC)],
+)
+def test_a_run_names_a_spool_or_a_disk_that_takes_nothing_and_goes_on_when_it_does(
+    operation: str, where: str, reason: int, tmp_path: Path
+) -> None:
+    source, own = tmp_path / "spool", tmp_path / "run"
+    source.mkdir()
+    put(source, [b'{"prompt": "a"}'])
+    disk = RefusingDisk(operation, tmp_path / where, reason)
+    with closing(Stream(own, files=disk)) as stream:
+        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines], disk)
+        for _ in range(3):
+            assert not spool.turn() and os.strerror(reason) in spool.status()["problem"], "it is tried again, and not at once"
+        assert stream.num_rows == 0
+        disk.reason = 0
+        while spool.turn():
+            pass
+        assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""} and os.listdir(source) == []
 
 
 def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stays_in_it(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Tells the hooks of a run that the daemon has given it up: one that was killed, or could not begin, cannot tell them itself.
+
+owns        a `Hooks` for each run that was given up
+waits for   nothing while the daemon goes on; where it ends, for hooks that are under way, `hooks.timeout_s` at most
+woken by    the daemon's look round
+on close    what was to be told is told, or dropped
+"""
+
+from __future__ import annotations
+
+import time
+
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.run.config import load
+from async_rlhf.run.hooks import Hooks
+from async_rlhf.serve.queue_dir import QueueDir
+from async_rlhf.serve.turns import Entry
+
+
+class Notices:
+    """See the module docstring."""
+
+    def __init__(self, queue: QueueDir) -> None:
+        self._queue = queue
+        self._hooks: list[Hooks] = []
+
+    def failed(self, entry: Entry) -> str:
+        """Begin to tell it, unless the run itself has said how it ended. Returns at once, with what is in the way."""
+        folder, run = self._queue.folder(entry), self._queue.run(entry)
+        try:
+            if self._queue.ended(entry) is not None:
+                return ""
+            config = load(folder / "config.toml")
+        except (AsyncRLHFError, OSError) as error:
+            return f"no hook is told that {entry.name} has failed: {error}"
+        hooks = Hooks(config.hooks, run.path, folder / "hooks.log")
+        text = f"the run could not go on by itself: {entry.reason}"
+        hooks.deliver({"time": time.time(), "event": "failed", "run_dir": str(run.path), "text": text})
+        self._hooks.append(hooks)
+        return ""
+
+    def complaints(self) -> list[str]:
+        """What failed since the last call."""
+        return [complaint for hooks in self._hooks for complaint in hooks.complaints()]
+
+    def close(self) -> None:
+        for hooks in self._hooks:
+            hooks.close()

@@ -1,0 +1,89 @@
+"""A run that its daemon gives up reaches the run's hooks; one that ended by its own account has told them itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.serve.daemon import Daemon
+from async_rlhf.serve.queue_dir import QueueDir
+from async_rlhf.serve.turns import MAX_LOSSES, Entry
+from tests.conftest import wait_for
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> QueueDir:
+    return QueueDir.made(tmp_path / "serve")
+
+
+@pytest.fixture
+def submit(queue: QueueDir, small: Callable[..., Any], tmp_path: Path) -> Callable[[Path], Entry]:
+    """Queue a run, submitted from this folder, whose hook writes what it reads to `told`."""
+    command = ["/bin/sh", "-c", f"cat > {tmp_path}/telling && mv {tmp_path}/telling {tmp_path}/told"]
+    return lambda folder: queue.submit(small(name="run", **{"hooks.command": command}), folder)
+
+
+def told(tmp_path: Path) -> dict[str, Any]:
+    wait_for((tmp_path / "told").exists, "the hook")
+    found: dict[str, Any] = json.loads((tmp_path / "told").read_text())
+    return found
+
+
+def test_a_run_that_cannot_begin_is_told_of(queue: QueueDir, submit: Callable[[Path], Entry], tmp_path: Path) -> None:
+    submit(tmp_path / "gone")
+    Daemon(queue, say=lambda line: None).look()
+    found = told(tmp_path)
+    assert (found["event"], found["run_dir"]) == ("failed", str(queue.runs / "run"))
+    assert f"cannot be started in {tmp_path / 'gone'}" in found["text"]
+
+
+def test_a_run_that_is_lost_again_and_again_is_told_of_once(
+    queue: QueueDir, submit: Callable[[Path], Entry], tmp_path: Path
+) -> None:
+    queue.keep(replace(submit(tmp_path), state="running", losses=MAX_LOSSES - 1))
+    said: list[str] = []
+    daemon = Daemon(queue, say=said.append)
+    daemon.look()
+    assert f"lost {MAX_LOSSES} times in a row without a new step" in told(tmp_path)["text"]
+    (tmp_path / "told").unlink()
+    daemon.look()
+    daemon._notices.close()
+    assert not (tmp_path / "told").exists() and len(said) == 1
+
+
+def test_a_run_that_has_said_how_it_ended_is_not_told_of_again(
+    queue: QueueDir, submit: Callable[[Path], Entry], small: Callable[..., Any], tmp_path: Path
+) -> None:
+    queue.keep(replace(submit(tmp_path), state="running"))
+    run = RunDir.create(small(name="run", output_dir=str(queue.runs)))
+    run.record_end(End(code=4, reason="stalled", finished=False))
+    run.retire()
+    daemon = Daemon(queue, say=lambda line: None)
+    daemon.look()
+    assert queue.find("run").reason == "stalled"
+    daemon._notices.close()
+    assert not (tmp_path / "told").exists()
+
+
+def test_a_hook_that_fails_and_a_configuration_that_cannot_be_read_are_named_and_hold_up_nothing(
+    queue: QueueDir, small: Callable[..., Any], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    daemon = Daemon(queue, say=said.append)
+    for name in ("fails", "damaged"):
+        entry = queue.submit(small(name=name, **{"hooks.command": ["/bin/false"]}), tmp_path)
+        queue.keep(replace(entry, state="running", losses=MAX_LOSSES - 1))
+    (queue.folder(entry) / "config.toml").write_text("= no toml")
+
+    def has_complained() -> bool:
+        assert daemon.look()
+        return any("the hook for 'failed' failed" in line for line in said)
+
+    wait_for(has_complained, "the complaint")
+    assert any(line.startswith("no hook is told that damaged has failed: ") for line in said)
