@@ -44,8 +44,10 @@ def test_the_constants_of_simulated_runs_are_found_and_predict_others() -> None:
 
 def test_rewards_that_take_longer_beside_other_processes_are_found_and_those_that_only_wait_stay() -> None:
     factors = {**dict.fromkeys(KINDS, 1.0), "scoring": 1.6}
-    found = [simulate(slowed(each, factors), GUESS, steps=STEPS) for each in SEEN]
-    pairs = zip(SEEN, found, strict=True)
+    free = replace(BASE, reward_s=(0.0,))
+    seen = [free, replace(free, max_staleness=4), replace(BASE, reward_s=(0.03,))]
+    found = [simulate(slowed(each, factors), GUESS, steps=STEPS) for each in seen]
+    pairs = zip(seen, found, strict=True)
     observed = [Observed(each, run.samples_per_s, run.roles["learner"].idle) for each, run in pairs]
     refitted = refit(GUESS, observed, steps=STEPS)
     assert max(map(abs, refitted.errors)) < 0.02
