@@ -76,7 +76,7 @@ def _verdict(measured: Sequence[Speed], predicted: Mapping[str, float], found: J
         said.append(
             f"{_NAMES[use]}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}; {inside} of {len(own)} "
             f"errors are no larger than the spread of the runs ({statistics.median(speed.spread for speed in own):.0%} in the "
-            f"median), {between} predictions lie between the slowest and the fastest run."
+            f"median); predictions between the slowest and the fastest run: {between}."
         )
     right, pairs = results.ordered([speed for speed in measured if speed.use == "held out"], predicted)
     mixed = f"{found.right} of all {found.pairs} such pairs"
