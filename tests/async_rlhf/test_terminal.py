@@ -75,9 +75,10 @@ def leading(program: str) -> str:
 
 
 def test_without_that_the_end_of_the_terminal_is_the_end(tmp_path: Path) -> None:
-    """What is tested above is something."""
+    """What is tested above is something. Tests that `nohup` started inherit that SIGHUP is ignored."""
     master, slave = pty.openpty()
-    program = leading("import sys, time\nprint('it has begun', flush=True)\ntime.sleep(600)")
+    as_usual = "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    program = leading(f"{as_usual}print('it has begun', flush=True)\ntime.sleep(600)")
     started = subprocess.Popen([sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
     os.close(slave)
     read_until(master, b"it has begun")
