@@ -80,7 +80,11 @@ def test_without_that_the_end_of_the_terminal_is_the_end(tmp_path: Path) -> None
     as_usual = "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
     program = leading(f"{as_usual}print('it has begun', flush=True)\ntime.sleep(600)")
     started = subprocess.Popen([sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-    os.close(slave)
-    read_until(master, b"it has begun")
-    os.close(master)
-    assert started.wait(60) == -signal.SIGHUP
+    try:
+        os.close(slave)
+        read_until(master, b"it has begun")
+        os.close(master)
+        assert started.wait(60) == -signal.SIGHUP
+    finally:
+        started.kill()
+        started.wait()
