@@ -244,9 +244,8 @@ class _Answers:
         self._runs.touch(name)
         with self._making:
             revision = self._runs.revision
-            if (
-                revision != self._made_of
-            ):  # what was made of an earlier reading is asked for no more, and may be a megabyte each
+            # what was made of an earlier reading is asked for no more, and may be a megabyte each
+            if revision != self._made_of:
                 self._made_of = revision
                 self._state.cache_clear()
             return _json(self._state(name, wanted, revision))

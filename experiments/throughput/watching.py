@@ -1,7 +1,8 @@
 """What does it cost a run that it is watched? Its steps a second with ten viewers of its page, and without, in turns.
 
 One quick run, without evaluations, and one page beside it, which reads nothing while nothing asks. A viewer asks every two
-seconds in turn for what an open page asks for, and for what Prometheus does.
+seconds in turn for what an open page asks for, and for what Prometheus does. Viewers are threads of the benchmark: on a machine
+without a core to spare they take from the run too, which browsers elsewhere do not, so their processor time is told apart.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -48,12 +49,13 @@ def watching(bench: Bench) -> Iterator[Row]:
                 raise RuntimeError(f"the run makes no steps: {(Path(folder) / 'output').read_text()[-2000:]}")
             time.sleep(0.1)
         page, address = held.enter_context(open_page(run.path))
-        window = partial(_window, steps, psutil.Process(page.pid), address, seconds)
+        window = partial(_window, steps, (psutil.Process(page.pid), psutil.Process()), address, seconds)
         found = alternate(
             {"watched": partial(window, _VIEWERS), "alone": partial(window, 0)}, bench.num_turns(9), bench.size(1, 0)
         )
     rates = {name: [rate for rate, _ in values] for name, values in found.items()}
-    figures = {"page_cores": median(cores for _, cores in found["watched"])}
+    page_cores, viewers_cores = (median(each) for each in zip(*(cores for _, cores in found["watched"]), strict=True))
+    figures = {"page_cores": page_cores, "viewers_cores": viewers_cores}
     yield Row.of("ten viewers", rates, "steps/s", at_least=GOAL, figures=figures)
 
 
@@ -66,11 +68,14 @@ class _Steps:
         return sum(map(is_step, self._tail.rest()))
 
 
-def _window(steps: _Steps, page: psutil.Process, address: str, seconds: float, count: int) -> tuple[float, float]:
-    """Steps a second, and the page's processor time a second."""
+def _window(
+    steps: _Steps, processes: Sequence[psutil.Process], address: str, seconds: float, count: int
+) -> tuple[float, list[float]]:
+    """Steps a second, and the processor time a second of each of the processes."""
     with viewers(address, count, Counter()):
         steps.added()
-        began, busy = time.monotonic(), sum(page.cpu_times()[:2])
+        began, busy = time.monotonic(), [sum(each.cpu_times()[:2]) for each in processes]
         time.sleep(seconds)
         added, took = steps.added(), time.monotonic() - began
-        return added / took, (sum(page.cpu_times()[:2]) - busy) / took
+        spent = [sum(each.cpu_times()[:2]) - before for each, before in zip(processes, busy, strict=True)]
+        return added / took, [each / took for each in spent]

@@ -51,6 +51,7 @@ def _draw_speeds(axes: Any, measured: Sequence[Speed], predicted: Mapping[str, f
 def _draw_errors(axes: Any, measured: Sequence[Speed], predicted: Mapping[str, float]) -> None:
     """0: the median of a cell's runs."""
     found = judged(measured, predicted).errors
+    axes.use_sticky_edges = False  # bars would end at the edge
     for row, each in enumerate(measured):
         number = list(_USES).index(each.use)
         axes.barh(
