@@ -3,7 +3,7 @@
 owns        a `Hooks` for each run that was given up
 waits for   nothing while the daemon goes on; where it ends, for hooks that are under way, `hooks.timeout_s` at most
 woken by    the daemon's look round
-on close    what was to be told is told, or dropped
+on close    hooks that have begun end within their time-out; the others are dropped
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Notices:
                 return ""
             config = load(folder / "config.toml")
         except (AsyncRLHFError, OSError) as error:
-            return f"no hook is told that {entry.name} has failed: {error}"
+            return f"{entry.name} has failed, and its hooks cannot run: {error}"
         hooks = Hooks(config.hooks, run.path, folder / "hooks.log")
         text = f"the run could not go on by itself: {entry.reason}"
         hooks.deliver({"time": time.time(), "event": "failed", "run_dir": str(run.path), "text": text})

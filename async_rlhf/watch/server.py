@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 import secrets
 import socket
 import threading
@@ -39,7 +40,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
-from async_rlhf.watch.allocation import keep_little
 from async_rlhf.watch.runs import Runs, as_json
 from async_rlhf.watch.series import MAX_STEP
 
@@ -52,6 +52,9 @@ _GRACE_S = 2
 THREADS = 4
 """That make answers."""
 _MAX_CURVES = 64
+# From glibc's malloc.h.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_LARGE_BYTES = 1 << 17
 
 
 def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
@@ -100,6 +103,18 @@ def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str
         finally:
             serving.should_exit = True
             thread.join(_GRACE_S + 1)
+
+
+def keep_little() -> None:
+    """From now on all threads share one arena of glibc's allocator, and a large block is given back when it is freed. Before
+    other threads begin; other allocators are left as they are.
+
+    An answer may have megabytes. An arena keeps the most that its thread ever took, and glibc keeps what is freed.
+    """
+    with suppress(OSError, AttributeError):
+        allocator = ctypes.CDLL(None)
+        allocator.mallopt(_M_ARENA_MAX, 1)
+        allocator.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 @contextmanager

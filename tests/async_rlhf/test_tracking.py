@@ -102,7 +102,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     run.steps(2, 3)
-    assert run.tracker.look() and run.events == [], "nobody waits for it while the run goes on"
+    assert run.tracker.look() and run.events == [], "nothing waits for it while the run goes on"
     with monkeypatch.context() as impatient:
         impatient.setattr("async_rlhf.run.tracker._FINISH_S", 0.0)
         run.run.withdraw()

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import ctypes, sys, threading
-from async_rlhf.watch.allocation import keep_little
+from async_rlhf.watch.server import keep_little
 
 if sys.argv[1] == "little":
     keep_little()
