@@ -14,6 +14,8 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from async_rlhf.experiments import marked
+
 _RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
 # No script, no style, font or picture from elsewhere: the browser holds the page to it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -36,8 +38,7 @@ th { border-bottom: 2px solid #555 } svg { max-width: 100%; height: auto }
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Markdown of a table; the first row is its head."""
     head, *others = [[_in_a_cell(cell) for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *others]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return marked.table(head, others)
 
 
 def plain(text: str) -> str:

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments import marked
+from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.measured import document, results
 from async_rlhf.experiments.planning.validation import fused, table
 from async_rlhf.experiments.throughput.harness import adopt_orphans
@@ -79,7 +80,7 @@ def compare(
 
             drawing.write(picture, results.speeds(results.read(results_file)), predicted)
         if write:
-            marked.DOCUMENT.write_text(marked.filled(marked.DOCUMENT.read_text(), document.kept()))
+            _write(document.kept())
 
 
 @app.command()
@@ -140,7 +141,7 @@ def validate(
 
         drawing.write(picture, rows)
     if write:
-        marked.DOCUMENT.write_text(table.document(rows, marked.DOCUMENT.read_text()))
+        _write(table.tables(rows))
     for text in table.tables(rows).values():
         typer.echo(text)
 
@@ -156,7 +157,7 @@ def sensitivity(
         found = part()
         typer.echo(found["sensitivity"])
         if write:
-            marked.DOCUMENT.write_text(marked.filled(marked.DOCUMENT.read_text(), found))
+            _write(found)
 
 
 @app.command()
@@ -167,6 +168,10 @@ def speed(devices: Annotated[list[int] | None, typer.Option(help="Numbers of dev
     with _errors():
         for line in lines(devices or list(LIMITS_S)):
             typer.echo(line)
+
+
+def _write(parts: Mapping[str, str]) -> None:
+    DOCUMENT.write_text(marked.filled(DOCUMENT.read_text(), "planning", parts))
 
 
 @contextmanager

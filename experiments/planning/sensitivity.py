@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments import marked
 from async_rlhf.plan.evaluation import Plan
 from async_rlhf.plan.search import search
 from async_rlhf.plan.spec import parse

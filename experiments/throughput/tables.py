@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from async_rlhf.experiments import marked
 from async_rlhf.experiments.throughput.harness import QUIET, shown
 from async_rlhf.experiments.throughput.results import COMMITTED, merged, save
 
@@ -92,23 +93,18 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 def render(table: Mapping[str, Any], results: Results) -> str:
     """One table in Markdown, with its conditions below."""
-    lines = [table["columns"], ["---"] * len(table["columns"])]
-    lines += [[results.cell(cell) for cell in row] for row in table["rows"]]
+    lines = [[results.cell(cell) for cell in row] for row in table["rows"]]
     conditions = results.conditions(results.rows_of(cell for row in table["rows"] for cell in row))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nConditions: {conditions}\n"
+    return f"{marked.table(table['columns'], lines)}\n\nConditions: {conditions}"
 
 
 def documents(content: Mapping[str, Any], root: Path = ROOT) -> dict[Path, str]:
-    """Every document with a table, as it must read. Raises ValueError where its markers are missing."""
+    """Every document with a table, as it must read. Raises ConfigError where its markers are missing."""
     results, texts = Results(content), dict[Path, str]()
     for table in tomllib.loads(SPECIFICATION.read_text())["table"]:
         path = root / table["document"]
-        begin, end = f"<!-- bench: {table['name']} -->\n", "<!-- end -->"
-        before, found, rest = texts.get(path, path.read_text()).partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"{table['document']} has no {begin.strip()} ... {end}")
-        texts[path] = f"{before}{begin}\n{render(table, results)}\n{end}{after}"
+        text = texts.get(path, path.read_text())
+        texts[path] = marked.filled(text, "bench", {table["name"]: render(table, results)})
     return texts
 
 

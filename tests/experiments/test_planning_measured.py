@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime
-from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments import marked
+from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.__main__ import app
 from async_rlhf.experiments.planning.measured import document, facts, results
 from async_rlhf.experiments.planning.measured import picture as drawing
@@ -151,8 +152,10 @@ def test_predictions_are_judged_by_their_error_and_by_pairs_that_the_spread_tell
 
 
 def test_the_document_shows_what_the_kept_files_say() -> None:
-    text = marked.DOCUMENT.read_text()
-    assert marked.filled(text, document.kept()) == text, "run python -m async_rlhf.experiments.planning compare --document"
+    text = DOCUMENT.read_text()
+    assert marked.filled(text, "planning", document.kept()) == text, (
+        "run python -m async_rlhf.experiments.planning compare --document"
+    )
 
 
 def test_the_parts_of_the_document_say_errors_beside_spreads_and_the_order_of_strategies(tmp_path: Path) -> None:

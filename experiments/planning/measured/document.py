@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments import marked
 from async_rlhf.experiments.planning.measured import results
 from async_rlhf.experiments.planning.measured.cells import CELLS, Cell, cell
 from async_rlhf.experiments.planning.measured.results import Judged, Speed, judged
@@ -86,7 +86,7 @@ def _verdict(measured: Sequence[Speed], predicted: Mapping[str, float], found: J
     )
     scaled = ", ".join(f"{_UNITS[kind]} {factor:.2f}" for kind, factor in factors.items())
     said.append(f"The fit multiplied the constants of `calibrate` by: {scaled}.")
-    return "".join(f"- {line}\n" for line in said)
+    return "\n".join(f"- {line}" for line in said)
 
 
 _NAMES = {"fit": "Six cells that constants were fitted on", "held out": "Six cells that were held out"}

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.experiments.planning import marked
+from async_rlhf.experiments import marked
 from async_rlhf.experiments.planning.validation import (
     areal,
     fused,
@@ -76,7 +76,7 @@ def summary(rows: Sequence[Row]) -> str:
             factor = math.exp(median(abs(math.log(each.ratio)) for each in figures))
             text += f" Of {len(figures)} held-out figures of {name}, {near} lie within 2 times"
             text += f"; half of them within {factor:.2f} times."
-    return text + "\n"
+    return text
 
 
 def _lines(row: Row) -> Iterable[list[str]]:
@@ -104,11 +104,6 @@ def _range(values: Sequence[float]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-def document(rows: Sequence[Row], text: str) -> str:
-    """The text with its tables as the rows give them. Raises ConfigError where a marker is missing."""
-    return marked.filled(text, tables(rows))
 
 
 def as_data(row: Row) -> dict[str, Any]:
