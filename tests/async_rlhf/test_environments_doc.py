@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -53,6 +54,15 @@ def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
     assert (first["score"]["value"], second["score"]["value"]) == (1.0, 0.0)
 
 
+def played(folder: Path, target: str, row: object, turns: list[str]) -> dict[str, Any]:
+    (folder / "one.jsonl").write_text(json.dumps(row))
+    arguments = ["environments", "try", target, "--data", "one.jsonl", "--json"]
+    result = CliRunner().invoke(app, arguments, input="\n".join(turns))
+    assert result.exit_code == 0, result.output
+    trial: dict[str, Any] = json.loads(result.stdout)
+    return trial
+
+
 PRICE = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
 
 
@@ -68,11 +78,7 @@ PRICE = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
 def test_an_environment_of_the_document_is_played_turn_by_turn(
     folder: Path, target: str, answer: object, turns: list[str], read: list[object], score: float | None
 ) -> None:
-    (folder / "one.jsonl").write_text(json.dumps({"prompt": "Begin.", "answer": answer}))
-    arguments = ["environments", "try", target, "--data", "one.jsonl", "--json"]
-    result = CliRunner().invoke(app, arguments, input="\n".join(turns))
-    assert result.exit_code == 0, result.output
-    trial = json.loads(result.stdout)
+    trial = played(folder, target, {"prompt": "Begin.", "answer": answer}, turns)
     assert [part["content"] for part in trial["parts"]][::2] == ["Begin.", *read]
     assert (trial["score"] and trial["score"]["value"]) == score, trial
 
@@ -105,6 +111,30 @@ def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:
     result = CliRunner().invoke(app, ["environments", "try", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
     assert result.exit_code == 6
     assert "failed: KeyError: 'hm'" in result.output and "ended (left) without a score" in result.output
+
+
+def test_the_lake_of_gymnasium_is_crossed(folder: Path) -> None:
+    moves = ["down", "swim", "down", "right", "right", "down", "right"]
+    trial = played(folder, "lake.py:lake", {"prompt": "Cross the lake."}, moves)
+    read = [part["content"] for part in trial["parts"]][::2]
+    assert read[0].startswith("Cross the lake.") and read[2] == "left, down, right or up?" and "(Right)" in read[4]
+    assert trial["score"]["value"] == 1.0
+    drowned = played(folder, "lake.py:lake", {"prompt": "Cross the lake."}, ["right", "down"])
+    assert drowned["score"]["value"] == 0.0
+
+
+def test_a_game_of_skyrl_gym_is_played_with_its_own_scores(folder: Path) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "2 + 3?"}],
+        "env_class": "gsm8k_multi_turn",
+        "reward_spec": {"ground_truth": "5"},
+        "extra_info": {},
+    }
+    trial = played(folder, "skyrl_game.py:skyrl", row, ["hm", "#### 4", "#### 5"])
+    asked = [part["content"] for part in trial["parts"]][::2]
+    assert asked[0] == row["prompt"] and "tentative numeric answer" in asked[1][0]["content"]
+    # Its own: 0.2 over the most turns, 20 here, for the form; 1 for the answer.
+    assert trial["score"]["value"] == pytest.approx(0.2 / 20 + 1)
 
 
 @pytest.mark.parametrize(
