@@ -139,6 +139,8 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def _children(self, role: str) -> list[psutil.Process]:
+        if self.process.poll() is not None:
+            pytest.fail(f"it ended with code {self.process.returncode}; there is no {role} process to look for")
         found = []
         for child in psutil.Process(self.process.pid).children():
             try:

@@ -17,6 +17,8 @@ from async_rlhf.actors.scoring.processes import WorkerContext, ended
 
 # How often to look at a process that has episodes.
 LOOK_S = 0.25
+# A process whose pipe has closed ends, but may be kept from the processor meanwhile.
+_END_S = 10.0
 # Beside an observation, what a message holds; tracebacks and failures are cut off far below it.
 _OVERHEAD_BYTES = 1 << 20
 
@@ -82,8 +84,8 @@ class EpisodeProcess:
         return None if turn is None else turn.call_id
 
     def ended(self) -> str:
-        """Why the process ended."""
-        self.process.join(GRACE_S)
+        """Why the process ended, which it has, or is about to."""
+        self.process.join(_END_S)
         return self.failure or ended(self.process.exitcode, self._limits.worker_memory_mb, "environment.worker_memory_mb")
 
     def kill(self) -> None:

@@ -46,7 +46,10 @@ class LocalProcess:
         return code
 
     def heard(self) -> bytes:
-        return b"" if self._beats.closed else self._beats.read(1 << 16) or b""
+        try:
+            return self._beats.read(1 << 16) or b""
+        except ValueError:  # closed: its end has been seen, perhaps by another thread just now
+            return b""
 
     def last_words(self) -> str:
         with suppress(OSError), self._log.open("rb") as file:

@@ -11,6 +11,7 @@ meets at a port of its own, so that nothing of an earlier one is met there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from async_rlhf.launch.network import free_port
 from async_rlhf.launch.placement import rank_name
 from async_rlhf.launch.program import Launcher, Node, Process, rank_node
 from async_rlhf.launch.tether import BEAT
+
+# How long the end of rank 0 waits for news of a host that is lost.
+_CAUSE_S = 2.0
 
 
 class RankProcesses:
@@ -35,6 +39,7 @@ class RankProcesses:
         self._heard: set[int] = set()
         self._code: int | None = None
         self._words = ""
+        self._cause_by = 0.0
 
     @property
     def pid(self) -> int:
@@ -46,8 +51,18 @@ class RankProcesses:
             if codes.get(0) == 0:
                 self._end(0, "")  # all is done; the others only wait for no more commands
             elif ended := [rank for rank, code in codes.items() if code]:
-                self._blame(min(ended, key=lambda rank: _rank_of_end(codes[rank])), codes)
+                rank = min(ended, key=lambda rank: _rank_of_end(codes[rank]))
+                if not self._may_follow(rank, codes[rank]):
+                    self._blame(rank, codes)
         return self._code
+
+    def _may_follow(self, rank: int, code: int) -> bool:
+        """Whether the cause may be heard of later: rank 0 ends where a host is lost, and may be seen to before the host is."""
+        if rank > 0 or code in FATAL or not any(self._hosts[1:]):
+            return False
+        now = time.monotonic()
+        self._cause_by = self._cause_by or now + _CAUSE_S
+        return now < self._cause_by
 
     def heard(self) -> bytes:
         """A beat when every rank has beaten since the last one: it is as silent as its most silent rank."""

@@ -57,15 +57,15 @@ class Daemon:
 
     def run(self) -> None:
         """Until a signal. Raises ConfigError when there is another daemon, FormatError for a queue of another version."""
-        lock = self._queue.take()
-        try:
-            with on_signals(self._count):
+        with on_signals(self._count):
+            lock = self._queue.take()
+            try:
                 self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
                     time.sleep(_LOOK_S)
-        finally:
-            lock.release()
-            self._notices.close()
+            finally:
+                lock.release()
+                self._notices.close()
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

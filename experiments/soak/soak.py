@@ -25,6 +25,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, rotated, sizes
@@ -142,7 +144,10 @@ def soak(plan: Plan, out: Path) -> Seen:
         held.enter_context(viewers(address, plan.viewers, seen.views))
         census = Census({"supervisor": train.pid, "page": page.pid})
         hand, began = _Hand(plan, run, census), time.monotonic()
-        while train.poll() is None and (share := plan.share(now := time.monotonic() - began, steps.look())) < 1:
+        while train.poll() is None:
+            share = plan.share(now := time.monotonic() - began, steps.look())
+            if share >= 1 and not hand.owes:
+                break
             time.sleep(_LOOK_S)
             _sample(seen, census, run.path, now / 3600, steps.highest)
             feeder.feed(steps.highest)
@@ -176,6 +181,11 @@ class _Hand:
         self._run, self._census, self._due = run, census, _blows(plan)
         self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
 
+    @property
+    def owes(self) -> bool:
+        """Whether a kill is left."""
+        return bool(self._due)
+
     def change(self, now: float) -> None:
         if now >= self._next_change:
             self._next_change += _CHANGE_S
@@ -183,13 +193,15 @@ class _Hand:
                 ask(self._run, next(self._changes))
 
     def strike(self, share: float) -> str:
-        """Which role was killed; none yet, or none that lives: empty."""
+        """Which role was killed; empty where none is due, or the one that is does not live: it stays due."""
         if not self._due or share < self._due[0][0]:
             return ""
-        _, role = self._due.pop(0)
+        role = self._due[0][1]
         if (struck := self._census.role(role)) is None:
             return ""
-        struck.kill()
+        self._due.pop(0)
+        with suppress(psutil.NoSuchProcess):
+            struck.kill()
         return role
 
 

@@ -1,6 +1,6 @@
 """Makes the tiny speller that ships with the project: a supervised warm start, from nothing, in minutes on two cores.
 
-    python -m async_rlhf.experiments.warm_start.make_model [--out DIR]
+    python -m async_rlhf.experiments.warm_start.make_model [--out DIR] [--width N]
 
 Seeded: the same machine and library versions give the same weights. Called by hand; nothing imports it but tests.
 """
@@ -19,7 +19,7 @@ import torch
 import typer
 
 from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION, Demonstration, demonstrate, load_words
-from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
+from async_rlhf.experiments.warm_start.speller import WIDTH, make_model, make_tokenizer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -114,6 +114,7 @@ def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, words:
 
 def main(
     out: Annotated[Path, typer.Option(help="Directory the model is written to.")] = Path("configs/models/tiny-speller"),
+    width: Annotated[int, typer.Option(help="Of the hidden states; a multiple of 8.", min=8)] = WIDTH,
 ) -> None:
     """Make the tiny speller and write it as a transformers model directory."""
     from transformers.utils import logging
@@ -123,7 +124,7 @@ def main(
     torch.set_num_threads(config.threads)
     words, held_out = load_words(config.words)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, config.seed)
+    model = make_model(tokenizer, config.seed, width)
     started = time.monotonic()
 
     def report(done: int, loss: float) -> None:

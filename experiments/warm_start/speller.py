@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 # One token per character: printable ASCII without the rarer white space, and the newline.
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
-WIDTH, LAYERS, HEADS, HIDDEN = 128, 4, 4, 384
+WIDTH, LAYERS, HEADS = 128, 4, 4
 # Longest prompt and completion together; far above the 60 tokens the task needs, and rotary positions cost no weights.
 MAX_LENGTH = 512
 
@@ -39,16 +39,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A float32 Llama with random weights drawn from `seed`; sets the global torch generator."""
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = WIDTH) -> LlamaForCausalLM:
+    """A float32 Llama with random weights drawn from `seed`; sets the global torch generator. width: a multiple of 8."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,

@@ -153,7 +153,7 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
 
 
 def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
-    code, said = agent(lost_after_s=0.5).finish()
+    code, said = agent(lost_after_s=5.0).finish()
     assert code == 0 and "no order for" in said
 
 

@@ -18,6 +18,7 @@ from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
 
+NUM_STEPS = 60
 CHOSEN = {"data.curriculum.reward": "reasoning_gym", "data.curriculum.new_share": 0.2}
 
 
@@ -25,7 +26,7 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], small: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "quick"
-    settings = {**CHOSEN, "data.size": 12, "max_steps": 7, "queue.keep_rollouts": True, "queue.max_staleness": 2}
+    settings = {**CHOSEN, "data.size": 12, "max_steps": NUM_STEPS, "queue.keep_rollouts": True, "queue.max_staleness": 2}
     started = command(*small_arguments(**settings))
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(RunDir(run).read_metrics()) >= 2, "the second step")
     hub = started.child("hub")
@@ -38,10 +39,10 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
     config = finished.config()
     data = RunData(run, config.data)
     order = data.open_order()
-    assert order is not None and order.num_steps == 7
+    assert order is not None and order.num_steps == NUM_STEPS
     rows = data.epoch()
     made = {record["group"]: record["prompt"] for record in records(finished)}
-    assert sorted(made) == list(range(28))
+    assert sorted(made) == list(range(4 * NUM_STEPS))
     for group, prompt in made.items():
         place = data.prompt_of(config.seed, order, group)
         assert place == prompt_number(config.seed, order.place(group), 12)

@@ -17,7 +17,7 @@ ENVIRONMENT = """
 import asyncio, os
 from async_rlhf import Score, environment
 
-@environment(max_turns=4, timeout_s=2)
+@environment(max_turns=4, timeout_s=10)
 async def trouble(prompt, act):
     if act == "never yields": return
     text = yield prompt
@@ -41,7 +41,7 @@ FAILURES = {
     "raises": "ValueError: in turn 3",
     "yields a number": "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is",
     "yields 100 MB": "returned 100 MB, at most 1.049 MB are read (environment.max_observation_bytes)",
-    "hangs": "timed out after 2 s (timeout_s)",
+    "hangs": "timed out after 10 s (timeout_s)",
     "exits": "its worker process ended with exit code 7",
     "eats memory": "out of memory: limit 1024 MB (environment.worker_memory_mb)",
     "says nothing": "its observation is empty: the model has nothing to read",

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.run_dir import RunDir
 
-NUM_STEPS = 5
+NUM_STEPS = 6
 # Spells a word three times, and is scored for each; in the last turn of its group's episodes it ends who is named for that.
 ENVIRONMENT = '''
 import os, signal

@@ -13,7 +13,7 @@ from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import wait_for
 
-NUM_STEPS = 24
+NUM_STEPS = 150
 
 
 def test_the_learner_waits_for_room_and_the_run_is_whole(

@@ -44,12 +44,18 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "quick"
 
 
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def kill_behind_a_checkpoint(started: Command, run: Path) -> None:
     wait_for(lambda: max(saved(run), default=0) >= 6, "the checkpoint of step 6")
     learner, family = started.child("learner"), started.family()
 
     def caught() -> bool:
         learner.suspend()
+        # A thread that waits for the disk ends its call first: it may be the rename that makes a checkpoint.
+        wait_for(lambda: all(_is_stopped(thread) for thread in Path(f"/proc/{learner.pid}/task").iterdir()), "its threads")
         if steps(run) > saved(run)[-1]:
             return True
         learner.resume()

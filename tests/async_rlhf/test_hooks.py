@@ -22,7 +22,7 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.watching import HooksConfig
-from tests.conftest import has_ended, wait_for
+from tests.conftest import has_ended, kept_port, wait_for
 
 KEEP = ("/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/$ASYNC_RLHF_EVENT"')
 
@@ -83,10 +83,15 @@ def test_a_command_reads_the_event_and_a_webhook_is_posted_the_same(tmp_path: Pa
 
 
 def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
-    hanging = hooks(tmp_path, command=("/bin/sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"), timeout_s=0.5)
-    hanging.deliver(event())
-    assert complaint(hanging) == "the hook for 'best' failed (1 so far): the command was killed after 0.5 s (hooks.timeout_s)"
-    started = int((tmp_path / "pid").read_text())
+    for timeout_s in (0.5, 5.0, 50.0):  # until the shell has come to its second word
+        pid = tmp_path / f"pid-{timeout_s:g}"
+        hanging = hooks(tmp_path, command=("/bin/sh", "-c", f"sleep 600 & echo $! > {pid}; wait"), timeout_s=timeout_s)
+        hanging.deliver(event())
+        killed = f"the hook for 'best' failed (1 so far): the command was killed after {timeout_s:g} s (hooks.timeout_s)"
+        assert complaint(hanging) == killed
+        if pid.exists() and pid.read_text():
+            break
+    started = int(pid.read_text())
     wait_for(lambda: is_gone(started), "the end of what it started")
 
 
@@ -110,12 +115,13 @@ def test_a_webhook_that_refuses_hangs_or_is_not_there_is_named_without_its_addre
         refusing.deliver(event())
         assert complaint(refusing).endswith("the webhook answered 500")
     with webhook(threading.Event()) as (url, posted):
-        hanging = hooks(tmp_path, url=url, timeout_s=0.3)
+        hanging = hooks(tmp_path, url=url, timeout_s=5.0)
         hanging.deliver(event())
-        assert complaint(hanging).endswith("the webhook gave no answer within 0.3 s (hooks.timeout_s)") and posted
-    gone = hooks(tmp_path, url=url)
-    gone.deliver(event())
-    found = complaint(gone)
+        assert complaint(hanging).endswith("the webhook gave no answer within 5 s (hooks.timeout_s)") and posted
+    with kept_port() as port:
+        gone = hooks(tmp_path, url=f"http://127.0.0.1:{port}/token")
+        gone.deliver(event())
+        found = complaint(gone)
     assert "the webhook cannot be reached: ConnectError" in found and "127.0.0.1" not in found
 
 

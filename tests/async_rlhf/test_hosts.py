@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,12 @@ def on_hosts(small: Any, tmp_path: Path) -> Any:
 
 
 def agents() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "async_rlhf.launch" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a zombie, or gone since
+            if "async_rlhf.launch" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def assert_nothing_lost(run: RunDir, num_steps: int) -> None:
@@ -92,8 +98,14 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
             ranks.extend(each for each in other.children() if "learner_rank" in each.cmdline())
             lost.extend([victim, *victim.children(recursive=True)])
             victim.kill()
-        elif lost and not back and any("lost" in text for text in heard.events) and first._progressed:
-            back.append(all(map(has_ended, lost)) and ranks[0].is_running())
+        elif (
+            lost
+            and not back
+            and any("lost" in text for text in heard.events)
+            and first._progressed
+            and all(map(has_ended, lost))
+        ):
+            back.append(ranks[0].is_running())
             supervisor.drain()
 
     path = f"PATH = {clock_ahead(tmp_path / 'clock', AHEAD_S)!r}\n"

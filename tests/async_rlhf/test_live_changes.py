@@ -135,7 +135,7 @@ def test_the_command_shows_changes_and_refuses_with_the_code_of_a_wrong_setting(
     assert f"changed: {RATE} 0.001 -> 0.0005, waits for the next step" in status.lines(run, found)
 
 
-NUM_STEPS = 14
+NUM_STEPS = 80
 SETTINGS = {"max_steps": NUM_STEPS, "checkpoint.save_every": 4, "queue.max_staleness": 0, RATE: 1e-3}
 
 

@@ -54,7 +54,7 @@ def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
     """ZeRO-3 on two ranks: real processes, published weights verified by the actor. A rank is aborted, as nccl does it, where
     it waits for the other, which stands still and ends with it. The run then goes on for two steps with one rank and plain
     torch."""
-    num_steps = 8
+    num_steps = 60
     _, _, *overrides = small_arguments(**{"max_steps": num_steps, "checkpoint.save_every": 2})
     started = command("train", str(CONFIGS / "zero3.toml"), *overrides)
     directory = tmp_path / "runs" / "zero3"

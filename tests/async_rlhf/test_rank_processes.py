@@ -5,10 +5,12 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from async_rlhf.launch.exit_codes import HOST_LOST
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.network import LOOPBACK
 from async_rlhf.launch.program import Node, learner_node
@@ -102,3 +104,42 @@ def test_ranks_are_given_one_free_port_of_the_address(
     process.kill()
     (hub, meeting), (rank, same) = (log.read_text().split() for log in logs)
     assert (hub, rank) == ("ipc:///nowhere", "1") and meeting == same and meeting.startswith(f"{LOOPBACK}:")
+
+
+@pytest.mark.parametrize(("lost", "code", "words"), [(True, HOST_LOST, "rank 1: host 'b' is gone"), (False, 1, "broken pipe")])
+def test_the_end_of_rank_0_waits_for_the_news_that_a_host_is_lost_and_is_its_own_where_none_comes(
+    start: Callable[..., tuple[RankProcesses, Counting]], monkeypatch: pytest.MonkeyPatch, lost: bool, code: int, words: str
+) -> None:
+    class Far:
+        """A process on another host; what is known of its end."""
+
+        pid = 0
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def heard(self) -> bytes:
+            return b""
+
+        def last_words(self) -> str:
+            return "host 'b' is gone"
+
+        def kill(self) -> None: ...
+
+    now = [1000.0]
+    near, _ = start("echo 'fatal: broken pipe'; exit 1", STAY)
+    (own, _) = near._processes
+    far = Far()
+    process = RankProcesses(["", "b"], [own, far])
+    wait_for(lambda: own.poll() is not None, "the end of rank 0")
+    monkeypatch.setattr("async_rlhf.launch.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert process.poll() is None
+    now[0] += 1.9
+    assert process.poll() is None
+    if lost:
+        far.code = HOST_LOST
+    else:
+        now[0] += 0.2
+    assert (process.poll(), process.last_words()) == (code, words)
+    near.kill()

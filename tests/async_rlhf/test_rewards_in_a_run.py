@@ -18,6 +18,7 @@ from tests.conftest import QUICK, SMALL
 SCRIPT = """
 import json
 import sys
+import threading
 import time
 from async_rlhf import reward, train
 
@@ -35,12 +36,13 @@ async def slowly(completion: str) -> float:
     return 0.5
 
 seen = []
+first_call = threading.Lock()
 
 def of_this_process():
     @reward(weight=0.5, timeout_s=1.0)
     def closure(completion: str, answer: str) -> float:
         seen.append(completion)
-        if len(seen) == 1:
+        if first_call.acquire(blocking=False):
             time.sleep(4.0)
         return 0.25
 
@@ -76,7 +78,7 @@ def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
     assert "all good" in done.stdout, done.stdout + done.stderr
 

@@ -44,7 +44,7 @@ class Supervised:
             self.tracker.look()
             return self.run.tracked.exists() and json.loads(self.run.tracked.read_text())["step"] == step
 
-        wait_for(look, f"step {step} to be sent", 60)
+        wait_for(look, f"step {step} to be sent")
 
     def end(self) -> None:
         self.run.withdraw()
@@ -87,7 +87,7 @@ def test_a_tracker_that_always_fails_is_told_of_twice_and_stops_nothing(
     monkeypatch.setattr("async_rlhf.run.tracker._FIRST_PAUSE_S", 0.0)
     (run.run.path / "tensorboard").write_text("in the way")
     run.steps(1)
-    wait_for(lambda: not run.tracker.look(), "the tracker to be given up", 120)
+    wait_for(lambda: not run.tracker.look(), "the tracker to be given up")
     run.end()
     assert len(run.events) == 2 and "given up after 6 times" in run.events[1], run.events
 

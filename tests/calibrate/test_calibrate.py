@@ -95,19 +95,19 @@ def test_a_calibration_that_cannot_be_written_or_made_is_refused_before_anything
 
 
 def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callable[..., Any]) -> None:
-    config = small(max_steps=12, **{"queue.keep_rollouts": True, "engine.slots": 8, "checkpoint.save_every": 12})
+    config = small(max_steps=100, **{"queue.keep_rollouts": True, "engine.slots": 8, "checkpoint.save_every": 100})
     ended = RunDir.existing(run(config, quiet=True).run_dir)
     found = costs_of_run(ended)
     workload, costs = found.workload, found.costs
     assert (workload.groups_per_batch, workload.group_size, workload.slots, workload.max_staleness) == (4, 4, 8, 1)
-    assert len(workload.lengths) == len(workload.reward_s) == 12 * 16 and max(workload.lengths) <= 12
+    assert len(workload.lengths) == len(workload.reward_s) == 100 * 16 and max(workload.lengths) <= 12
     assert 0 < workload.prompt_tokens <= 96
     assert costs.decode_s(8, 60) > 0 and costs.copy_s > 0 and costs.adopt_s > 0
     assert found.observed.workload is workload and 0 <= found.learner_idle < 1
     simulated = simulate(workload, costs, steps=found.steps)
     assert 0.4 < simulated.samples_per_s / found.samples_per_s < 2.5
     said = CliRunner().invoke(app, ["plan", "--from-run", str(ended.path)])
-    assert said.exit_code == 0 and "12 steps of 16 completions by 1 actor(s), max_staleness 1" in said.output
+    assert said.exit_code == 0 and "100 steps of 16 completions by 1 actor(s), max_staleness 1" in said.output
     shutil.rmtree(ended.path / "queue")
     without = costs_of_run(ended)
     assert without.samples_per_s == found.samples_per_s and without.costs.training_s(4, 0, 100, 1) > 0

@@ -106,23 +106,23 @@ def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
 ) -> None:
     path, directory = sweep([0, 1]), tmp_path / "sweeps" / "tiny"
     first = RunDir(directory / "queue.max_staleness-0_seed-3")
-    started = command("sweep", str(path), "--set", "max_steps=40")
+    started = command("sweep", str(path), "--set", "max_steps=300")
     wait_for(first.read_metrics, "the first step")
     started.process.send_signal(signal.SIGINT)
     code, output = started.finish()
     assert code == 0, output
     assert (
-        f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --set max_steps=40" in output
+        f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --set max_steps=300" in output
     )
     steps_done = len(first.read_metrics())
-    assert 0 < steps_done < 40
+    assert 0 < steps_done < 300
     assert not list(directory.glob("results*")) and not list(directory.glob("*-1_seed-3"))
 
-    code, output = command("sweep", str(sweep([0], max_steps=40))).finish()
+    code, output = command("sweep", str(sweep([0], max_steps=300))).finish()
     assert code == 0, output
     assert "cell 1/1: queue.max_staleness = 0, seed = 3: resumed" in output
-    assert [record["step"] for record in first.read_metrics()] == list(range(1, 41))
-    assert [row["steps"] for row in table(directory)] == ["40"]
+    assert [record["step"] for record in first.read_metrics()] == list(range(1, 301))
+    assert [row["steps"] for row in table(directory)] == ["300"]
 
 
 def test_a_cell_with_other_settings_ends_the_command_before_anything_runs(

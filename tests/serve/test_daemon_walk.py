@@ -21,7 +21,7 @@ from tests.watch import browser
 
 PLACE = "/srv/rl"
 SUBMIT, SEE, FEED, AGAIN, END, BEST, FORK = blocks((REPOSITORY / "docs" / "daemon.md").read_text(), "## The walk")
-NUM_ROWS = 120
+NUM_ROWS = 200
 # All that a command of the test has and the document's has not.
 SIZES = " ".join(
     f"--set {size}"

@@ -19,9 +19,15 @@ SECTIONS = ["tiles", "ages", "idle", "ledger", "actors", "timeline", "completion
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with opened() as browser:
-        yield browser
+def screen() -> Iterator[Browser]:
+    with opened() as screen:
+        yield screen
+
+
+@pytest.fixture
+def browser(screen: Browser) -> Iterator[Browser]:
+    yield screen
+    screen.leave()
 
 
 @pytest.fixture(scope="module")
