@@ -1,0 +1,188 @@
+"""`python -m async_rlhf.experiments.staleness.replayed RUN_DIR... [--corrections FILE] [--jobs N] [--out DIR]`.
+
+Each correction learns from the very batches of a recorded run, the same tokens, log-probabilities and rewards in the same
+order, so that arms differ by the loss alone. The data do not react to what an arm has learned: where its policy goes elsewhere,
+its batches stay those of the recorded policy. What an arm has learned is what it scores on held-out prompts.
+
+A replay lies beside its run, as RUN-CORRECTION; one that is there and whole is not made again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.cli.app import errors, say
+from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections
+from async_rlhf.experiments.page import table
+from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, holm, paired
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.run.config import Config, differences
+from async_rlhf.run.run_dir import RunDir
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one correction learned from the batches of one recorded run.
+
+    held_out_reward, held_out_tokens: means over the held-out prompts, greedy. kl_behaviour (nats a token), ess (share of
+    tokens): means over the last quarter of the steps.
+    """
+
+    correction: str
+    seed: int
+    held_out_reward: float
+    held_out_tokens: float
+    kl_behaviour: float
+    ess: float
+
+
+@app.command()
+def main(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="Runs that have ended, with kept batches; they differ in their seed."),
+    ],
+    chosen: Annotated[
+        Path, typer.Option("--corrections", help="TOML file of losses, as corrections.toml of the counterfactual experiment.")
+    ] = SHIPPED,
+    jobs: Annotated[int, typer.Option(min=1, help="Replays at once.")] = 1,
+    out: Annotated[Path, typer.Option(help="Directory for results.csv and report.md, made.")] = Path("runs/replayed"),
+) -> None:
+    """What does each correction learn from the same batches?"""
+    with errors():
+        runs = [recorded(each) for each in run_dirs]
+        same_but_seed([config for _, config in runs])
+        work = [(run, config, name, loss) for run, config in runs for name, loss in corrections(chosen, config.loss).items()]
+        with ThreadPoolExecutor(jobs) as threads:
+            arms = [*threads.map(lambda each: arm(*each), work)]
+        out.mkdir(parents=True, exist_ok=True)
+        write_csv(arms, out / "results.csv")
+        (out / "report.md").write_text(report(arms))
+        typer.echo(str(out / "report.md"))
+
+
+def recorded(directory: Path) -> tuple[RunDir, Config]:
+    """A run that can be replayed. Raises ConfigError for one that lives or keeps no batches."""
+    run = RunDir.existing(directory)
+    config = run.config()
+    if run.is_alive():
+        raise ConfigError(f"{str(run.path)!r} still runs; wait for its end, or stop it")
+    if not config.queue.keep_rollouts:
+        raise ConfigError(f"{str(run.path)!r} kept no batches; a run with queue.keep_rollouts = true keeps them")
+    return run, config
+
+
+def same_but_seed(configs: Sequence[Config]) -> None:
+    """Raises ConfigError for runs that differ in more than seed and name, or have a seed twice."""
+    first, *others = configs
+    for other in others:
+        if found := [each for each in differences(first, other) if not each.startswith(("seed:", "name:"))]:
+            raise ConfigError(f"{first.name} and {other.name} differ in more than their seed: {'; '.join(found)}")
+    if len({config.seed for config in configs}) < len(configs):
+        raise ConfigError("two of the runs have the same seed, so they are the same sample; record one with another seed")
+
+
+def arm(run: RunDir, config: Config, name: str, loss: LossConfig) -> Arm:
+    """Replay the run with this loss, unless that is done, and evaluate what came out.
+
+    Raises AsyncRLHFError where a command of it fails, ConfigError for a replay that was cut short.
+    """
+    replay = RunDir(run.path.with_name(f"{run.path.name}-{name}"))
+    if not replay.exists:
+        _command("rollouts", "replay", str(run.path), "--name", replay.path.name, *_overrides(config.loss, loss))
+    metrics = replay.read_metrics()
+    if len(metrics) != len(run.read_metrics()):
+        raise ConfigError(f"{str(replay.path)!r} was cut short after step {len(metrics)}; remove it, and it is made again")
+    model, settings = replay.path / "checkpoints" / "latest" / "model", run.path / "config.toml"
+    held_out = json.loads(_command("evaluate", str(model), str(settings), "--json"))
+    last = metrics[-max(1, len(metrics) // 4) :]
+    kl, ess = (sum(record[key] for record in last) / len(last) for key in ("kl/behaviour", "is/ess"))
+    say(f"{replay.path.name}: held-out reward {held_out['mean_reward']:.3f}")
+    return Arm(name, config.seed, held_out["mean_reward"], held_out["mean_length"], kl, ess)
+
+
+def _overrides(own: LossConfig, loss: LossConfig) -> list[str]:
+    """Settings that make the run's loss this one."""
+    changed = {key: getattr(loss, key) for key in type(loss).model_fields if getattr(loss, key) != getattr(own, key)}
+    return [word for key, value in changed.items() for word in ("--set", f"loss.{key}={_written(value)}")]
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _command(*words: str) -> str:
+    """What a command of this project prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rlhf", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise AsyncRLHFError(f"`async-rlhf {' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def write_csv(arms: Sequence[Arm], path: Path) -> None:
+    """A line an arm, numbers to 6 digits."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[field.name for field in fields(Arm)], lineterminator="\n")
+        writer.writeheader()
+        for each in arms:
+            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(each).items()})
+
+
+def report(arms: Sequence[Arm]) -> str:
+    """Markdown: a row a correction, held-out reward beside that of the first correction with the same seed, p by Holm."""
+    by_name: dict[str, list[Arm]] = {}
+    for each in arms:
+        by_name.setdefault(each.correction, []).append(each)
+    first, *others = by_name
+    rewards = {name: [each.held_out_reward for each in found] for name, found in by_name.items()}
+    found = {name: paired(rewards[name], rewards[first]) for name in others}
+    p_values = [each.p for each in found.values() if each.p is not None]
+    by_holm: Mapping[str, float] = dict(zip(found, holm(p_values), strict=True)) if len(p_values) == len(found) else {}
+
+    def mean(name: str, of: Callable[[Arm], float]) -> str:
+        value = estimate(map(of, by_name[name]))
+        assert value is not None
+        return f"{value.mean:.3f}" if value.half_width is None else f"{value.mean:.3f} ± {value.half_width:.3f}"
+
+    rows = [("correction", "held-out reward", f"minus {first}", "p (Holm)", "tokens", "KL from behaviour", "ESS")]
+    for name in by_name:
+        gap = found.get(name)
+        rows.append(
+            (
+                name,
+                mean(name, lambda each: each.held_out_reward),
+                "" if gap is None else f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})",
+                f"{by_holm[name]:.3f}" if name in by_holm else "",
+                mean(name, lambda each: each.held_out_tokens),
+                mean(name, lambda each: each.kl_behaviour),
+                mean(name, lambda each: each.ess),
+            )
+        )
+    seeds = len(rewards[first])
+    few = "" if seeds >= MIN_SEEDS else f" With fewer than {MIN_SEEDS} the brackets hold the range of the seeds, no interval."
+    return (
+        f"# Corrections that learn from the same recorded batches\n\n{table(rows)}\n\n"
+        f"{seeds} recorded runs, one a seed; 95 % intervals over seeds, differences within a seed.{few} KL and ESS: means over "
+        "the last quarter of the steps.\n"
+    )
+
+
+if __name__ == "__main__":
+    app()
