@@ -121,7 +121,7 @@ class Command:
 
     def finish(self) -> tuple[int, str]:
         """Exit code and everything it printed."""
-        output, _ = self.process.communicate(timeout=400)
+        output, _ = self.process.communicate(timeout=900)
         return self.process.returncode, output
 
     def close(self) -> None:

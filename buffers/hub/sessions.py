@@ -22,7 +22,8 @@ from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
 _SILENT_BEATS = 3
-_MAX_LATE_S = 2.0  # a tick that comes later than this after the last proves that nothing was heard
+# A tick that comes later than this after the last, or than half a lease, proves that nothing was heard.
+_MAX_LATE_S = 2.0
 
 
 class ActorSessions:
@@ -90,7 +91,7 @@ class ActorSessions:
         """Time has passed: who is silent, late or stuck loses its groups."""
         late = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
-        if late > _MAX_LATE_S:
+        if late > min(_MAX_LATE_S, self._config.lease_s / 2):
             _log.warning("nothing was heard for %.1f s, for the hub stood still: all leases are longer by that", late)
             self._admission.fleet.forgive(late, now)
             self._peers.forgive(late, now)

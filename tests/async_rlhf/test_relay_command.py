@@ -49,7 +49,7 @@ def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: P
         running = pool.submit(hub.run)
         arguments = ["relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
         result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=240)
-        with control(address, connect=link.connector(tmp_path / "home")) as operator:
+        with control(address, timeout_s=60, connect=link.connector(tmp_path / "home")) as operator:
             operator.halt()
         running.result(60)
     assert result.returncode == 1, result

@@ -48,10 +48,10 @@ def test_a_rollout_walks_through_every_room(small: Any, socket_dir: Path, events
     try:
         roles.run_learner(run, config, address)
         actor.join(timeout=120)
-        with control(address) as asked:
+        with control(address, timeout_s=60) as asked:
             ledger = asked.status()["ledger"]
     finally:
-        with control(address) as asked:
+        with control(address, timeout_s=60) as asked:
             asked.halt()
         hub.join(timeout=120)
     assert not actor.is_alive() and not hub.is_alive()
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_what_the_model_said(small: Any, socket_dir: Path) -
     try:
         roles.run_learner(run, config, address)
     finally:
-        with control(address) as asked:
+        with control(address, timeout_s=60) as asked:
             asked.halt()
         for thread in threads:
             thread.join(timeout=120)

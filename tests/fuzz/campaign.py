@@ -33,6 +33,7 @@ from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, at_the_bounds, mutants
 
 _STRANGERS = 4
 _DEADLINE_S = 60.0
+_LAST = 1 << 40  # number of the question that a stranger ends with
 _GREETINGS = (b"", b"\x01\x00", b"\x01\x00\x05\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL")
 _BOUND = Bound(groups_per_batch=1, max_staleness=1, num_groups=1 << 40)
 
@@ -70,6 +71,7 @@ def run(num_frames: int, seed: int, progress: Callable[[int], None] = lambda sen
                         honest.check()
                         strangers.shout()
                         progress(sent)
+                strangers.finish()
                 after = hub.memory_info().rss
             with control(address, timeout_s=_DEADLINE_S) as operator:
                 status = operator.status()
@@ -118,6 +120,18 @@ class _Strangers:
             raw.shutdown(socket.SHUT_WR)
             while raw.recv(4096):
                 pass
+
+    def finish(self) -> None:
+        """Returns when the hub has taken in all: it answers a connection in order."""
+        for each in self._sockets:
+            deadline, answered = time.monotonic() + _DEADLINE_S, False
+            while not answered:
+                assert time.monotonic() < deadline, "the hub does not answer"
+                # Again: a connection that is cut loses what lay behind the cut.
+                each.send_multipart(wire.encode(wire.GetStatus(), request=_LAST))
+                while not answered and each.poll(2000):
+                    request, message, _ = wire.decode(each.recv_multipart(), max_frame_bytes=wire.MAX_FRAME_BYTES)
+                    answered = request == _LAST and isinstance(message, wire.Status)
 
     def send(self, frames: wire.Frames) -> int:
         """How many answers came meanwhile, each a message of ours."""

@@ -23,8 +23,8 @@ from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
-DEADLINE_S = 30.0
-QUICK_LEASE_S = 0.4
+DEADLINE_S = 120.0
+QUICK_LEASE_S = 3.0
 TELEMETRY = wire.Telemetry(tokens_total=3.0)
 
 

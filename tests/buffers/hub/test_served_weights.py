@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -98,10 +99,23 @@ def test_a_set_that_is_replaced_while_it_is_fetched_is_fetched_again(place: Call
     anna, first = Actor(hub, weights=WeightsConfig(transport="chunks")), learner_of(hub)
     with peers(anna, first):
         first.publish(0, tensors(0, size))
-        until(lambda: anna.client._weight_receiver._assembly is not None, anna)  # in the middle of it
+        receiver, asked = anna.client._weight_receiver, list[wire.FetchChunk]()
+        send = receiver._send
+
+        def hold(message: Any) -> int:
+            if isinstance(message, wire.FetchChunk) and message.index >= 4:
+                asked.append(message)
+                return 0
+            return send(message)
+
+        receiver._send = hold
+        until(lambda: asked, anna)  # in the middle of it
         second = learner_of(hub)
         with peers(second):
             second.publish(0, tensors(99, size))
+            receiver._send = send
+            for message in asked:
+                send(message)
             until(lambda: anna.fence == second.fence, anna)
             assert anna.tensors["w"] == bytes(tensors(99, size)["w"].data)
 

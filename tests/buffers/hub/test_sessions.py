@@ -60,14 +60,22 @@ def no_group_paid(hub: Place) -> bool:
 
 
 def test_of_two_living_actors_with_one_name_the_second_is_refused_and_the_first_goes_on(make: Callable[..., Place]) -> None:
-    hub = make(lease_s=LEASE_S, max_attempts=1)
-    first, learner = Actor(hub), learner_of(hub)
+    now = [0.0]
+    hub = make(lease_s=LEASE_S, max_attempts=1, wanted={"clock": lambda: now[0]})
+    first, learner = Actor(hub, beat_s=0.0), learner_of(hub)
+
+    def a_beat_later() -> bool:
+        """Time goes on when the first was heard: a second in all, far beyond what a name is kept for in silence."""
+        until(lambda: hub.status()["actors"]["anna"]["silent_s"] == 0.0, first)
+        now[0] += 0.1
+        return False
+
     with peers(first, learner):
         learner.publish(0, tensors(0))
         until(holds(first, 0), first)
         second = Actor(hub)
         with peers(second), pytest.raises(RefusedError, match="name-taken: an actor called 'anna' is in the run"):
-            until(lambda: False, first, second)
+            until(a_beat_later, second)
         first.put(*sorted(first.begun))
         until(delivered(first), first)
         assert taken(learner, 0) == [0, 1]
@@ -102,7 +110,7 @@ def test_an_actor_of_another_configuration_is_refused_by_name(make: Callable[...
 
 def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(make: Callable[..., Place]) -> None:
     now = [0.0]
-    hub = make(lease_s=LEASE_S, max_attempts=1, wanted={"clock": lambda: time.monotonic() + now[0]})
+    hub = make(max_attempts=1, wanted={"clock": lambda: time.monotonic() + now[0]})
     anna, learner = Actor(hub), learner_of(hub)
     with peers(anna, learner):
         learner.publish(0, tensors(0))
@@ -115,28 +123,38 @@ def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(make: Callable
 
 
 def test_beats_go_on_while_an_engine_loads_for_twice_the_lease_and_twice_the_patience(make: Callable[..., Place]) -> None:
-    hub = make(lease_s=LEASE_S, max_attempts=1)
-    anna, learner = Actor(hub, beat_s=0.1, timeout_s=LEASE_S), learner_of(hub)
+    lease_s = 5.0
+    hub = make(lease_s=lease_s, max_attempts=1)
+    learner = learner_of(hub)
+    learner.publish(0, tensors(0))
+    anna = Actor(hub, beat_s=0.1, timeout_s=lease_s)
     anna.client.keep_beating()
     with peers(anna, learner):
-        learner.publish(0, tensors(0))
         until(holds(anna, 0), anna)
         blocked = threading.Event()
-        blocked.wait(2 * LEASE_S + 2.0)  # the engine's thread, in `load_weights`
+        blocked.wait(2 * lease_s + 2.0)  # the engine's thread, in `load_weights`
         anna.put(*sorted(anna.begun))
         until(delivered(anna), anna)
         assert not anna.client.refused and hub.status()["ledger"]["failed"] == 0
 
 
 def test_a_group_without_progress_goes_to_another_although_its_actor_beats(make: Callable[..., Place]) -> None:
-    hub = make(progress_timeout_s=LEASE_S)
+    now = [0.0]
+    hub = make(progress_timeout_s=LEASE_S, wanted={"clock": lambda: now[0]})
+
+    def later() -> bool:
+        now[0] = min(now[0] + 0.2, 3.0)  # below a step that the hub forgives, and below a lease
+        return bool(hub.status()["ledger"]["failed"] == 4)
+
     stuck, learner = Actor(hub, "stuck", beat_s=0.1), learner_of(hub)
     stuck.client.keep_beating()
     with peers(stuck, learner):
         learner.publish(0, tensors(0))
         until(holds(stuck, 3), stuck)
         stuck.client.works_on(stuck.state)
-        until(lambda: hub.status()["ledger"]["failed"] == 4)
+        stuck.client.beat(stuck.state, wire.Telemetry(tokens_total=4.0))
+        until(lambda: hub.status()["actors"]["stuck"]["tokens_total"] == 4.0)  # so the hub knows that it works on them
+        until(later)  # then time stands still
         other = Actor(hub, "other")
         with peers(other):
             until(lambda: other.begun.keys() == {0, 1, 2, 3}, other)
@@ -150,8 +168,10 @@ def test_bytes_that_still_arrive_keep_a_lease(make: Callable[..., Place]) -> Non
     """A large group over a slow uplink, with the beats behind it."""
     with ExitStack() as stack:
         port = stack.enter_context(kept_port())
-        hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1)
         slow = SlowUplink(port)
+        # The hub's time is what the uplink has passed on, so that a thread that stands still ends no lease.
+        clock = {"clock": lambda: slow.passed / 400_000}
+        hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1, wanted=clock)
         anna, learner = Actor(hub), learner_of(hub)
         far = Actor(hub, "far", address=f"tcp://127.0.0.1:{slow.port}")
         stack.enter_context(peers(anna, learner, far))
@@ -169,7 +189,7 @@ class SlowUplink:
     """A proxy before the hub that passes on what the peer sends at `bytes_per_s`, and what the hub sends at once."""
 
     def __init__(self, hub_port: int) -> None:
-        self._hub_port, self.bytes_per_s = hub_port, 1 << 30
+        self._hub_port, self.bytes_per_s, self.passed = hub_port, 1 << 30, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -194,6 +214,7 @@ class SlowUplink:
                 if slowly:
                     time.sleep(len(data) / self.bytes_per_s)  # what a slow link is
                 sink.sendall(data)
+                self.passed += len(data) if slowly else 0
         except OSError:
             pass
         finally:

@@ -44,7 +44,7 @@ class Served:
         self.thread = threading.Thread(target=self.hub.run)
         self.thread.start()
         # One connection for all questions, so that none of them is counted as an end.
-        self.asked = self._closing.enter_context(control(self.address, 20.0, self.connect))
+        self.asked = self._closing.enter_context(control(self.address, 60.0, self.connect))
 
     def counters(self) -> dict[str, int]:
         status = self.asked.status()
@@ -158,7 +158,7 @@ def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
         reread("2 are let in")
         served.saw_an_end(before)
         (key_directory / "allowed" / "broken.public").unlink()
-        with pytest.raises(RefusedError, match="allowed as actor"), control(served.address, 20.0, third) as asked:
+        with pytest.raises(RefusedError, match="allowed as actor"), control(served.address, 60.0, third) as asked:
             asked.status()
 
 

@@ -64,7 +64,7 @@ class Fleet:
         self._begin()
 
     def _end(self) -> None:
-        with control(self.address, connect=self._connect) as operator:
+        with control(self.address, timeout_s=DEADLINE_S, connect=self._connect) as operator:
             operator.halt()
         self._running.result(DEADLINE_S)
 
@@ -73,7 +73,7 @@ class Fleet:
         self.learner.publish(0, tensors(content))
 
     def status(self) -> dict[str, Any]:
-        with control(self.address, connect=self._connect) as operator:
+        with control(self.address, timeout_s=DEADLINE_S, connect=self._connect) as operator:
             return dict(operator.status())
 
     def close(self) -> None:

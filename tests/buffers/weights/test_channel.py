@@ -156,7 +156,7 @@ def test_an_actor_that_cannot_map_what_it_is_offered_fetches_chunks_or_says_why(
 
 
 def test_an_actor_that_does_not_adopt_in_its_time_is_dropped_and_comes_back(fleet: Callable[..., Fleet]) -> None:
-    place = fleet(WeightsConfig(transport="chunks", adopt_timeout_s=0.3))
+    place = fleet(WeightsConfig(transport="chunks", adopt_timeout_s=5.0))
     anna, stubborn = Actor(place, "anna"), Actor(place, "stubborn")
     with actors(anna, stubborn):
         place.publish(0)

@@ -153,7 +153,10 @@ def test_credits_and_puts_go_through_a_relay_and_a_hub_that_is_begun_again(stati
 
 def test_only_what_actors_say_is_let_through(station: Callable[..., Station]) -> None:
     place = station()
-    with control(place.address) as stranger, pytest.raises(RefusedError, match="a relay lets no 'halt' through"):
+    with (
+        control(place.address, timeout_s=DEADLINE_S) as stranger,
+        pytest.raises(RefusedError, match="a relay lets no 'halt' through"),
+    ):
         stranger.halt()
     rude = Connection(SocketLink(place.address, "rude"))
     answers: list[wire.Message] = []
