@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -15,9 +16,11 @@ from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
 from async_rlhf.actors.scoring.executor import START_LIMIT_S
 from async_rlhf.actors.scoring.processes import WorkerContext, ended
 
+logger = logging.getLogger(__name__)
+
 # How often to look at a process that has episodes.
 LOOK_S = 0.25
-# A process whose pipe has closed ends, but may be kept from the processor meanwhile.
+# A process that has been killed, or whose pipe has closed, ends, but may be kept from the processor meanwhile.
 _END_S = 10.0
 # Beside an observation, what a message holds; tracebacks and failures are cut off far below it.
 _OVERHEAD_BYTES = 1 << 20
@@ -94,5 +97,7 @@ class EpisodeProcess:
     def end(self) -> None:
         """Kill it, and all it started."""
         self.process.kill()
-        self.process.join(GRACE_S)
+        self.process.join(_END_S)
+        if self.process.is_alive():
+            logger.warning("process %s of episodes was killed and still runs after %g s", self.process.pid, _END_S)
         self.connection.close()

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # A healthy loop cancels a call at its time-out; this long after it, the call itself must refuse to end.
 GRACE_S = 2.0
+# A process that has been killed, or whose pipe has closed, ends, but may be kept from the processor meanwhile.
+_END_S = 10.0
 # One step of a coroutine that takes longer delays every other call, and is logged once for each reward.
 LONG_TURN_S = 1.0
 # While calls are in flight, how often to check whether one of them blocks the loop.
@@ -74,12 +76,13 @@ class EventLoopExecutor:
             raise RewardError(self._broken or "the thread of asynchronous rewards has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
+        by = time.monotonic() + deadline_s
         self._closing = True
         self._waker.ring()
         self._thread.join(deadline_s)
         self._kill()
         atexit.unregister(self._kill)
-        if self._thread.is_alive():
+        if self._thread.is_alive() or (self._child is not None and not self._child.has_ended(by - time.monotonic())):
             raise DeadlineError(f"the process of asynchronous rewards did not end within {deadline_s:g} s")
         self._waker.close()
 
@@ -227,10 +230,15 @@ class _Child:
 
     def ended(self) -> str:
         """Why the process ended."""
-        self.process.join(GRACE_S)
+        self.process.join(_END_S)
         return ended(self.process.exitcode, self._memory_mb)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        self.process.join(max(0.0, timeout_s))
+        return not self.process.is_alive()
 
     def end(self) -> None:
         self.process.kill()
-        self.process.join(GRACE_S)
+        if not self.has_ended(_END_S):
+            logger.warning("process %s of asynchronous rewards was killed and still runs after %g s", self.process.pid, _END_S)
         self.connection.close()

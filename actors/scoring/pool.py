@@ -235,7 +235,7 @@ class ScoringPool(Generic[Key]):
             del self._tasks[task_id]
         self._dispatcher.discard(dropped)
 
-    def close(self, deadline_s: float = 5.0) -> None:
+    def close(self, deadline_s: float = 10.0) -> None:
         """Kill all processes; what is pending is never scored. Raises DeadlineError if one is left after `deadline_s`."""
         self._dispatcher.close(deadline_s)
 

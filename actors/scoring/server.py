@@ -162,7 +162,7 @@ class ScoringServer:
                     reported = now
                     self._socket.report()
         finally:
-            self._dispatcher.close(5.0)
+            self._dispatcher.close(10.0)
             self._socket.close()
 
     def stop(self) -> None:

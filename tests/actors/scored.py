@@ -1,4 +1,4 @@
-"""Waiting for a scoring pool."""
+"""Waiting for a scoring pool, and for what it started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import time
 from collections.abc import Hashable
 from typing import TypeVar
 
+import psutil
+
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
+from tests.conftest import has_ended
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def wait_scored(
-    pool: ScoringPool[Key], answered: threading.Event, *, pending: int = 0, limit_s: float = 60.0
+    pool: ScoringPool[Key], answered: threading.Event, *, pending: int = 0, limit_s: float = 300.0
 ) -> dict[Key, Scored[Key]]:
     """What is scored when all but `pending` completions are, or after `limit_s`. answered: what the pool wakes."""
     found: dict[Key, Scored[Key]] = {}
@@ -24,3 +27,11 @@ def wait_scored(
         answered.clear()
         found |= {done.key: done for done in pool.poll()}
     return found
+
+
+def gone(pid: int) -> bool:
+    """Whether this process has ended, reaped or not."""
+    try:
+        return has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True

@@ -83,12 +83,12 @@ def test_an_actor_whose_engine_computes_with_other_weights_refuses_to_generate(
             WeightsError, match=r"engine and learner differ by .* nats on the same probe.*Nothing was generated"
         ):
             roles.run_actor(run, config, address, "actor-0")
-        with control(address) as asked:
+        with control(address, timeout_s=60.0) as asked:
             status = asked.status()
             assert status["ledger"]["credited"] == 0
             asked.drain()
     finally:
-        threads[1].join(timeout=30)
-        with control(address) as asked:
+        threads[1].join(timeout=300)
+        with control(address, timeout_s=60.0) as asked:
             asked.halt()
-        threads[0].join(timeout=30)
+        threads[0].join(timeout=300)

@@ -91,5 +91,5 @@ def test_a_task_that_draws_gets_what_it_draws_with_and_others_do_not_pay_for_it(
         "assert 'Game of Life' in create_dataset('game_of_life', size=1, seed=1)[0]['question']\n"
         "assert 'cellpylib' in sys.modules"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "")

@@ -93,7 +93,7 @@ class Reading:
         self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), ScoringConfig(), self._waker.set)
 
     def until(self, done: Any) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not done() and time.monotonic() < deadline:
             self._waker.wait(0.02)
             self._waker.clear()
@@ -124,7 +124,7 @@ def test_a_reward_is_shown_what_grows_and_scores_the_whole_by_the_same_name(tmp_
         reading.show("d", "abcd")
         last = reading.score("d", "abcde")
     finally:
-        reading.pool.close()
+        reading.pool.close(60.0)
     assert done.scores["reader"].value == 10 and done.scores["reader"].metrics["read"] == 8
     assert done.ahead_s["reader"] >= 0 and done.ahead_s.keys() == {"reader"} and done.scores["plain"].value == 1
     assert never_shown.scores["reader"].metrics["read"] == 0 and never_shown.ahead_s == {}
@@ -138,7 +138,7 @@ def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(tmp_path:
         reading.show("a", "abcd")
         done = reading.score("a", "abcdef")
     finally:
-        reading.pool.close()
+        reading.pool.close(60.0)
     assert done.scores["reader"].value == 6 and done.scores["reader"].metrics["read"] == 0
     assert reading.pool.counters["reader"].not_read == 1
 

@@ -75,7 +75,7 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
         for cut in cuts:
             for key, rollout in enumerate(group.rollouts):
                 pool.show(key, _fields(group, rollout, cut))
-            until = time.monotonic() + 60
+            until = time.monotonic() + 300
             while time.monotonic() < until and pool.counters["reference"].shown < len(group.rollouts):
                 pool.poll()
                 answered.wait(0.01)
@@ -85,7 +85,7 @@ def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) 
             pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": packed})
         found = wait_scored(pool, answered)
     finally:
-        pool.close()
+        pool.close(60.0)
     return [found[key] for key in range(len(group.rollouts))]
 
 

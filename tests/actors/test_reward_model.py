@@ -64,7 +64,7 @@ def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) ->
             pool.submit(key, {"prompt": "Spell: ", "completion": text, "answer": "a"})
         found = wait_scored(pool, answered)
     finally:
-        pool.close()
+        pool.close(60.0)
     wanted = RewardModel(judge).score(["Spell: "] * 5, TEXTS, 64)
     assert [found[key].scores["reward_model"].value for key in range(5)] == pytest.approx(wanted, abs=1e-5)
     # Those of one batch were in one call.

@@ -57,11 +57,11 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ScoringServer]]:
     yield start
     for server, thread in running:
         server.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s: float = 20.0, retries: int = 3) -> list[Score]:
+def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s: float = 60.0, retries: int = 3) -> list[Score]:
     options: dict[str, Any] = {"address": address, **({"keys": str(key_dir)} if key_dir else {})}
     settings = {"timeout_s": timeout_s, "retries": retries}
     specs = resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})
@@ -73,7 +73,7 @@ def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s:
         found = wait_scored(pool, answered)
         return [found[key].scores["remote"] for key in range(len(completions))]
     finally:
-        pool.close()
+        pool.close(60.0)
 
 
 def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., ScoringServer]) -> None:
@@ -120,9 +120,9 @@ def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., ScoringS
     server = serve()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)
         socket.connect(server.address)
-        request = ScoreRequest(id=7, members=[{"completion": "1"}], timeout_s=20.0)
+        request = ScoreRequest(id=7, members=[{"completion": "1"}], timeout_s=60.0)
         for rubbish in (b"", b"\xc1", b"\x80", pack(request, REWARD_CHANNEL)[:-1]):
             socket.send(rubbish)
             socket.send_multipart([b"", rubbish])

@@ -167,7 +167,7 @@ def test_what_another_process_cannot_import_is_refused_with_the_reason() -> None
 def run(*command: str) -> str:
     root = str(REPOSITORY)
     environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment)
     return done.stdout + done.stderr
 
 

@@ -101,12 +101,12 @@ class Machine:
 
     def leave(self, pool: ScoringPool[str]) -> None:
         self._pools.remove(pool)
-        pool.close()
+        pool.close(60.0)
 
     def until(self, done: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not done():
-            assert time.monotonic() < deadline, f"waited 60 s for {what}"
+            assert time.monotonic() < deadline, f"waited 300 s for {what}"
             self._waker.wait(0.02)
             self._waker.clear()
 
@@ -133,7 +133,7 @@ class Machine:
 
     def close(self) -> None:
         for pool in self._pools:
-            pool.close()
+            pool.close(60.0)
         self.stop()
 
 

@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
-from tests.conftest import has_ended, wait_for
+from tests.actors.scored import gone
+from tests.conftest import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")]
 
 ACTOR = """
 import json, os, subprocess, sys, threading, time
@@ -61,6 +62,7 @@ async def hoard_async(completion):
     return hoard(completion)
 
 def aborts(completion):
+    time.sleep(0.5)  # pebble's pool must have read that the call began before it sees the death of its process
     os.abort()
 
 def shout(completion):
@@ -82,7 +84,7 @@ def main(name, settings, completions):
         score = scored[0].scores[name]
         print("\\nscored", json.dumps([score.value, score.failure]), flush=True)
     sys.stdin.readline()
-    pool.close()
+    pool.close(60.0)
     print("closed", flush=True)
     sys.stdin.readline()
 
@@ -117,7 +119,7 @@ def actor(tmp_path: Path) -> Iterator[Start]:
     yield start
     for each in started:
         each.kill()
-        each.communicate(timeout=30)
+        each.communicate(timeout=300)
 
 
 def say(actor: subprocess.Popen[str]) -> None:
@@ -140,13 +142,6 @@ def score(actor: subprocess.Popen[str]) -> tuple[float | None, str]:
     return value, failure or ""
 
 
-def gone(pid: int) -> bool:
-    try:
-        return has_ended(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True
-
-
 def read(of_process: Callable[[], list[Any]]) -> list[Any]:
     """Nothing of a process that has just ended, as those between a reward and its daemon do."""
     try:
@@ -156,10 +151,10 @@ def read(of_process: Callable[[], list[Any]]) -> list[Any]:
 
 
 def test_a_program_that_left_its_session_and_its_parent_ends_with_the_call_that_is_killed(actor: Start, tmp_path: Path) -> None:
-    running = actor("escape_and_hang", [str(tmp_path / "pid")], timeout_s=5.0)
+    running = actor("escape_and_hang", [str(tmp_path / "pid")], timeout_s=15.0)
     assert "timed out" in score(running)[1]
     pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: gone(pid), "the end of what the call started", 30.0)
+    wait_for(lambda: gone(pid), "the end of what the call started")
 
 
 @pytest.mark.parametrize("end", ["close", "kill the actor", "kill its group", "kill the guard"])
@@ -183,10 +178,9 @@ def test_nothing_that_a_reward_started_outlives_its_worker(actor: Start, tmp_pat
         # Its worker ends with it. What had escaped is then the init process's: this is as far as it goes.
         workers = [process for process in guards[0].children() if process.pid != pid]
         guards[0].kill()
-        psutil.wait_procs(workers, timeout=30)
-        assert all(gone(worker.pid) for worker in workers)
+        wait_for(lambda: all(gone(worker.pid) for worker in workers), "the end of its worker")
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: gone(pid), "the end of what the reward started", 30.0)
+    wait_for(lambda: gone(pid), "the end of what the reward started")
 
 
 @pytest.mark.parametrize("reward", ["hoard", "escape_async"])
@@ -197,7 +191,7 @@ def test_a_group_that_is_killed_leaves_no_name_behind(actor: Start, tmp_path: Pa
     shared = [mapped.path for process in family for mapped in read(process.memory_maps) if mapped.path.startswith("/dev/shm")]
     assert shared == []
     os.killpg(running.pid, signal.SIGKILL)
-    wait_for(lambda: all(gone(process.pid) for process in family), "the end of them all", 30.0)
+    wait_for(lambda: all(gone(process.pid) for process in family), "the end of them all")
     assert list((tmp_path / "t").iterdir()) == []
 
 
@@ -228,14 +222,14 @@ def test_what_a_reward_prints_reaches_the_log_and_no_more_of_it_than_is_allowed(
     heard(running, "closed")
     errors = (tmp_path / "stderr").read_text(errors="replace")
     assert "the rest of this minute's output is dropped" in errors
-    (dropped,) = re.findall(r"(\d+) bytes of its output were dropped", errors)
-    assert errors.count("\0") < OUTPUT_BYTES
-    assert int(dropped) > 50_000_000
+    dropped = re.findall(r"(\d+) bytes of its output were dropped", errors)  # of each minute
+    assert errors.count("\0") < OUTPUT_BYTES * len(dropped)
+    assert sum(map(int, dropped)) > 50_000_000
 
 
 def test_a_reward_never_waits_for_a_log_that_is_not_read(actor: Start, tmp_path: Path) -> None:
     running = actor("shout", ["50000000", "50000000"], timeout_s=60.0)
     # Its standard output is a pipe that is read only after all of it was written.
     errors = tmp_path / "stderr"
-    wait_for(lambda: "is dropped" in errors.read_text(errors="replace"), "the limit", 60.0)
+    wait_for(lambda: "is dropped" in errors.read_text(errors="replace"), "the limit")
     assert [score(running) for _ in range(2)] == [(1.0, "")] * 2

@@ -15,7 +15,7 @@ import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from tests.actors.vllm_model import SHIPPED
-from tests.conftest import wait_for
+from tests.conftest import has_ended, wait_for
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -38,9 +38,8 @@ def test_an_actor_that_is_killed_while_vllm_starts_leaves_no_process(tmp_path: P
         core, worker = wait_for(lambda: core_and_worker(actor.pid), "vLLM's worker process")
     finally:
         actor.kill()
-        actor.wait(timeout=30)
-    _, alive = psutil.wait_procs([core, worker], timeout=60)
-    assert not alive
+        actor.wait(timeout=300)
+    wait_for(lambda: all(map(has_ended, (core, worker))), "the end of vLLM's processes")
 
 
 def core_and_worker(pid: int) -> tuple[psutil.Process, psutil.Process] | None:
@@ -77,8 +76,7 @@ def test_a_run_trains_with_vllm_and_leaves_no_process(
     assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5]
     assert all(record["staleness/violations"] == 0 for record in metrics)
     assert "ended with code" not in output, output
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    wait_for(lambda: all(map(has_ended, family)), "the end of the run's processes")
 
 
 def with_worker(family: list[psutil.Process]) -> list[psutil.Process] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
 from tests.actors.vllm_model import make_model, save_model
+from tests.conftest import wait_for
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
@@ -93,7 +93,7 @@ def worker(
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
-        pool.close()
+        pool.close(60.0)
 
 
 class SilentPool:
@@ -234,11 +234,15 @@ def test_how_completions_were_sampled_is_in_the_record() -> None:
 
 
 READER = """
+from pathlib import Path
 from async_rlhf.actors.rewards import Score, Stream, reward
 
 seen = {}
 
-def prefetch(completions, stream_ids): seen.update(zip(stream_ids, completions))
+def prefetch(completions, stream_ids):
+    seen.update(zip(stream_ids, completions))
+    for stream in stream_ids: Path(__file__).with_name(f"read {stream}").touch()
+
 def forget(stream_ids): [seen.pop(stream, None) for stream in stream_ids]
 
 @reward(stream=Stream(prefetch, forget), stream_tokens=4, workers=1, batch_size=4, batch_wait_s=0.0)
@@ -253,13 +257,20 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
     pool = ScoringPool[RolloutKey](resolve(["reader.py:reader"], tmp_path), ScoringConfig())
     # The judge's process has started before anything is written that it could prefetch.
     pool.submit(RolloutKey(99, 0, 0), {"completion": "x", "prompt": "ab", "finish_reason": "stop"})
-    deadline = time.monotonic() + 60
-    while not pool.poll():
-        assert time.monotonic() < deadline, "the judge did not start within 60 s"
+    wait_for(pool.poll, "the judge to start")
+
+    class Patient(ScriptedHub):
+        """Lets the actor go on when the judge has read something of each unfinished completion of the second group that it was
+        offered: it may get no time while the engine writes."""
+
+        def poll(self, state: ActorState, telemetry: Telemetry, timeout_s: float = 0.0) -> None:
+            super().poll(state, telemetry, timeout_s)
+            for key, stream in pool._streams.items():
+                if key.group == 1:
+                    wait_for((tmp_path / f"read {stream}").exists, "the judge to read")
+
     # The second attempt drops what was begun: what was read of that is let go.
-    hub = ScriptedHub(
-        [[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6
-    )
+    hub = Patient([[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6)
     engine = load_engine(str(MODEL), EngineConfig(slots=4), version=0)
     with worker(
         hub, engine, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=Sampling(temperature=3.0)

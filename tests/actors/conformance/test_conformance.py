@@ -178,7 +178,7 @@ def test_members_that_share_their_prompt_are_as_if_they_did_not(exact_subject: S
 @pytest.mark.parametrize("mode", ["keep", "interrupt"])
 def test_an_update_in_mid_sequence_is_written_into_the_spans(subject: Subject, mode: Any) -> None:
     engine = subject.start(mode)
-    asked = requests(16, num_new=80)
+    asked = requests(subject.many(16, 160), num_new=80)
     engine.submit(asked)
     before = subject.begin(engine)
     engine.load_weights(1, subject.weights(SECOND))
@@ -207,7 +207,7 @@ def test_an_update_in_mid_sequence_is_written_into_the_spans(subject: Subject, m
 
 def test_with_finish_running_sequences_end_with_the_weights_they_began_with(subject: Subject) -> None:
     engine = subject.start("finish")
-    asked = requests(48, num_new=60)  # more than there are slots
+    asked = requests(subject.many(48, 320), num_new=60)  # more than there are slots
     engine.submit(asked)
     before = subject.begin(engine)
     engine.load_weights(1, subject.weights(SECOND))

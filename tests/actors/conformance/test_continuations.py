@@ -122,7 +122,7 @@ def test_weights_that_change_between_turns_are_in_the_spans(subject: Subject, mo
 @pytest.mark.parametrize("mode", ["keep", "interrupt", "finish"])
 def test_weights_that_change_within_a_turn_let_held_rows_go_on(subject: Subject, mode: OnUpdate) -> None:
     engine = subject.start(mode)
-    held, running = first_turns(4), first_turns(8, num_new=60)[4:]
+    held, running = first_turns(4), first_turns(subject.many(8, 84), num_new=60)[4:]
     engine.submit(held)
     done = run(engine)
     asked = [continued(request, done[request.key], 0) for request in held]
@@ -181,7 +181,7 @@ def test_partials_of_a_continuation_are_of_its_own_turn(exact_subject: Subject) 
     engine = exact_subject.start("keep")
     (asked,) = first_turns(1)
     engine.submit([asked])
-    again = replace(continued(asked, run(engine)[asked.key], 0), max_new_tokens=40, partial_every=4)
+    again = replace(continued(asked, run(engine)[asked.key], 0), max_new_tokens=80, partial_every=4)
     engine.submit([again])
     told: list[list[int]] = []
     done: list[Completion] = []

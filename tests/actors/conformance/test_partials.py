@@ -11,8 +11,9 @@ EVERY = 5
 
 
 def asked(count: int) -> list[Request]:
+    """So long that an engine in other processes still writes when this one comes back from being kept from the processor."""
     return [
-        Request(RolloutKey(n, 0, 0), (10, 11, 12), 24 + n, Sampling(), 31 * n + 20, partial_every=EVERY) for n in range(count)
+        Request(RolloutKey(n, 0, 0), (10, 11, 12), 110 + n, Sampling(), 31 * n + 20, partial_every=EVERY) for n in range(count)
     ]
 
 

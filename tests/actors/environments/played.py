@@ -36,8 +36,9 @@ class Bench:
         self.pool.begin(key, self.fields[key])
 
     def until(self, done: Callable[[], bool], model: Callable[[Any, int], str | None] = lambda key, turn: None) -> None:
-        """Play until it is done. model: what is written in a turn (from 1) of a key; None: nothing. Fails after a minute."""
-        by = time.monotonic() + 60.0
+        """Play until it is done. model: what is written in a turn (from 1) of a key; None: nothing. Fails after five
+        minutes."""
+        by = time.monotonic() + 300.0
         while not done():
             assert time.monotonic() < by, self.events
             self.woken.wait(0.1)

@@ -103,14 +103,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def either(source: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(source, request.param)
     yield bench
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 @pytest.fixture(scope="module")
 def bench(source: Path) -> Iterator[Bench]:
     bench = Bench(source, "asynchronous")
     yield bench
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 def end_of(events: list[Any]) -> Ended[Any]:
@@ -209,7 +209,7 @@ def test_a_generator_that_yields_while_it_is_closed_has_failed_its_cleanup(sourc
     bench.until(bench.heard(2), lambda key, turn: "x" if turn == 1 else None)
     bench.pool.discard(["a"])
     bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> 
     ]:
         bench = Bench(source, name)
         assert end_of(bench.play()).score == Score(failure=reason)
-        bench.pool.close()
+        bench.pool.close(60.0)
 
 
 def test_what_raises_in_a_later_turn_fails_the_whole_episode(source: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_raises_in_a_later_turn_fails_the_whole_episode(source: Path) -> No
     *read, end = bench.play("a", "b", "c")
     assert read == ["0", "1", "2"] and end.score == Score(failure="ValueError: no more")
     assert bench.pool.counters.turns == 3 and bench.pool.counters.failed == {"raised": 1}
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> None:
@@ -239,7 +239,7 @@ def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> Non
     bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
     observed = [event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)]
     assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> None:
@@ -265,7 +265,7 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
     assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
     workers = bench.pool._workers
     wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
-    bench.pool.close()
+    bench.pool.close(60.0)
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
@@ -289,7 +289,7 @@ def test_closing_the_pool_lets_generators_clean_up(source: Path, tmp_path: Path)
     bench = Bench(source, "asynchronous")
     bench.begin("a", path=str(tmp_path / "log"))
     bench.until(bench.heard(1))
-    bench.pool.close()
+    bench.pool.close(60.0)
     assert (tmp_path / "log").read_text() == "closed"
 
 

@@ -20,7 +20,7 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.link import new_pair
 from tests.actors.environments.played import COLUMNS, Bench
-from tests.conftest import wait_for
+from tests.conftest import kept_port, wait_for
 
 ENVIRONMENTS = """
 import os
@@ -61,7 +61,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     yield start
     for server, thread in running:
         server.stop()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -76,7 +76,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[[EnvironmentServer], Bench]]:
 
     yield make
     for each in benches:
-        each.pool.close()
+        each.pool.close(60.0)
 
 
 class Peer:
@@ -99,7 +99,7 @@ class Peer:
             self._socket.send(message if isinstance(message, bytes) else pack(message))
 
     def hear(self) -> Message:
-        assert self._socket.poll(20_000), "nothing was answered"
+        assert self._socket.poll(60_000), "nothing was answered"
         return unpack(self._socket.recv())
 
 
@@ -119,7 +119,7 @@ def test_a_served_environment_is_as_it_would_be_at_home(serve: Serve, bench: Cal
                 [each.score for each in home.events[len(home.events) - 1][:-1]],
             )
     finally:
-        home.pool.close()
+        home.pool.close(60.0)
 
 
 def test_what_a_run_must_know_of_it_is_asked_of_the_server(serve: Serve, tmp_path: Path) -> None:
@@ -159,18 +159,19 @@ def test_a_turn_that_is_asked_for_twice_is_played_once(serve: Serve) -> None:
 
 
 def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(serve: Serve, bench: Callable[..., Bench]) -> None:
-    server = serve()
-    played = bench(server)
-    played.begin("one", path="")
-    played.until(played.heard(1))
-    for times in (1, 2):
-        server.stop()
-        wait_for(partial(_is_free, server.address), "the address is free")
-        server = serve(server.address)
-        played.pool.reply("one", "a")
-        played.until(played.heard(2 * times))
-        if times == 1:
-            played.until(played.heard(3))
+    with kept_port() as port:
+        server = serve(f"tcp://127.0.0.1:{port}")
+        played = bench(server)
+        played.begin("one", path="")
+        played.until(played.heard(1))
+        for times in (1, 2):
+            server.stop()
+            wait_for(partial(_is_free, server.address), "the address is free")
+            server = serve(server.address)
+            played.pool.reply("one", "a")
+            played.until(played.heard(2 * times))
+            if times == 1:
+                played.until(played.heard(3))
     kinds = [type(event) for event in played.events["one"]]
     assert kinds == [Observation, Lost, Observation, Ended] and "began anew" in played.failure("one")
 
@@ -236,7 +237,7 @@ def test_with_keys_only_those_on_the_list_are_answered(serve: Serve, tmp_path: P
     try:
         assert friend.play("stop")[-1].score == Score(1.0, metrics={"right": 4.0})
     finally:
-        friend.pool.close()
+        friend.pool.close(60.0)
     monkeypatch.setattr(remote, "_DESCRIBE_S", 0.5)
     for options in ({}, with_keys["stranger"]):
         with pytest.raises(ConfigError, match="no environment answers"):

@@ -120,4 +120,4 @@ def test_a_text_alone_names_the_function_and_given_settings_override_the_decorat
 
 def test_the_room_of_environments_imports_no_torch() -> None:
     code = "import sys, async_rlhf.actors.environments.pool; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -251,7 +251,7 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
             assert read[1]["content"] == "environment 1"
             assert isinstance(end, Ended) and end.score is not None and end.score.value == 1.0
     finally:
-        bench.pool.close()
+        bench.pool.close(60.0)
 
 
 def test_the_template_gets_the_tools_and_one_that_leaves_them_out_is_refused(folder: Path) -> None:
