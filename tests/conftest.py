@@ -128,7 +128,7 @@ class Command:
         """End it if it still runs."""
         if self.process.poll() is None:
             self.process.kill()  # its children end with it
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=300)
 
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""

@@ -167,12 +167,12 @@ def test_code_that_a_model_brings_is_refused_wherever_a_model_is_loaded(path: Pa
 )
 def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=300).returncode == 0
 
 
 def test_help_answers_at_once_because_it_imports_no_library_but_that_of_the_command_line() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "async_rlhf", "--help"]
-    shown = subprocess.run(command, cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
+    shown = subprocess.run(command, cwd=REPOSITORY, timeout=300, capture_output=True, text=True)
     assert shown.returncode == 0 and "--version" in shown.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in shown.stderr.splitlines()}
     assert "typer" in imported and not imported & {"pydantic", "numpy", "torch", "rich", "zmq", "msgpack", "reasoning_gym"}

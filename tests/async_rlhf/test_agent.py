@@ -51,18 +51,18 @@ class Spoken:
 
     def hear(self, kind: type[Any]) -> Any:
         """The next event of this kind."""
-        found = wait_for(lambda: self._of(kind), kind.__name__, 60)
+        found = wait_for(lambda: self._of(kind), kind.__name__)
         assert isinstance(found, kind)
         return found
 
     def finish(self) -> tuple[int, str]:
         """Exit code and what it said on standard error."""
-        said = self.process.communicate(timeout=60)[1].decode()
+        said = self.process.communicate(timeout=300)[1].decode()
         return self.process.returncode, said
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=300)
 
     def _of(self, kind: type[Any]) -> Any:
         frame = self.pipe.receive(0.1)
@@ -144,9 +144,9 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
     assert first.hear(orders.Heard).words
     left = Path(first.opened.directory)
     sockets = (left / ".sockets").readlink()
-    wait_for(lambda: (sockets / "hub").is_socket(), "the hub to listen", 60)
+    wait_for(lambda: (sockets / "hub").is_socket(), "the hub to listen")
     first.process.kill()
-    wait_for(lambda: has_ended(hub), "the hub to end with its agent", 60)
+    wait_for(lambda: has_ended(hub), "the hub to end with its agent")
     assert is_private(sockets) and left.exists()
     second = agent()
     assert not left.exists() and not sockets.exists() and Path(second.opened.directory).exists()

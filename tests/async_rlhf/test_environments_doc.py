@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_command_of_the_document_plays_every_episode(folder: Path, line: str) -> None:
     command = line.replace("async-rlhf ", f"{sys.executable} -m async_rlhf ")
     done = subprocess.run(
-        command, shell=True, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=240
+        command, shell=True, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 0, done.stderr
     assert "2 episodes: 2 " in done.stdout and "failed" not in done.stdout
@@ -170,7 +170,7 @@ def test_a_served_environment_is_played_by_another_process_and_ends_with_a_signa
             assert server.stdout is not None
             address = server.stdout.readline().split()[-1]
             line = played.replace("tcp://127.0.0.1:5600", address).replace("async-rlhf ", f"{sys.executable} -m async_rlhf ")
-            done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=300)
             assert "2 episodes: 2 scored" in done.stdout, done.stdout + done.stderr
         finally:
             server.terminate()

@@ -37,7 +37,7 @@ def assert_whole(run: Path, num_steps: int, groups_per_batch: int = 4) -> None:
 
 def assert_no_orphans(family: list[psutil.Process]) -> None:
     """They end by themselves when their supervisor is gone."""
-    _, alive = psutil.wait_procs(family, timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=300)
     assert not alive, f"orphans: {alive}"
 
 

@@ -198,7 +198,9 @@ def test_a_notebook_trains_another_family_with_what_its_cells_define(project: Pa
         shutil.copy(REPOSITORY / "configs" / "models" / "tiny-speller" / name, project / "qwen3")
     cells = [nbformat.v4.new_code_cell(text) for text in (LOSS, DATA, TRAIN, ITERATE)]
     book = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(project)}}).execute()
+    NotebookClient(
+        book, timeout=300, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(project)}}
+    ).execute()
     saved, _, trained, iterated = book.cells
     assert "Writing my_loss.py" in outputs(saved, "text")
     assert "TrainResult(run_dir='runs/quick', steps=2, finished=True" in outputs(trained, "text/plain")

@@ -116,10 +116,10 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
         assert CliRunner().invoke(app, ["stop", str(run)]).exit_code == 0
         code, output = training.finish()
         assert code == 0, output
-        assert far.wait(timeout=120) == 0
+        assert far.wait(timeout=300) == 0
     finally:
         far.kill()
-        said = far.communicate(timeout=30)[1]
+        said = far.communicate(timeout=300)[1]
     secrets = [file.read_text().strip() for file in key_directory.rglob("*.secret")]
     for text in (output, said, *(file.read_text(errors="replace") for file in run.rglob("*") if file.is_file())):
         assert not any(secret in text for secret in secrets)

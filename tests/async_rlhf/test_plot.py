@@ -91,5 +91,5 @@ def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., A
         "import sys; sys.modules['matplotlib'] = None; from async_rlhf.cli.app import app; import async_rlhf.cli.commands; "
         f"app(['plot', {str(run.path)!r}])"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert found.returncode == 3 and "pip install 'async-rlhf[plot]'" in found.stderr, found.stderr

@@ -100,7 +100,7 @@ def test_the_quick_run_reaches_its_accuracy_while_a_node_is_lost_and_another_joi
     assert problems(run, config) == []
     assert run.read_evaluations()[-1]["accuracy"] >= 0.9
     assert not ray.is_initialized()
-    wait_for(lambda: not roles(tmp_path / "there"), "every role to end", 60)
+    wait_for(lambda: not roles(tmp_path / "there"), "every role to end")
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["contents"]
     written = run.config()
     assert written.security.keys == str(run.path / "keys") and not written.address.startswith("tcp://127.")

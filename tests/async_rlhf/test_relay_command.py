@@ -48,7 +48,7 @@ def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: P
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(hub.run)
         arguments = ["relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
-        result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=240)
+        result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=540)
         with control(address, timeout_s=60, connect=link.connector(tmp_path / "home")) as operator:
             operator.halt()
         running.result(60)
@@ -63,7 +63,7 @@ def test_a_relay_runs_until_it_is_interrupted(socket_dir: Path) -> None:
         assert relay.stdout is not None
         assert relay.stdout.readline().startswith("relays between ipc://")
         relay.send_signal(signal.SIGINT)
-        _, errors = relay.communicate(timeout=120)
+        _, errors = relay.communicate(timeout=300)
         assert relay.returncode == 0, errors
     finally:
         relay.kill()

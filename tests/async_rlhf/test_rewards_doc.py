@@ -51,7 +51,7 @@ def test_a_program_of_the_document_runs(folder: Path, code: str) -> None:
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
     assert done.returncode == 0, done.stderr
 

@@ -55,7 +55,7 @@ def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
 
 
 def test_a_second_taker_is_told_who_holds_it_and_what_to_do(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:

@@ -242,7 +242,7 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
         launcher = RemoteLauncher(LocalLauncher(), connections)
         node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
         hub = launcher.start(tmp_path, node)
-        wait_for(lambda: hub.pid, "the agent to start it", 60)
+        wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
         assert affinity.told_threads(psutil.Process(hub.pid).environ()) == 3
         hub.kill()

@@ -214,12 +214,12 @@ def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
 
         wait_for(lambda: "by-hand" in actors(), "the actor that was started by hand")
         actor.terminate()
-        _, said = actor.communicate(timeout=120)
+        _, said = actor.communicate(timeout=300)
         assert actor.returncode == 0 and "ended at the request of SIGTERM" in said, said
         wait_for(lambda: "by-hand" not in actors(), "the hub to know of its end")
     finally:
         actor.kill()
-        actor.communicate(timeout=30)
+        actor.communicate(timeout=300)
     started.process.send_signal(signal.SIGTERM)
     assert started.finish()[0] == 0
 

@@ -47,13 +47,13 @@ def test_a_rollout_walks_through_every_room(small: Any, socket_dir: Path, events
     actor.start()
     try:
         roles.run_learner(run, config, address)
-        actor.join(timeout=120)
+        actor.join(timeout=300)
         with control(address, timeout_s=60) as asked:
             ledger = asked.status()["ledger"]
     finally:
         with control(address, timeout_s=60) as asked:
             asked.halt()
-        hub.join(timeout=120)
+        hub.join(timeout=300)
     assert not actor.is_alive() and not hub.is_alive()
 
     # The order of the walk: each thing happens for the first time only after what it needs.
@@ -88,7 +88,7 @@ def test_what_is_recorded_is_what_the_model_said(small: Any, socket_dir: Path) -
         with control(address, timeout_s=60) as asked:
             asked.halt()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=300)
     tokenizer = AutoTokenizer.from_pretrained(run.latest / "model", local_files_only=True)
     import json
 

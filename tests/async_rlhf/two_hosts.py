@@ -83,7 +83,7 @@ class TwoHosts:
         holder = subprocess.Popen([*enter, "sleep", "infinity"], stdin=subprocess.DEVNULL)
         self._holders.append(holder)
         command = Path(f"/proc/{holder.pid}/comm")
-        wait_for(lambda: command.read_text().strip() == "sleep", "a network namespace", 30.0)
+        wait_for(lambda: command.read_text().strip() == "sleep", "a network namespace")
         return holder.pid
 
     def _run(self, host: int, script: str) -> None:

@@ -147,7 +147,7 @@ def test_a_cell_that_is_asked_nothing_any_more_ends_with_its_process(sweep: Call
         "import sys, threading\nfrom async_rlhf.experiments.staleness.on_ray import CellOnNode\n"
         "cell = CellOnNode(sys.argv[1], 0.5)\nthreading.Event().wait()"
     )
-    assert subprocess.run([sys.executable, "-c", code, text], cwd=REPOSITORY, timeout=120, check=False).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code, text], cwd=REPOSITORY, timeout=300, check=False).returncode == 1
 
 
 def test_a_job_names_shipped_files_so_that_another_installation_finds_its_own(sweep: Callable[..., Path]) -> None:

@@ -116,6 +116,6 @@ def test_an_environment_that_is_there_is_not_installed_again(tmp_path: Path) -> 
 
 def test_an_unknown_load_is_refused_before_anything_is_installed() -> None:
     command = [sys.executable, "-m", "async_rlhf.experiments.throughput", "pipeline", "--load", "fast"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "'natural', 'full', 'slow'" in done.stderr

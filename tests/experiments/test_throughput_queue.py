@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_a_small_run_gives_every_number() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "async_rlhf.experiments.throughput", "queue", "--small", "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=540, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["load"]: row for row in map(json.loads, done.stdout.splitlines())}

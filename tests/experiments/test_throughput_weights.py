@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_the_small_benchmark_measures_every_part() -> None:
     command = [sys.executable, "-m", "async_rlhf.experiments.throughput", "weights", "--small", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=540, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     rates = [f"versions, learning rate {rate}" for rate in ("1e-04", "1e-05", "1e-06")]
     assert [row["load"] for row in rows] == ["adopt", "shared", "tcp", "delta", *rates]

@@ -109,7 +109,7 @@ def test_the_converter_run_by_hand_ends_with_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")

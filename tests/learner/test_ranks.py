@@ -68,7 +68,7 @@ def processes(directory: Path, plan: Sequence[dict[str, Any]], size: int = 2) ->
         finally:
             for process in started:
                 process.kill()
-                process.communicate(timeout=30)
+                process.communicate(timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -277,7 +277,7 @@ def test_the_unit_starts_a_command_that_this_command_line_takes(tmp_path: Path) 
     (tmp_path / "async-rlhf.service").write_text(output)
     try:
         verified = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / "async-rlhf.service"],
-                                  capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+                                  capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     except FileNotFoundError:
         return
     assert "async-rlhf.service" not in verified.stderr, verified.stderr

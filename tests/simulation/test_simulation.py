@@ -68,7 +68,7 @@ def test_a_seed_gives_the_same_trace_in_every_process() -> None:
     printed = {
         subprocess.run(
             [sys.executable, "-m", "tests.simulation", "--seeds", "0:40"],
-            cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, text=True, timeout=120, check=True,
+            cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, text=True, timeout=300, check=True,
         ).stdout
         for salt in ("1", "2")
     }  # fmt: skip

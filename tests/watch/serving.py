@@ -31,7 +31,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}/"
 
     def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes | None = None) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()

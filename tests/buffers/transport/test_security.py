@@ -76,7 +76,7 @@ class Served:
     def close(self) -> None:
         self.asked.halt()
         self._closing.close()
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=300)
         assert not self.thread.is_alive()
 
 

@@ -46,7 +46,7 @@ def holder(*arguments: str) -> tuple[subprocess.Popen[str], Place]:
 
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
 
 
 def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
@@ -55,7 +55,7 @@ def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
         memory = attach(place, 8)
         assert memory is not None
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         assert bytes(memory.view) == b"12345678"
         assert memory.place is not None
         again = attach(memory.place, 8)
@@ -163,7 +163,7 @@ def test_a_container_whose_dev_shm_is_smaller_than_a_set_maps_it_all_the_same(tm
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ran.stdout.strip() == "1 []", ran.stderr
