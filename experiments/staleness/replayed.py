@@ -2,7 +2,8 @@
 
 Each correction learns from the very batches of a recorded run, the same tokens, log-probabilities and rewards in the same
 order, so that arms differ by the loss alone. The data do not react to what an arm has learned: where its policy goes elsewhere,
-its batches stay those of the recorded policy. What an arm has learned is what it scores on held-out prompts.
+its batches stay those of the recorded policy. What an arm has learned is what it scores on held-out prompts, beside what the loss
+of the recorded runs has, or the first of the file where that is not among them.
 
 A replay lies beside its run, as RUN-CORRECTION; one that is there and whole is not made again.
 """
@@ -65,12 +66,14 @@ def main(
     with errors():
         runs = [recorded(each) for each in run_dirs]
         same_but_seed([config for _, config in runs])
-        work = [(run, config, name, loss) for run, config in runs for name, loss in corrections(chosen, config.loss).items()]
+        losses = [corrections(chosen, config.loss) for _, config in runs]
+        work = [(*each, name, loss) for each, named in zip(runs, losses, strict=True) for name, loss in named.items()]
+        base = next((name for name, loss in losses[0].items() if loss == runs[0][1].loss), next(iter(losses[0])))
         with ThreadPoolExecutor(jobs) as threads:
             arms = [*threads.map(lambda each: arm(*each), work)]
         out.mkdir(parents=True, exist_ok=True)
         write_csv(arms, out / "results.csv")
-        (out / "report.md").write_text(report(arms))
+        (out / "report.md").write_text(report(arms, base))
         typer.echo(str(out / "report.md"))
 
 
@@ -145,14 +148,13 @@ def write_csv(arms: Sequence[Arm], path: Path) -> None:
             writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(each).items()})
 
 
-def report(arms: Sequence[Arm]) -> str:
-    """Markdown: a row a correction, held-out reward beside that of the first correction with the same seed, p by Holm."""
+def report(arms: Sequence[Arm], base: str) -> str:
+    """Markdown: a row a correction, its held-out reward beside that of `base` with the same seed, p by Holm."""
     by_name: dict[str, list[Arm]] = {}
     for each in arms:
         by_name.setdefault(each.correction, []).append(each)
-    first, *others = by_name
     rewards = {name: [each.held_out_reward for each in found] for name, found in by_name.items()}
-    found = {name: paired(rewards[name], rewards[first]) for name in others}
+    found = {name: paired(rewards[name], rewards[base]) for name in by_name if name != base}
     p_values = [each.p for each in found.values() if each.p is not None]
     by_holm: Mapping[str, float] = dict(zip(found, holm(p_values), strict=True)) if len(p_values) == len(found) else {}
 
@@ -161,7 +163,7 @@ def report(arms: Sequence[Arm]) -> str:
         assert value is not None
         return f"{value.mean:.3f}" if value.half_width is None else f"{value.mean:.3f} ± {value.half_width:.3f}"
 
-    rows = [("correction", "held-out reward", f"minus {first}", "p (Holm)", "tokens", "KL from behaviour", "ESS")]
+    rows = [("correction", "held-out reward", f"minus {base}", "p (Holm)", "tokens", "KL from behaviour", "ESS")]
     for name in by_name:
         gap = found.get(name)
         rows.append(
@@ -175,7 +177,7 @@ def report(arms: Sequence[Arm]) -> str:
                 mean(name, lambda each: each.ess),
             )
         )
-    seeds = len(rewards[first])
+    seeds = len(rewards[base])
     few = "" if seeds >= MIN_SEEDS else f" With fewer than {MIN_SEEDS} the brackets hold the range of the seeds, no interval."
     return (
         f"# Corrections that learn from the same recorded batches\n\n{table(rows)}\n\n"
