@@ -2,8 +2,8 @@
 
 Each correction learns from the very batches of a recorded run, the same tokens, log-probabilities and rewards in the same
 order, so that arms differ by the loss alone. The data do not react to what an arm has learned: where its policy goes elsewhere,
-its batches stay those of the recorded policy. What an arm has learned is what it scores on held-out prompts, beside what the loss
-of the recorded runs has, or the first of the file where that is not among them.
+its batches stay those of the recorded policy. What an arm has learned is what it scores on held-out prompts, beside the loss
+of the recorded runs, or the first of the file where that is not among them.
 
 A replay lies beside its run, as RUN-CORRECTION; one that is there and whole is not made again.
 """
