@@ -193,6 +193,14 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def gone(pid: int) -> bool:
+    """Whether the process of this number has ended, reaped or not."""
+    try:
+        return has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """`command("train", "run.toml")` starts the real program; whatever is left of it is ended with the test."""

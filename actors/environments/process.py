@@ -14,14 +14,12 @@ from async_rlhf.actors.environments.messages import Message, pack, unpack
 from async_rlhf.actors.environments.worker import GRACE_S, Limits, serve
 from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
 from async_rlhf.actors.scoring.executor import START_LIMIT_S
-from async_rlhf.actors.scoring.processes import WorkerContext, ended
+from async_rlhf.actors.scoring.processes import END_S, WorkerContext, ended, is_over
 
 logger = logging.getLogger(__name__)
 
 # How often to look at a process that has episodes.
 LOOK_S = 0.25
-# A process that has been killed, or whose pipe has closed, ends, but may be kept from the processor meanwhile.
-_END_S = 10.0
 # Beside an observation, what a message holds; tracebacks and failures are cut off far below it.
 _OVERHEAD_BYTES = 1 << 20
 
@@ -88,7 +86,7 @@ class EpisodeProcess:
 
     def ended(self) -> str:
         """Why the process ended, which it has, or is about to."""
-        self.process.join(_END_S)
+        is_over(self.process, END_S)
         return self.failure or ended(self.process.exitcode, self._limits.worker_memory_mb, "environment.worker_memory_mb")
 
     def kill(self) -> None:
@@ -97,7 +95,6 @@ class EpisodeProcess:
     def end(self) -> None:
         """Kill it, and all it started."""
         self.process.kill()
-        self.process.join(_END_S)
-        if self.process.is_alive():
-            logger.warning("process %s of episodes was killed and still runs after %g s", self.process.pid, _END_S)
+        if not is_over(self.process, END_S):
+            logger.warning("process %s of episodes was killed and still runs after %g s", self.process.pid, END_S)
         self.connection.close()

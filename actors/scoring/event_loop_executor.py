@@ -21,7 +21,7 @@ from multiprocessing.connection import Pipe, wait
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
 from async_rlhf.actors.scoring.event_loop_worker import SHOW_STACK, LoopWatchdog, serve
 from async_rlhf.actors.scoring.executor import MAX_FAILED_STARTS, START_LIMIT_S, Answered, Call
-from async_rlhf.actors.scoring.processes import WorkerContext, ended
+from async_rlhf.actors.scoring.processes import END_S, WorkerContext, ended, is_over
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 from async_rlhf.buffers.transport.frames import Waker
 
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # A healthy loop cancels a call at its time-out; this long after it, the call itself must refuse to end.
 GRACE_S = 2.0
-# A process that has been killed, or whose pipe has closed, ends, but may be kept from the processor meanwhile.
-_END_S = 10.0
 # One step of a coroutine that takes longer delays every other call, and is logged once for each reward.
 LONG_TURN_S = 1.0
 # While calls are in flight, how often to check whether one of them blocks the loop.
@@ -82,7 +80,7 @@ class EventLoopExecutor:
         self._thread.join(deadline_s)
         self._kill()
         atexit.unregister(self._kill)
-        if self._thread.is_alive() or (self._child is not None and not self._child.has_ended(by - time.monotonic())):
+        if self._thread.is_alive() or (self._child is not None and not is_over(self._child.process, by - time.monotonic())):
             raise DeadlineError(f"the process of asynchronous rewards did not end within {deadline_s:g} s")
         self._waker.close()
 
@@ -230,15 +228,11 @@ class _Child:
 
     def ended(self) -> str:
         """Why the process ended."""
-        self.process.join(_END_S)
+        is_over(self.process, END_S)
         return ended(self.process.exitcode, self._memory_mb)
-
-    def has_ended(self, timeout_s: float) -> bool:
-        self.process.join(max(0.0, timeout_s))
-        return not self.process.is_alive()
 
     def end(self) -> None:
         self.process.kill()
-        if not self.has_ended(_END_S):
-            logger.warning("process %s of asynchronous rewards was killed and still runs after %g s", self.process.pid, _END_S)
+        if not is_over(self.process, END_S):
+            logger.warning("process %s of asynchronous rewards was killed and still runs after %g s", self.process.pid, END_S)
         self.connection.close()

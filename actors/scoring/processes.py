@@ -30,6 +30,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0
 # The exit code of a worker whose reward ran out of memory: its memory is freed, and the call fails with the reason.
 OUT_OF_MEMORY = 112
+END_S = 10.0
+"""How long a process that must end may be kept from the processor."""
 
 
 class WorkerProcess(SpawnProcess):
@@ -159,6 +161,12 @@ def _follow_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
+
+
+def is_over(process: SpawnProcess, timeout_s: float) -> bool:
+    """Waits that long for the end of a process that has been killed, or whose pipe has closed."""
+    process.join(max(0.0, timeout_s))
+    return not process.is_alive()
 
 
 def ended(exit_code: int | None, memory_mb: int | None, setting: str = "scoring.worker_memory_mb") -> str:

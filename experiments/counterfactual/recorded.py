@@ -49,18 +49,23 @@ class Moment:
         return sum(age * count for age, count in ages) / sum(count for _, count in ages), max(age for age, _ in ages)
 
 
+def ended(directory: Path) -> tuple[RunDir, Config]:
+    """Raises ConfigError where there is no run, or one that still lives."""
+    run = RunDir.existing(directory)
+    if run.is_alive():
+        raise ConfigError(
+            f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
+        )
+    return run, run.config()
+
+
 def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, list[Moment]]:
     """The run, its configuration and the moments at these steps, ascending; without steps, at all there are.
 
     Raises ConfigError where there is no run, one that still lives, no kept checkpoint or batch, or none of a step that is asked
     for, and for what this experiment cannot ask about; DamagedError for files that are not as they were written.
     """
-    run = RunDir.existing(directory)
-    config = run.config()
-    if run.is_alive():
-        raise ConfigError(
-            f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
-        )
+    run, config = ended(directory)
     _check_kind(config)
     checkpoints = {step_of(path): path for path in complete(run.path / "checkpoints")}
     if not checkpoints:
@@ -94,19 +99,24 @@ def several(directories: Sequence[Path], steps: Sequence[int]) -> list[tuple[Run
     if 1 < len(directories) < MIN_SEEDS:
         raise ConfigError(f"{len(directories)} runs have no interval over seeds; give one, or at least {MIN_SEEDS}")
     found = [recorded(directory, steps) for directory in directories]
-    first = found[0][1]
-    for _, config, _ in found[1:]:
-        like = config.model_copy(update={"name": first.name, "output_dir": first.output_dir, "seed": first.seed})
-        if other := differences(first, like):
-            raise ConfigError(f"{config.name!r} differs from {first.name!r} in more than its seed: {'; '.join(other)}")
-    if len({config.seed for _, config, _ in found}) < len(found):
-        raise ConfigError(f"the runs have the seeds {', '.join(str(config.seed) for _, config, _ in found)}; one run a seed")
+    check_seeds([config for _, config, _ in found])
     common = set.intersection(*({moment.step for moment in moments} for *_, moments in found))
     if not common:
         raise ConfigError(
             "there is no step at which every run has a checkpoint and a batch; give the runs the same checkpoint.keep_every"
         )
     return [(run, config, [moment for moment in moments if moment.step in common]) for run, config, moments in found]
+
+
+def check_seeds(configs: Sequence[Config]) -> None:
+    """Raises ConfigError for runs that differ in more than their seed, or do not differ in it."""
+    first, *others = configs
+    for config in others:
+        like = config.model_copy(update={"name": first.name, "output_dir": first.output_dir, "seed": first.seed})
+        if other := differences(first, like):
+            raise ConfigError(f"{config.name!r} differs from {first.name!r} in more than its seed: {'; '.join(other)}")
+    if len({config.seed for config in configs}) < len(configs):
+        raise ConfigError(f"the runs have the seeds {', '.join(str(config.seed) for config in configs)}; one run a seed")
 
 
 def corrections(path: Path, own: LossConfig) -> dict[str, LossConfig]:

@@ -92,9 +92,9 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
         [
             label,
             number(estimate(cell.held_out_end.reward for cell in cells)),
-            *_compared(ends.get(label)),
+            *comparison(ends.get(label)),
             number(estimate(cell.reward_area for cell in cells)),
-            *_compared(areas.get(label)),
+            *comparison(areas.get(label)),
         ]
         for label, cells in groups.items()
     ]
@@ -158,7 +158,7 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
 def _side_by_side(labels: Sequence[str], found: Mapping[str, Mapping[str, Comparison]]) -> str:
     """found: by outcome, the comparison of each setting."""
     head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
-    rows = ([label, *(text for each in found.values() for text in _compared(each.get(label)))] for label in labels)
+    rows = ([label, *(text for each in found.values() for text in comparison(each.get(label)))] for label in labels)
     return table([head, *rows])
 
 
@@ -174,7 +174,7 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
             f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
         )
         rows = [
-            [label, *_ratio(longer.get(label)), *_compared(sooner.get(label))]
+            [label, *_ratio(longer.get(label)), *comparison(sooner.get(label))]
             for label in by_setting(results)
             if label in longer
         ]
@@ -214,7 +214,7 @@ def _score(cell: CellResult, name: str) -> float | None:
     return cell.held_out_end.scores.get(name)
 
 
-def _compared(found: Comparison | None) -> list[str]:
+def comparison(found: Comparison | None) -> list[str]:
     if found is None:
         return ["", ""]
     return [difference(found.found), "-" if found.adjusted is None else _p(found.adjusted)]

@@ -149,10 +149,10 @@ def compared(results: Sequence[CellResult], number: Number = final_reward) -> di
     """By setting, all but the reference; those that share no measured seed with it are left out."""
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
-    return _adjusted({label: each for label, each in found.items() if each is not None})
+    return adjusted({label: each for label, each in found.items() if each is not None})
 
 
-def _adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
+def adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
     judged = {label: each.p for label, each in found.items() if each.p is not None}
     adjusted = dict(zip(judged, holm(list(judged.values())), strict=True))
     return {label: Comparison(each, adjusted.get(label)) for label, each in found.items()}
@@ -170,7 +170,7 @@ def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_r
             continue
         if (each := paired_difference(cells, reference, number)) is not None:
             found[cells[0].label] = each
-    return _adjusted(found)
+    return adjusted(found)
 
 
 def log_seconds(result: CellResult) -> float:

@@ -14,7 +14,7 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,11 +24,13 @@ import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.cli.app import errors, say
-from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections
+from async_rlhf.experiments.counterfactual.recorded import SHIPPED, check_seeds, corrections, ended
 from async_rlhf.experiments.page import table
-from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, holm, paired
+from async_rlhf.experiments.staleness.measures import comparison, number
+from async_rlhf.experiments.staleness.outcomes import adjusted
+from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, paired
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import Config, differences
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 app = typer.Typer(add_completion=False)
@@ -65,7 +67,7 @@ def main(
     """What does each correction learn from the same batches?"""
     with errors():
         runs = [recorded(each) for each in run_dirs]
-        same_but_seed([config for _, config in runs])
+        check_seeds([config for _, config in runs])
         losses = [corrections(chosen, config.loss) for _, config in runs]
         work = [(*each, name, loss) for each, named in zip(runs, losses, strict=True) for name, loss in named.items()]
         base = next((name for name, loss in losses[0].items() if loss == runs[0][1].loss), next(iter(losses[0])))
@@ -79,23 +81,10 @@ def main(
 
 def recorded(directory: Path) -> tuple[RunDir, Config]:
     """A run that can be replayed. Raises ConfigError for one that lives or keeps no batches."""
-    run = RunDir.existing(directory)
-    config = run.config()
-    if run.is_alive():
-        raise ConfigError(f"{str(run.path)!r} still runs; wait for its end, or stop it")
+    run, config = ended(directory)
     if not config.queue.keep_rollouts:
         raise ConfigError(f"{str(run.path)!r} kept no batches; a run with queue.keep_rollouts = true keeps them")
     return run, config
-
-
-def same_but_seed(configs: Sequence[Config]) -> None:
-    """Raises ConfigError for runs that differ in more than seed and name, or have a seed twice."""
-    first, *others = configs
-    for other in others:
-        if found := [each for each in differences(first, other) if not each.startswith(("seed:", "name:"))]:
-            raise ConfigError(f"{first.name} and {other.name} differ in more than their seed: {'; '.join(found)}")
-    if len({config.seed for config in configs}) < len(configs):
-        raise ConfigError("two of the runs have the same seed, so they are the same sample; record one with another seed")
 
 
 def arm(run: RunDir, config: Config, name: str, loss: LossConfig) -> Arm:
@@ -154,29 +143,21 @@ def report(arms: Sequence[Arm], base: str) -> str:
     for each in arms:
         by_name.setdefault(each.correction, []).append(each)
     rewards = {name: [each.held_out_reward for each in found] for name, found in by_name.items()}
-    found = {name: paired(rewards[name], rewards[base]) for name in by_name if name != base}
-    p_values = [each.p for each in found.values() if each.p is not None]
-    by_holm: Mapping[str, float] = dict(zip(found, holm(p_values), strict=True)) if len(p_values) == len(found) else {}
-
-    def mean(name: str, of: Callable[[Arm], float]) -> str:
-        value = estimate(map(of, by_name[name]))
-        assert value is not None
-        return f"{value.mean:.3f}" if value.half_width is None else f"{value.mean:.3f} ± {value.half_width:.3f}"
-
-    rows = [("correction", "held-out reward", f"minus {base}", "p (Holm)", "tokens", "KL from behaviour", "ESS")]
-    for name in by_name:
-        gap = found.get(name)
-        rows.append(
-            (
+    against = adjusted({name: paired(rewards[name], rewards[base]) for name in by_name if name != base})
+    rows = [
+        ["correction", "held-out reward", f"minus {base}", "p (Holm)", "tokens", "KL from behaviour", "ESS"],
+        *(
+            [
                 name,
-                mean(name, lambda each: each.held_out_reward),
-                "" if gap is None else f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})",
-                f"{by_holm[name]:.3f}" if name in by_holm else "",
-                mean(name, lambda each: each.held_out_tokens),
-                mean(name, lambda each: each.kl_behaviour),
-                mean(name, lambda each: each.ess),
-            )
-        )
+                number(estimate(rewards[name])),
+                *comparison(against.get(name)),
+                number(estimate(each.held_out_tokens for each in found)),
+                number(estimate(each.kl_behaviour for each in found)),
+                number(estimate(each.ess for each in found)),
+            ]
+            for name, found in by_name.items()
+        ),
+    ]
     seeds = len(rewards[base])
     few = "" if seeds >= MIN_SEEDS else f" With fewer than {MIN_SEEDS} the brackets hold the range of the seeds, no interval."
     return (

@@ -1,4 +1,4 @@
-"""Waiting for a scoring pool, and for what it started."""
+"""Waiting for a scoring pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import time
 from collections.abc import Hashable
 from typing import TypeVar
 
-import psutil
-
 from async_rlhf.actors.scoring.pool import Scored, ScoringPool
-from tests.conftest import has_ended
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -27,11 +24,3 @@ def wait_scored(
         answered.clear()
         found |= {done.key: done for done in pool.poll()}
     return found
-
-
-def gone(pid: int) -> bool:
-    """Whether this process has ended, reaped or not."""
-    try:
-        return has_ended(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True

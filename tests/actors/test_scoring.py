@@ -18,8 +18,8 @@ from async_rlhf.actors.scoring import event_loop_executor
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 from async_rlhf.buffers.record import Score
-from tests.actors.scored import gone, wait_scored
-from tests.conftest import has_ended, wait_for
+from tests.actors.scored import wait_scored
+from tests.conftest import gone, has_ended, wait_for
 
 JUDGES = """
 import asyncio, multiprocessing, os, re, subprocess, sys, time
@@ -322,7 +322,7 @@ def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
 def test_closing_says_so_when_the_process_of_the_event_loop_does_not_end(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_loop_executor, "_END_S", 0.1)
+    monkeypatch.setattr(event_loop_executor, "END_S", 0.1)
     pool = bench("act_async")
     assert pool.one("1") == Score(1.0)
     (guard,) = wait_for(lambda: found if len(found := workers()) == 1 else None, "one process")

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
-from tests.actors.scored import gone
-from tests.conftest import wait_for
+from tests.conftest import gone, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
@@ -22,7 +21,7 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.watching import HooksConfig
-from tests.conftest import has_ended, kept_port, wait_for
+from tests.conftest import gone, kept_port, wait_for
 
 KEEP = ("/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/$ASYNC_RLHF_EVENT"')
 
@@ -57,13 +56,6 @@ def webhook(answer: int | threading.Event) -> Iterator[tuple[str, list[Any]]]:
                 answer.set()
 
 
-def is_gone(process: int) -> bool:
-    try:
-        return has_ended(psutil.Process(process))
-    except psutil.NoSuchProcess:
-        return True
-
-
 def hooks(run: Path, **settings: Any) -> Hooks:
     return Hooks(HooksConfig(**settings), run, run / "hooks.log")
 
@@ -92,7 +84,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_
         if pid.exists() and pid.read_text():
             break
     started = int(pid.read_text())
-    wait_for(lambda: is_gone(started), "the end of what it started")
+    wait_for(lambda: gone(started), "the end of what it started")
 
 
 def test_what_fails_is_counted_and_the_next_event_is_delivered_all_the_same(tmp_path: Path) -> None:
@@ -131,7 +123,7 @@ def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_pa
         running.deliver(event(kind))
     own = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the command"))
     running.close(at_once=True)
-    wait_for(lambda: is_gone(own), "its end")
+    wait_for(lambda: gone(own), "its end")
 
 
 def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.staleness.replayed import Arm, app, recorded, report, same_but_seed
+from async_rlhf.experiments.counterfactual.recorded import check_seeds
+from async_rlhf.experiments.staleness.replayed import Arm, app, recorded, report
 from async_rlhf.run.api import run
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -62,20 +63,20 @@ def test_the_report_compares_within_a_seed_and_corrects_for_the_number_of_compar
     better = [value + 0.1 + 0.001 * i for i, value in enumerate(base)]
     text = report([*arms("first", base), *arms("better", better), *arms("equal", base[::-1])], "first")
     better_row = next(line for line in text.splitlines() if line.startswith("| better"))
-    assert "+0.102 (+0.1" in better_row and "0.000" in better_row
+    assert "+0.102 (+0.1" in better_row and "< 0.001" in better_row
     assert next(line for line in text.splitlines() if line.startswith("| first")).count("|  |") == 1
     assert "5 recorded runs" in text and "fewer than" not in text
 
 
 def test_what_cannot_be_replayed_is_refused_before_any_work(small: Callable[..., Config]) -> None:
     forgetful = RunDir.create(small(name="forgetful"))
-    with pytest.raises(ConfigError, match="still runs"):
+    with pytest.raises(ConfigError, match="is still being trained"):
         recorded(forgetful.path)
     forgetful.retire()
     with pytest.raises(ConfigError, match=r"queue\.keep_rollouts = true"):
         recorded(forgetful.path)
-    with pytest.raises(ConfigError, match="the same seed"):
-        same_but_seed([small(name="a"), small(name="b")])
-    with pytest.raises(ConfigError, match=r"a and b differ in more than their seed: learner\.learning_rate: "):
-        same_but_seed([small(name="a"), small(name="b", seed=1, **{"learner.learning_rate": 1e-3})])
-    same_but_seed([small(name="a"), small(name="b", seed=1)])
+    with pytest.raises(ConfigError, match="the seeds 0, 0; one run a seed"):
+        check_seeds([small(name="a"), small(name="b")])
+    with pytest.raises(ConfigError, match=r"'b' differs from 'a' in more than its seed: learner\.learning_rate: "):
+        check_seeds([small(name="a"), small(name="b", seed=1, **{"learner.learning_rate": 1e-3})])
+    check_seeds([small(name="a"), small(name="b", seed=1)])

@@ -15,8 +15,7 @@ from async_rlhf.actors.environments import workers
 from async_rlhf.actors.environments.pool import Ended, Lost, Observation
 from async_rlhf.buffers.errors import EpisodeError
 from tests.actors.environments.played import Bench
-from tests.actors.scored import gone
-from tests.conftest import has_ended, wait_for
+from tests.conftest import gone, has_ended, wait_for
 
 ENVIRONMENTS = """
 import asyncio, os, re, subprocess, time
