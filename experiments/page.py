@@ -1,6 +1,7 @@
-"""A page for people, twice: Markdown as it is written, and HTML that holds its pictures and asks nothing of the outside.
+"""Pages for people: Markdown, tables of it in the made places of documents, and HTML that holds its pictures and asks nothing
+of the outside.
 
-Only the Markdown that reports use is known: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
+HTML is made of the Markdown that reports use: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
 Everything else, HTML and links too, stays text. Called by every report.
 """
 
@@ -14,8 +15,9 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from async_rlhf.experiments import marked
+from async_rlhf.buffers.errors import ConfigError
 
+_END = "<!-- end -->"
 _RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
 # No script, no style, font or picture from elsewhere: the browser holds the page to it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -38,7 +40,27 @@ th { border-bottom: 2px solid #555 } svg { max-width: 100%; height: auto }
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Markdown of a table; the first row is its head."""
     head, *others = [[_in_a_cell(cell) for cell in row] for row in rows]
-    return marked.table(head, others)
+    return raw_table(head, others)
+
+
+def raw_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Markdown of a table whose cells are Markdown too."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+
+
+def filled(text: str, kind: str, parts: Mapping[str, str]) -> str:
+    """A document with each part, by name, in its place between `<!-- KIND: NAME -->` and `<!-- end -->`.
+
+    Raises ConfigError where a marker is missing.
+    """
+    for name, part in parts.items():
+        begin = f"<!-- {kind}: {name} -->\n"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(_END)
+        if not (found and closed):
+            raise ConfigError(f"the document has no {begin.strip()} ... {_END}")
+        text = f"{before}{begin}\n{part}\n\n{_END}{after}"
+    return text
 
 
 def plain(text: str) -> str:

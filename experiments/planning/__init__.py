@@ -3,4 +3,4 @@
 from pathlib import Path
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
-"""Its tables are made, in places of the kind `planning` (`experiments.marked`)."""
+"""Its tables are made, in places of the kind `planning` (`experiments.page`)."""

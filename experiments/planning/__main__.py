@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.measured import document, results
 from async_rlhf.experiments.planning.validation import fused, table
@@ -171,7 +171,7 @@ def speed(devices: Annotated[list[int] | None, typer.Option(help="Numbers of dev
 
 
 def _write(parts: Mapping[str, str]) -> None:
-    DOCUMENT.write_text(marked.filled(DOCUMENT.read_text(), "planning", parts))
+    DOCUMENT.write_text(page.filled(DOCUMENT.read_text(), "planning", parts))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.plan.evaluation import Plan
 from async_rlhf.plan.search import search
 from async_rlhf.plan.spec import parse
@@ -32,7 +32,7 @@ CHANGES: Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]] = (
 def part() -> dict[str, str]:
     """The table, by the name of its place in the document."""
     columns = ["assumption", "best plan that runs here", "faster than without staleness"]
-    return {"sensitivity": marked.table(columns, [row(*change) for change in CHANGES])}
+    return {"sensitivity": page.raw_table(columns, [row(*change) for change in CHANGES])}
 
 
 def row(label: str, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:

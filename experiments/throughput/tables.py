@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.throughput.harness import QUIET, shown
 from async_rlhf.experiments.throughput.results import COMMITTED, merged, save
 
@@ -95,7 +95,7 @@ def render(table: Mapping[str, Any], results: Results) -> str:
     """One table in Markdown, with its conditions below."""
     lines = [[results.cell(cell) for cell in row] for row in table["rows"]]
     conditions = results.conditions(results.rows_of(cell for row in table["rows"] for cell in row))
-    return f"{marked.table(table['columns'], lines)}\n\nConditions: {conditions}"
+    return f"{page.raw_table(table['columns'], lines)}\n\nConditions: {conditions}"
 
 
 def documents(content: Mapping[str, Any], root: Path = ROOT) -> dict[Path, str]:
@@ -104,7 +104,7 @@ def documents(content: Mapping[str, Any], root: Path = ROOT) -> dict[Path, str]:
     for table in tomllib.loads(SPECIFICATION.read_text())["table"]:
         path = root / table["document"]
         text = texts.get(path, path.read_text())
-        texts[path] = marked.filled(text, "bench", {table["name"]: render(table, results)})
+        texts[path] = page.filled(text, "bench", {table["name"]: render(table, results)})
     return texts
 
 

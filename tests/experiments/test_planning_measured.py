@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.__main__ import app
 from async_rlhf.experiments.planning.measured import document, facts, results
@@ -153,7 +153,7 @@ def test_predictions_are_judged_by_their_error_and_by_pairs_that_the_spread_tell
 
 def test_the_document_shows_what_the_kept_files_say() -> None:
     text = DOCUMENT.read_text()
-    assert marked.filled(text, "planning", document.kept()) == text, (
+    assert page.filled(text, "planning", document.kept()) == text, (
         "run python -m async_rlhf.experiments.planning compare --document"
     )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.__main__ import app
 from async_rlhf.experiments.planning.validation import calls, table
@@ -36,7 +36,7 @@ def rows() -> dict[str, Row]:
 
 def test_the_document_shows_what_the_command_gives() -> None:
     text = DOCUMENT.read_text()
-    assert marked.filled(text, "planning", table.tables(list(rows().values()))) == text, (
+    assert page.filled(text, "planning", table.tables(list(rows().values()))) == text, (
         "run python -m async_rlhf.experiments.planning validate --document"
     )
 
@@ -89,7 +89,7 @@ def test_an_unknown_row_is_refused_with_the_nearest() -> None:
 
 def test_a_document_without_its_marker_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no <!-- planning: summary -->"):
-        marked.filled("# Planning\n", "planning", table.tables([rows()["V2"]]))
+        page.filled("# Planning\n", "planning", table.tables([rows()["V2"]]))
 
 
 def figure(published: float, predicted: float) -> Figure:

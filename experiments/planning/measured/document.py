@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.planning.measured import results
 from async_rlhf.experiments.planning.measured.cells import CELLS, Cell, cell
 from async_rlhf.experiments.planning.measured.results import Judged, Speed, judged
@@ -63,7 +63,7 @@ def _cells(measured: Sequence[Speed], predicted: Mapping[str, float], found: Jud
         lines.append(
             [*line, f"{predicted[speed.cell]:.0f}", f"{100 * error:+.1f} %", "yes" if abs(error) <= speed.spread else "no"]
         )
-    return marked.table([*columns, "predicted", "error", "within the spread"], lines)
+    return page.raw_table([*columns, "predicted", "error", "within the spread"], lines)
 
 
 def _verdict(measured: Sequence[Speed], predicted: Mapping[str, float], found: Judged, factors: Mapping[str, float]) -> str:
@@ -105,4 +105,4 @@ def _strategies(measured: Sequence[Speed], predicted: Mapping[str, float]) -> st
     for load, group in groupby(placed, key=lambda each: each.load):
         cells = list(group)
         lines.append([load, shown(cells, medians), shown(cells, predicted)])
-    return marked.table(["load", "measured, the fastest first, samples/s", "predicted"], lines)
+    return page.raw_table(["load", "measured, the fastest first, samples/s", "predicted"], lines)

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.experiments import marked
+from async_rlhf.experiments import page
 from async_rlhf.experiments.planning.validation import (
     areal,
     fused,
@@ -60,9 +60,9 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     constants = [[row.name, row.source, row.fitted or "none", row.assumed or "none"] for row in rows]
     return {
         "summary": summary(rows),
-        "verdicts": marked.table(["row", "system", "check", "found", "verdict"], verdicts),
-        "figures": marked.table(["row", "figure", "published", "predicted", "range", "ratio", "how"], figures),
-        "constants": marked.table(["row", "source", "fitted", "assumed (plausible range): why"], constants),
+        "verdicts": page.raw_table(["row", "system", "check", "found", "verdict"], verdicts),
+        "figures": page.raw_table(["row", "figure", "published", "predicted", "range", "ratio", "how"], figures),
+        "constants": page.raw_table(["row", "source", "fitted", "assumed (plausible range): why"], constants),
     }
 
 
