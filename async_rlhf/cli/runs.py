@@ -45,6 +45,9 @@ def train(
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     with errors():
+        from async_rlhf.launch.local import warm
+
+        warm()  # beside all that comes before the first role
         chosen = {"launch.kind": launcher, "launch.address": address}
         given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
         loaded = load_config(config, [*(overrides or []), *given])

@@ -30,7 +30,7 @@ from async_rlhf.launch import orders
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.inventory import this_machine
-from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.local import LocalLauncher, LocalProcess, warm
 from async_rlhf.launch.pipe import Pipe
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import ON_HOST
@@ -194,6 +194,7 @@ def main() -> int:
     writes = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     agent = Agent()
+    warm()
     try:
         serve(agent, Pipe(os.dup(sys.stdin.fileno()), writes))
     except ConnectionError as error:

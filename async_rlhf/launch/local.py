@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch import affinity
+from async_rlhf.launch import affinity, fork_server
+from async_rlhf.launch.fork_server import ForkedProcess
 from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
@@ -21,6 +22,23 @@ _KILL_S = 30.0
 _LAST_BYTES = 1 << 16
 # What a reason begins with: ours, and that of an exception in C++ that ends the process.
 _FATAL = ("fatal: ", "  what():  ")
+_ROLES = "async_rlhf.run.roles"
+# Roles that compute: their imports take seconds, and are made once for all of them.
+_FORKED = {"learner", "learner_rank", "actor", "scorer", "evaluation"}
+_IMPORTED_ONCE = (
+    _ROLES,
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "async_rlhf.learner.loop.trainer",
+    "async_rlhf.learner.step.torch_machine",
+    "async_rlhf.actors.loop.worker",
+    "async_rlhf.actors.loop.evaluation",
+    "async_rlhf.actors.torch_engine.loading",
+    "async_rlhf.actors.scoring.pool",
+)
+
+
+Child = subprocess.Popen[bytes] | ForkedProcess
 
 
 class LocalProcess:
@@ -29,7 +47,7 @@ class LocalProcess:
     Owns the reading end of its beats; both are closed when its end has been seen.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], beats: int, log: Path, log_bytes: int) -> None:
+    def __init__(self, child: Child, beats: int, log: Path, log_bytes: int) -> None:
         os.set_blocking(beats, False)
         self._child, self._log, self._log_bytes = child, log, log_bytes
         self._beats = os.fdopen(beats, "rb", buffering=0)
@@ -81,35 +99,86 @@ class LocalLauncher:
         """It holds nothing."""
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
-        lock = None if self._lock is None else self._lock.descriptor
-        command = [sys.executable, "-P", "-m", "async_rlhf.run.roles", node.role, str(run_dir), *node.arguments]
-        with node.log.open("ab") as log:
+        with node.log.open("ab") as log, ExitStack() as ours:
             begin = log.tell()  # before the child shares, and moves, this file's position
             hears, beats = os.pipe()
-            variables = {
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "PYTHONHASHSEED": "0",  # what draws from sets, a reward for one, does so alike in every life
-                "HF_HUB_OFFLINE": "1",  # models are local directories by now: a role fetches nothing
-                "TOKENIZERS_PARALLELISM": "false",
-                "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
-                **visible(node.devices, os.environ),
-                **affinity.environment(node.threads),
-                **environment(beats, lock),
-            }
+            ours.callback(os.close, beats)
             try:
-                with affinity.held_to(node.cpus):
-                    child = subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=variables,
-                        pass_fds=(beats,) if lock is None else (beats, lock),
-                    )
+                child = self._forked(run_dir, node, log.fileno(), beats) or self._begun(run_dir, node, log.fileno(), beats)
             except (OSError, ConfigError):
                 os.close(hears)
                 raise
-            finally:
-                os.close(beats)
             return LocalProcess(child, hears, node.log, begin)
+
+    def _forked(self, run_dir: Path, node: Node, log: int, beats: int) -> ForkedProcess | None:
+        """By the fork server; None for a role that computes nothing, or with threads of its own."""
+        if node.role not in _FORKED or node.threads is not None:
+            return None
+        held = [] if self._lock is None else [self._lock.descriptor]
+        variables = {**role_variables(), **visible(node.devices, os.environ), **environment(3, 4 if held else None)}
+        cpus = None if node.cpus is None else affinity.machine_cpus(node.cpus)
+        arguments = (node.role, str(run_dir), *node.arguments)
+        reads, writes = os.pipe()
+        pid = None
+        try:
+            streams = (reads, log, log, beats, *held)
+            pid = fork_server.fork(
+                _IMPORTED_ONCE, variables, lambda server: server.fork(f"{_ROLES}:main", arguments, variables, streams, cpus)
+            )
+        finally:
+            os.close(reads)
+            if pid is None:
+                os.close(writes)
+        return None if pid is None else ForkedProcess(pid, writes)
+
+    def _begun(self, run_dir: Path, node: Node, log: int, beats: int) -> subprocess.Popen[bytes]:
+        lock = None if self._lock is None else self._lock.descriptor
+        variables = {
+            **role_variables(),
+            **visible(node.devices, os.environ),
+            **affinity.environment(node.threads),
+            **environment(beats, lock),
+        }
+        with affinity.held_to(node.cpus):
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", _ROLES, node.role, str(run_dir), *node.arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                pass_fds=(beats,) if lock is None else (beats, lock),
+            )
+
+
+def warm() -> None:
+    """Begin what roles of this machine are forked from; the first that is started waits for it the less."""
+    fork_server.warm(_IMPORTED_ONCE, role_variables())
+
+
+def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int], cwd: str) -> Child:
+    """A program of this machine that will start roles, in a session of its own: what they are forked from it gets with it.
+
+    descriptors: its 0, 1, 2, 3, ...; it inherits no other. Raises OSError.
+    """
+    entry, held = "async_rlhf.launch.fork_server:exec_with_server", descriptors[3:]
+    pid = fork_server.fork(
+        _IMPORTED_ONCE, role_variables(), lambda server: server.fork(entry, command, variables, descriptors, cwd=cwd)
+    )
+    if pid is not None:
+        return ForkedProcess(pid)
+    stdin, stdout, stderr = descriptors[:3]
+    return subprocess.Popen(
+        command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, env=variables, pass_fds=held, start_new_session=True
+    )
+
+
+def role_variables() -> dict[str, str]:
+    """Of every role: those of this process, and what makes a library behave as a role must."""
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",  # what draws from sets, a reward for one, does so alike in every life
+        "HF_HUB_OFFLINE": "1",  # models are local directories by now: a role fetches nothing
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.run.roles ROLE RUN_DIR *arguments`, logging to `log`.
+    """One process of the run: `async_rlhf.run.roles` with ROLE RUN_DIR *arguments, logging to `log`.
 
     arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
     devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
@@ -25,6 +25,20 @@ class Node:
     devices: tuple[int, ...] | None = None
     cpus: tuple[int, ...] | None = None
     threads: int | None = None
+
+
+_TITLE = "async-rlhf:"
+
+
+def title(arguments: Sequence[str]) -> str:
+    """What a role is called where processes are listed: `async-rlhf: actor runs/quick ...`."""
+    return " ".join((_TITLE, *arguments))
+
+
+def role_of(command: Iterable[str]) -> str | None:
+    """The role that has this command line; None for another program."""
+    words = " ".join(command).split()
+    return words[1] if words[:1] == [_TITLE] and len(words) > 1 else None
 
 
 class Process(Protocol):

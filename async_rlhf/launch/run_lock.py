@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.launch.program import role_of
 
 _LOOK_S = 0.1
 _GRACE_S = 1.0  # for a holder that has just been killed
@@ -166,11 +167,6 @@ def _left(path: Path) -> str:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(entry.name) != os.getpid() and any(os.path.samefile(each, path) for each in (entry / "fd").iterdir()):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                role = (
-                    words[words.index(b"async_rlhf.run.roles") + 1].decode()
-                    if b"async_rlhf.run.roles" in words
-                    else "another program"
-                )
-                found.append(f"{entry.name} ({role})")
+                role = role_of((entry / "cmdline").read_text(errors="replace").split("\0"))
+                found.append(f"{entry.name} ({role or 'another program'})")
     return ", ".join(found) or "none that can be seen from here"

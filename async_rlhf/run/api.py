@@ -24,6 +24,7 @@ from typing import Any
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.launch.local import warm
 from async_rlhf.run.caller_environment import played, target_of
 from async_rlhf.run.caller_rewards import served, split
 from async_rlhf.run.config import Config, load
@@ -90,6 +91,7 @@ def train(
     on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
+    warm()
     with _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows):
         return run(
             resolved,
@@ -117,6 +119,7 @@ def start(
     quiet: bool = False,
 ) -> Run:
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
+    warm()
     with ExitStack() as stack:
         resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, environment, overrides, resume))
         records: SimpleQueue[Record | None] = SimpleQueue()

@@ -1,7 +1,7 @@
 """What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
 
-Started by a launcher as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`; the wings are imported inside the process that
-needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
+A launcher begins it as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`, or forks it; the wings are imported in the process
+that needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
 terminal sends to all processes: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
 at once on the second.
 """
@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from setproctitle import setproctitle
+
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
@@ -28,6 +30,7 @@ from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
 from async_rlhf.launch.affinity import told_threads
 from async_rlhf.launch.exit_codes import exit_code
+from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.agreement import schema, shared
 from async_rlhf.run.config import Config, parse_settings
@@ -243,6 +246,7 @@ def _end_in_order(number: int, frame: FrameType | None) -> None:
 def main(arguments: list[str]) -> int:
     """Run a role; the exit code is the reason (see `exit_codes`)."""
     role, directory, *rest = arguments
+    setproctitle(title(arguments))
     sys.path.append(str(Path.cwd()))  # as the command does
     tether = Tether.from_environment()
     for number in (signal.SIGINT, signal.SIGTERM):

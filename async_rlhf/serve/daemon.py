@@ -17,7 +17,6 @@ ended: so none is started twice, from its first moment on, when it does not hold
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import IO
 
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
 from async_rlhf.launch.exit_codes import ending
+from async_rlhf.launch.local import Child, begin, warm
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
@@ -51,7 +51,7 @@ class Daemon:
     def __init__(self, queue: QueueDir, *, at_once: int = 1, say: Callable[[str], object]) -> None:
         self._queue, self._at_once, self._say = queue, at_once, say
         self._notices = Notices(queue)
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, Child] = {}
         self._signals = 0
         self._complaint = ""
 
@@ -62,6 +62,7 @@ class Daemon:
             try:
                 self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
+                    warm()
                     time.sleep(_LOOK_S)
             finally:
                 lock.release()
@@ -139,18 +140,11 @@ class Daemon:
         return entry
 
 
-def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> subprocess.Popen[bytes]:
+def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> Child:
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     try:
-        return subprocess.Popen(
-            command,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            pass_fds=(lock.descriptor,),
-            start_new_session=True,
-        )
+        with open(os.devnull, "rb") as nothing:
+            return begin(command, variables, (nothing.fileno(), log.fileno(), log.fileno(), lock.descriptor), cwd)
     except OSError as error:  # the folder that it was submitted from is gone, there is no memory
         raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error
 

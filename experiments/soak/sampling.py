@@ -14,12 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from async_rlhf.launch.program import role_of
+
 MIB = 1 << 20
 GROWING = ("metrics.jsonl", "data", "changes.jsonl", "evaluations.jsonl", "quarantine.jsonl")
 """Parts of a run directory that keep everything by design: a line a step, a row, a change, an evaluation."""
 MEASURES = {"memory": "MiB", "descriptors": "", "threads": "", "disk": "MiB", "files": "", "processes": ""}
 """What is measured, and its unit."""
-_ROLES = "async_rlhf.run.roles"
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Census:
             line = process.cmdline()
         except psutil.NoSuchProcess:
             line = []
-        return line[line.index(_ROLES) + 1] if _ROLES in line else f"{parent}'s processes"
+        return role_of(line) or f"{parent}'s processes"
 
 
 def sizes(directory: Path) -> tuple[dict[str, int], Counter[str]]:

@@ -17,6 +17,7 @@ from async_rlhf.experiments.doctor import families
 from tests.actors.vllm_model import SHIPPED
 
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -17,7 +17,10 @@ from async_rlhf.run.run_dir import RunDir
 from tests.actors.vllm_model import SHIPPED
 from tests.conftest import has_ended, wait_for
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.rest,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 ACTOR = """
 import sys

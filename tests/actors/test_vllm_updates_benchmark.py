@@ -14,7 +14,7 @@ from async_rlhf.experiments.throughput.updates import PROMPT_TOKENS
 from tests.actors.vllm_model import make_model, raw_weights
 
 # vLLM and what it imports warn of their own affairs.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.rest, pytest.mark.filterwarnings("ignore")]
 
 
 def test_an_update_is_measured_in_every_mode(vllm_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from async_rlhf.run.run_dir import RunDir
 SETTINGS = {"max_steps": 500, "queue.max_staleness": 2, "evaluation.at_end": True, "queue.keep_rollouts": True}
 
 
+@pytest.mark.rest
 def test_a_run_ends_by_its_tokens_and_goes_on_with_more_of_them(small: Callable[..., Any], tmp_path: Path) -> None:
     config = small(**SETTINGS, max_trained_tokens=150)
     result = train(config, quiet=True)

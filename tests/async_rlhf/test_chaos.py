@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from async_rlhf.inspect.chaos import Monkey, problems
 from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
 
 
+@pytest.mark.rest
 def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) -> None:
     """With a watchdog of 20 s, freezes of 15 to 25 s; every blow is one, so that none may quarantine anything."""
     config = small(

@@ -20,6 +20,7 @@ import os, signal
 from pathlib import Path
 import psutil
 from async_rlhf import Feedback, Score, environment
+from async_rlhf.launch.program import role_of
 
 def strike(folder, name):
     """Once for each name, whoever comes first."""
@@ -32,8 +33,7 @@ def strike(folder, name):
     own = psutil.Process()
     family = [each for parent in own.parents() for each in (parent, *parent.children())]
     for each in family:
-        line = each.cmdline()
-        if "async_rlhf.run.roles" in line and line[line.index("async_rlhf.run.roles") + 1] == name:
+        if role_of(each.cmdline()) == name:
             each.send_signal(signal.SIGKILL)
             return
     raise AssertionError(f"no {name} in {[each.cmdline() for each in family]}")

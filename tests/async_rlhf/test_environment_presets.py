@@ -40,6 +40,7 @@ def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(
     assert said[0] == "Guess." and said[-1] == Score(score)
 
 
+@pytest.mark.rest
 def test_the_model_learns_to_call_the_calculator(command: Callable[..., Any], tmp_path: Path) -> None:
     """From no held-out product to nearly all, in 60 steps; it cannot multiply."""
     code, output = command("train", str(CONFIGS / "tools.toml"), "--set", f"output_dir={tmp_path}").finish()

@@ -149,6 +149,7 @@ def test_patience_without_evaluations_to_count_is_refused(small: Callable[..., A
         small(**{"evaluation.patience": 2})
 
 
+@pytest.mark.rest
 def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(small: Callable[..., Any]) -> None:
     values = {"max_steps": "none", "learner.learning_rate": 1e-12, "evaluation.every": 1, "evaluation.patience": 1}
     config = small(**values)

@@ -159,6 +159,7 @@ def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(sd
         assert {f"async_rlhf/{folder}/{file.name}" for file in (REPOSITORY / folder).glob("*.toml")} <= set(names)
 
 
+@pytest.mark.rest
 def test_the_commands_of_the_wheel_train_what_init_writes_and_no_file_of_the_folder_hides_a_module(
     project: Path, site: Path
 ) -> None:
@@ -192,6 +193,7 @@ def outputs(cell: Any, kind: str) -> str:
     return "".join(each.get("text", "") if kind == "text" else each.get("data", {}).get(kind, "") for each in cell.outputs)
 
 
+@pytest.mark.rest
 def test_a_notebook_trains_another_family_with_what_its_cells_define(project: Path) -> None:
     families.model("qwen3", vocab_size=99, eos_token_id=1).save_pretrained(project / "qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):

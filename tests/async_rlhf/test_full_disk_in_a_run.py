@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import wait_for
+
+pytestmark = pytest.mark.rest
 
 NUM_STEPS = 150
 

@@ -57,6 +57,7 @@ def test_on_one_gpu_everything_shares_it_and_on_eight_the_others_generate(given:
     assert found == {"hub": "none", "learner": "0", "evaluation": "1", **{f"actor-{i}": str(i + 2) for i in range(6)}}
 
 
+@pytest.mark.rest
 def test_its_parts_train_and_evaluate_on_a_processor(given: list[str], command: Callable[..., Any], tmp_path: Path) -> None:
     smaller = {
         "engine.kind": "torch", "engine.device": "cpu", "learner.device": "cpu", "placement.colocate": False,

@@ -80,6 +80,7 @@ def assert_nothing_lost(run: RunDir, num_steps: int) -> None:
     assert ledger["closes"] and ledger["trained"] == 4 * num_steps and ledger["quarantined"] == 0
 
 
+@pytest.mark.rest
 def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_again(on_hosts: Any, tmp_path: Path) -> None:
     """Three actors: two and a relay on the first host, one and a learner rank on the second; a scorer on each."""
     relays: list[psutil.Process] = []

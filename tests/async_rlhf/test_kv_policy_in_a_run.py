@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from async_rlhf.run.run_dir import RunDir
+
+pytestmark = pytest.mark.rest
 
 
 def test_a_run_goes_on_with_an_engine_that_is_another_policy_and_says_how_far_it_is(

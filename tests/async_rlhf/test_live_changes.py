@@ -145,6 +145,7 @@ def bits(run: Path) -> list[bytes]:
     return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors")]
 
 
+@pytest.mark.rest
 def test_a_run_that_is_changed_and_loses_its_terminal_and_its_learner_ends_with_the_bits_of_one_that_lost_nothing(
     small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from async_rlhf.run.api import TrainResult, train
 from tests.conftest import QUICK, SMALL
 
@@ -30,6 +32,7 @@ def test_the_decoupled_preset_trains_on_old_truncated_data_under_its_masks_and_i
         assert set(record["drift/by_staleness"]) <= set(record["staleness/histogram"])
 
 
+@pytest.mark.rest
 def test_the_online_dpo_preset_learns_from_one_pair_a_group(tmp_path: Path) -> None:
     result = shortened("online_dpo.toml", tmp_path, sampled_groups=4)
     assert result.finished and len(result.metrics) == 4

@@ -32,6 +32,7 @@ def test_adapters_learn_and_actors_adopt_them(
     assert (run.latest / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("form", ["sequence_parallel", "tensor_parallel"])
 def test_ranks_that_share_rows_or_layers_train_and_actors_adopt_what_they_publish(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path, form: str
@@ -48,6 +49,7 @@ def test_ranks_that_share_rows_or_layers_train_and_actors_adopt_what_they_publis
     assert not any(start[name].equal(trained[name]) for name in start)
 
 
+@pytest.mark.rest
 def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import Monkey, problems
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.orders import Open
-from async_rlhf.launch.program import Process, actor_node
+from async_rlhf.launch.program import Process, actor_node, role_of
 from async_rlhf.launch.ray import RayAgent, RayHosts
 from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.run.api import run
@@ -60,11 +60,12 @@ def roles(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "async_rlhf.run.roles" in line and any(word.startswith(str(folder)) for word in line) and not has_ended(process):
+        if role_of(line) and f" {folder}" in line[0] and not has_ended(process):
             found.append(process)
     return found
 
 
+@pytest.mark.rest
 def test_the_quick_run_reaches_its_accuracy_while_a_node_is_lost_and_another_joins(
     launch: dict[str, Any], cluster: Cluster, tmp_path: Path
 ) -> None:

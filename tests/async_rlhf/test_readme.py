@@ -65,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand(folder: Path, command: Callable[..., Any]) -> None:
     run, shown = folder / "runs" / "quick", dict[str, str]()
     training: Any = None
@@ -103,6 +104,7 @@ def test_the_program_runs_also_without_its_guard(folder: Path, command: Callable
     assert code == 0 and "step     2/2" in output, output
 
 
+@pytest.mark.rest
 def test_make_train_chat_trains_a_chat_model(folder: Path, command: Callable[..., Any]) -> None:
     (folder / "configs").symlink_to(REPOSITORY / "configs")
     speller = shutil.copytree(REPOSITORY / "configs" / "models" / "tiny-speller", folder / "speller")

@@ -31,6 +31,7 @@ def test_every_batch_is_full_of_groups_that_say_something(small: Any, tmp_path: 
     assert len(trained) == 16 and max(trained) > 15
 
 
+@pytest.mark.rest
 def test_a_run_in_which_nothing_says_anything_ends_with_the_reason(small: Any, tmp_path: Path) -> None:
     file = tmp_path / "same.py"
     file.write_text("def same(completion):\n    return 1.0\n")

@@ -69,6 +69,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rest
 def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
@@ -104,6 +105,7 @@ def test_a_reward_that_raises_stops_the_run_with_a_clear_message(small: Any, tmp
     assert "Traceback" in log and "broken.py" in log
 
 
+@pytest.mark.rest
 def test_the_same_through_the_command_line_has_its_exit_code(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -113,6 +115,7 @@ def test_the_same_through_the_command_line_has_its_exit_code(
     assert code == 6 and "no judge today" in output, output
 
 
+@pytest.mark.rest
 def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(small: Any) -> None:
     overrides = {
         "rewards.functions": ["reward_model"],

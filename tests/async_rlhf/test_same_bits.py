@@ -68,6 +68,7 @@ def drawn_kills(seed: int, *more: str) -> list[tuple[int, str]]:
     return list(zip(steps, draw.sample(roles, len(roles)), strict=True))
 
 
+@pytest.mark.rest
 def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Callable[..., Any]) -> None:
     """A rank that is killed takes the other with it; both go on from the checkpoint."""
     settings = {"queue.max_staleness": 0, "learner.ranks": 2}

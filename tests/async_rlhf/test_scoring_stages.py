@@ -97,6 +97,7 @@ def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[.
     assert drawn[2].startswith("-> reference  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once")
 
 
+@pytest.mark.rest
 def test_a_scorer_process_that_is_killed_is_started_again_and_no_score_is_lost(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,8 @@ from async_rlhf.inspect.trials import _of_run
 from async_rlhf.run.display import group_lines
 from async_rlhf.run.run_dir import RunDir
 from tests import oracles
+
+pytestmark = pytest.mark.rest
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 # Of turns before the user's last message what stands before the first "e" is left out, as reasoning is elsewhere.

@@ -70,6 +70,7 @@ def told(run: Path) -> str:
     return wait_for(look, "the hub to listen")
 
 
+@pytest.mark.rest
 def test_a_hub_that_ends_with_code_0_is_started_again(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_hub_that_ends_with_code_0_is_started_again(
     assert_whole(run, 200)
 
 
+@pytest.mark.rest
 def test_a_drain_reaches_a_hub_that_was_away(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_drain_reaches_a_hub_that_was_away(
     assert 2 <= steps(run) < 500 and RunDir(run).read_ledger()["ledger"]["closes"]
 
 
+@pytest.mark.rest
 def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_steps(small: Any) -> None:
     config = small(**{"max_steps": 100_000, "actors.count": 2, "actors.restart_backoff_s": 0.5})
     run, heard = RunDir.create(config), Heard()
@@ -148,6 +151,7 @@ def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:
     assert heard.events == []
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("role", ["hub", "learner"])
 def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_started_again(
     role: str, command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
@@ -164,6 +168,7 @@ def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_started_again(
     assert_whole(run, 150)
 
 
+@pytest.mark.rest
 def test_a_role_that_is_frozen_for_less_goes_on_where_it_was(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -181,6 +186,7 @@ def test_a_role_that_is_frozen_for_less_goes_on_where_it_was(
     assert_whole(run, 150)
 
 
+@pytest.mark.rest
 def test_a_supervisor_that_was_frozen_kills_no_one(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -197,6 +203,7 @@ def test_a_supervisor_that_was_frozen_kills_no_one(
     assert_whole(run, 150)
 
 
+@pytest.mark.rest
 def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.async_rlhf.two_hosts import AHEAD_S, A, B, TwoHosts, clock_ahead
 from tests.conftest import wait_for
 
 OBSTACLE = two_hosts.obstacle()
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+pytestmark = [pytest.mark.rest, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
 PORT = 5555  # of a network that nobody else is in
 SHORT_S = 3.0
 

@@ -117,6 +117,7 @@ def test_the_best_checkpoint_and_those_that_wait_for_an_evaluation_outlive_the_n
     assert {f"step_{best:06d}", "step_000006"} <= kept and "step_000004" not in kept
 
 
+@pytest.mark.rest
 def test_each_step_says_its_learning_rate(watched: Watched) -> None:
     peak = watched.config.learner.learning_rate
     found = [record["learning_rate"] / peak for record in watched.run.read_metrics()]

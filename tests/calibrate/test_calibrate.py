@@ -94,6 +94,7 @@ def test_a_calibration_that_cannot_be_written_or_made_is_refused_before_anything
     assert no_device.exit_code == 3 and "'meteor' cannot be used" in no_device.output
 
 
+@pytest.mark.rest
 def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callable[..., Any]) -> None:
     config = small(max_steps=100, **{"queue.keep_rollouts": True, "engine.slots": 8, "checkpoint.save_every": 100})
     ended = RunDir.existing(run(config, quiet=True).run_dir)

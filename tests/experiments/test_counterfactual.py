@@ -141,6 +141,7 @@ def test_a_batch_whose_every_term_is_masked_points_nowhere() -> None:
     assert nothing.cosine(np.ones(GROUPS), np.ones(BLOCKS)) == 0.0
 
 
+@pytest.mark.rest
 def test_at_bound_0_every_correction_gives_the_plain_gradient_of_its_batch(directory: Path) -> None:
     _, config, (moment,) = recorded(directory, [2])
     assert moment.staleness == (0.0, 0)

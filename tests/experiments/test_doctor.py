@@ -17,6 +17,7 @@ from async_rlhf.learner.model.policy import Policy
 PARTS = ["model families", "16-bit engine", "CUDA graphs", "learner", "run with two ranks"]
 
 
+@pytest.mark.rest
 def test_every_part_holds_on_a_processor_and_the_report_says_so(command: Callable[..., Any]) -> None:
     """Runs with vLLM and with ZeRO-3 have tests of their own."""
     code, output = command(

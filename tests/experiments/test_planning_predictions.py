@@ -44,6 +44,7 @@ def rows() -> list[Row]:
     return found
 
 
+@pytest.mark.rest
 def test_held_out_cells_are_predicted_from_the_others(rows: list[Row]) -> None:
     told = [row if row["use"] == "fit" else {**row, "samples_per_s": "nan", "length_p50": "nan"} for row in rows]
     found = predict(told, COSTS, num_cpus=2, rewards_s=REWARDS_S, steps=STEPS)

@@ -34,6 +34,7 @@ def rows() -> dict[str, Row]:
     return {row.name: row for row in table.made()}
 
 
+@pytest.mark.rest
 def test_the_document_shows_what_the_command_gives() -> None:
     text = DOCUMENT.read_text()
     assert page.filled(text, "planning", table.tables(list(rows().values()))) == text, (

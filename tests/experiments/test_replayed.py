@@ -27,6 +27,7 @@ allow_uncorrected = true
 """
 
 
+@pytest.mark.rest
 def test_a_recorded_run_is_replayed_under_each_correction_and_under_its_own_gives_its_own_weights(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
         run_sweep(path, say=said.append)
 
 
+@pytest.mark.rest
 def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
     path, said = sweep([0], max_steps=2), list[str]()
     (tmp_path / "judge.py").write_text("def good(completion):\n    return 0.5\n\ndef bad(completion):\n    return 1 / 0\n")
@@ -101,6 +102,7 @@ def test_cells_that_end_by_time_do_not_run_at_once(sweep: Callable[..., Path]) -
         run_sweep(path, jobs=2)
 
 
+@pytest.mark.rest
 def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
     sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
 ) -> None:

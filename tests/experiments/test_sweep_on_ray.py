@@ -30,6 +30,8 @@ from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY, SMALL, toml
 from tests.raylets import two_nodes
 
+pytestmark = pytest.mark.rest
+
 # Gives 0 or 1 by the length; the run of this name waits after its first step until the file `open` is there.
 _REWARD = """
 import time

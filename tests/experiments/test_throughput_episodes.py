@@ -76,6 +76,7 @@ def test_a_tool_takes_half_a_second_in_the_mean_and_has_a_longest() -> None:
     assert min(found) > 0 and max(found) == 12 * slow_tool.MEAN_S
 
 
+@pytest.mark.rest
 def test_trl_plays_as_many_turns_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     monkeypatch.setattr(slow_tool, "MEAN_S", 0.0)

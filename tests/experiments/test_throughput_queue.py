@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgpack
+import pytest
 
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.experiments.throughput.queue import GROUP_SIZE, _header, _map_head, a_group
@@ -15,6 +16,7 @@ from async_rlhf.experiments.throughput.queue import GROUP_SIZE, _header, _map_he
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.rest
 def test_a_small_run_gives_every_number() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "async_rlhf.experiments.throughput", "queue", "--small", "--json"],

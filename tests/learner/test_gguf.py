@@ -95,6 +95,7 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights(tmp_path: Path, m
     assert marker.exists()
 
 
+@pytest.mark.rest
 def test_a_file_that_is_no_gguf_model_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "bad.gguf").write_bytes(b"not a model")
@@ -103,6 +104,7 @@ def test_a_file_that_is_no_gguf_model_is_refused_with_the_reason(tmp_path: Path,
     assert not list((tmp_path / "cache").glob("**/config.json"))
 
 
+@pytest.mark.rest
 def test_the_converter_run_by_hand_ends_with_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "async_rlhf.learner.model.gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")],

@@ -101,6 +101,7 @@ def test_one_mask_in_the_type_of_the_products_serves_all_layers_and_rows_of_one_
     assert [(each["attn_mask"], each["is_causal"], each["enable_gqa"]) for each in alone] == [(None, True, True)] * 2
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other_lengths(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch

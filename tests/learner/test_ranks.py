@@ -312,6 +312,7 @@ def test_adapters_go_on_from_a_checkpoint_of_another_backend_and_leave_alone(alo
         assert np.abs(merged - whole[name].numpy()).max() < WEIGHTS
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("where", ["between two steps", "wherever it is"])
 def test_a_rank_that_hangs_is_named_by_those_who_wait_for_it(alone: Path, tmp_path: Path, where: str) -> None:
     job = {"name": "long", "model": str(alone / "model"), "steps": 10**6, "timeout_s": 30.0, "idle_timeout_s": 600.0}

@@ -7,6 +7,8 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import sampled_from
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.plan.resharding import (
@@ -71,7 +73,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@given(layout=sampled_from(LAYOUTS))
 def test_gathering_from_zero_moves_what_was_counted(layout: Layout) -> None:
     held = {device: {number} for number, device in enumerate(devices(layout))}
     before = {device: set(shards) for device, shards in held.items()}
@@ -79,7 +81,7 @@ def test_gathering_from_zero_moves_what_was_counted(layout: Layout) -> None:
     assert gather_from_zero(layout) == seen(before, held, received, len(held), in_place=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@given(layout=sampled_from(LAYOUTS))
 def test_gathering_the_model_parallel_group_moves_what_was_counted(layout: Layout) -> None:
     held = {device: {device[1] * layout.tensor + device[2]} for device in devices(layout)}
     before = {device: set(shards) for device, shards in held.items()}
@@ -87,10 +89,11 @@ def test_gathering_the_model_parallel_group_moves_what_was_counted(layout: Layou
     assert gather_model_parallel(layout) == seen(before, held, received, layout.model_parallel, in_place=False)
 
 
-@pytest.mark.parametrize(("layout", "generation"), PAIRS)
+@given(pair=sampled_from(PAIRS))
 def test_gathering_micro_data_parallel_groups_moves_what_was_counted_and_leaves_whole_models(
-    layout: Layout, generation: Layout
+    pair: tuple[Layout, Layout],
 ) -> None:
+    layout, generation = pair
     rows, columns = layout.pipeline // generation.pipeline, layout.tensor // generation.tensor
     held = {device: {device[1] * layout.tensor + device[2]} for device in devices(layout)}
     before = {device: set(shards) for device, shards in held.items()}
@@ -106,8 +109,9 @@ def test_gathering_micro_data_parallel_groups_moves_what_was_counted_and_leaves_
         assert shards == {row * layout.tensor + column for row in kept_rows for column in kept_columns}
 
 
-@pytest.mark.parametrize(("layout", "generation"), PAIRS)
-def test_no_way_moves_or_holds_less_than_that_of_the_stride(layout: Layout, generation: Layout) -> None:
+@given(pair=sampled_from(PAIRS))
+def test_no_way_moves_or_holds_less_than_that_of_the_stride(pair: tuple[Layout, Layout]) -> None:
+    layout, generation = pair
     strided = gather_micro_data_parallel(layout, generation)
     for other in (gather_model_parallel(layout), gather_from_zero(layout)):
         assert strided.received <= other.received and strided.peak <= other.peak and strided.redundant < other.redundant

@@ -36,6 +36,7 @@ def remember_what_every_actor_made() -> AbstractContextManager[Any]:
     return patch.object(Actor, "has_put", has_put)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kills", [0, 300], ids=["one hub", "hundreds of hubs"])
 def test_four_weeks_break_no_rule_and_nothing_grows(kills: int) -> None:
     found = weeks.run(1, kills=kills)

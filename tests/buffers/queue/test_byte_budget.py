@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
 
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
@@ -12,7 +13,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Entry
 
 
-@pytest.mark.parametrize("seed", range(150))
+@given(seed=integers(0, 1 << 16))
 def test_what_waits_stays_below_the_limit_and_the_run_ends(seed: int) -> None:
     """Two actors finish in any order; a group has 1 to 50 bytes, the limit is anything down to a single byte."""
     rng = Random(seed)
