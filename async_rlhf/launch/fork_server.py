@@ -190,9 +190,10 @@ def _close() -> None:
 def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | None:
     """The server of this process with these variables, begun if there is none; what asks for it need not wait for it.
 
-    None where orphans cannot be adopted (not Linux). A server with other variables ends: a program has one at a time.
+    None where orphans cannot be adopted (not Linux), and with ASYNC_RLHF_FORK_SERVER=off: every role then imports for itself. A
+    server with other variables ends: a program has one at a time.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or os.environ.get(_INHERITED) == "off":
         return None
     with _asking:
         if inherited := ForkServer.inherited():
@@ -383,7 +384,7 @@ def exec_with_server(command: list[str]) -> NoReturn:
         _serve(theirs)
         os._exit(0)
     ours.set_inheritable(True)
-    os.execve(command[0], command, {**variables, _INHERITED: f"{ours.fileno()} {server} {_digest(_imported_with)}"})
+    os.execvpe(command[0], command, {**variables, _INHERITED: f"{ours.fileno()} {server} {_digest(_imported_with)}"})
 
 
 if __name__ == "__main__":

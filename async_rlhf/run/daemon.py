@@ -133,8 +133,10 @@ class Supervisor:
                 try:
                     self._start_all()
                     self._watch()
-                finally:
-                    self._close()
+                except BaseException:
+                    self._close(failed=True)
+                    raise
+                self._close()
                 ended = self._config.budget.ended(self._spent) or self._plateau
                 finished = not self._draining or bool(ended)
                 if finished:
@@ -351,8 +353,9 @@ class Supervisor:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        """The hub halts, actors end by its command; the rest is killed."""
+    def _close(self, *, failed: bool = False) -> None:
+        """The hub halts. Of a run that has ended well actors have heard it from the hub and end by themselves; the rest is
+        killed."""
         with suppress(DamagedError):
             self._report_steps()
         self._courier.close()
@@ -362,7 +365,7 @@ class Supervisor:
                 hub_control.halt()
         deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
-            ends_itself = child.node.role not in ("scorer", "relay")  # which only ever answer
+            ends_itself = child.node.role == "hub" or not (failed or child.node.role in ("scorer", "relay"))  # they only answer
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             if child.process is not None:

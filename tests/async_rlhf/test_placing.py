@@ -44,6 +44,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], s
     python.write_text('#!/bin/sh\necho "sees ${CUDA_VISIBLE_DEVICES-all}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def start(node: Node) -> str:

@@ -47,6 +47,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         python.write_text("\n".join(["#!/bin/sh", 'case "$4 $6" in', *cases, f"*) {scripts[0]} ;;", "esac\n"]))
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setattr("sys.executable", str(python))
+        monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
         made.append(Counting(room))
         launcher = RankLauncher(made[-1], len(scripts), LOOPBACK, lambda node: node, lambda name: tmp_path / f"{name}.log")
         found = launcher.start(tmp_path, learner_node("ipc:///nowhere", tmp_path / "learner.log"))

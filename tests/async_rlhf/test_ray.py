@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
     class Pretending(RayAgent):
         def __init__(self) -> None:
             sys.executable = str(python)
+            os.environ["ASYNC_RLHF_FORK_SERVER"] = "off"
             super().__init__()
 
     monkeypatch.setattr("async_rlhf.launch.ray.RayAgent", Pretending)

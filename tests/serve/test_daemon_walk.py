@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -143,7 +144,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     wait_for(lambda: states()[2] == "stopped", "the third run to stop")
     shell.run(cancel)
     assert states() == ["finished", "finished", "cancelled"]
-    daemon.process.terminate()
+    daemon.process.send_signal(signal.SIGTERM)
     code, output = daemon.finish()
     assert code == 0 and "second: finished\n" in output, output
 
