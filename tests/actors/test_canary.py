@@ -14,22 +14,12 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run import roles
 from async_rlhf.run.run_dir import RunDir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
-
-
-def test_engine_and_learner_agree_on_the_probe_to_float_precision() -> None:
-    backend = make_backend(MODEL, LearnerConfig(), LossConfig())
-    engine = load_engine(str(MODEL), EngineConfig(slots=2))
-    engine.load_weights(0, backend.tensors())
-    canary = backend.canary()
-    assert len(canary.ids) == len(canary.logprobs) + 1
-    assert np.abs(engine.probe(canary.ids) - np.array(canary.logprobs)).max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -41,22 +31,6 @@ def test_in_sixteen_bits_they_agree_within_the_tolerance_of_the_type(dtype: Any)
     canary = backend.canary()
     drift = np.abs(engine.probe(canary.ids) - np.array(canary.logprobs)).max()
     assert 0 < drift < config.canary_tolerance
-
-
-def test_probing_does_not_disturb_what_is_being_generated() -> None:
-    from async_rlhf.actors.engine import Request, RolloutKey
-
-    def tokens(probe: bool) -> list[int]:
-        engine = load_engine(str(MODEL), EngineConfig(slots=2))
-        engine.submit([Request(RolloutKey(0, 0, 0), (20, 21, 22), 8, Sampling(), seed=3)])
-        done: list[Any] = []
-        while engine.num_unfinished:
-            if probe:
-                engine.probe([5, 6, 7, 8])
-            done += engine.step()
-        return list(done[0].token_ids)
-
-    assert tokens(probe=True) == tokens(probe=False)
 
 
 def test_an_actor_whose_engine_computes_with_other_weights_refuses_to_generate(

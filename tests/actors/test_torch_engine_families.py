@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,14 @@ from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
+from tests.actors.torch_models import finished
 
 NOT_SERVED = ("bloom", "gpt_neo", "jamba", "mamba", "minimax", "mpt", "olmo_hybrid", "qwen3_next", "recurrent_gemma", "rwkv")
+# Settings that choose another pass, or other weights.
+VARIANTS = {
+    "llama with tied embeddings": {"kind": "llama", "tie_word_embeddings": True},
+    "llama with biases": {"kind": "llama", "attention_bias": True},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +51,14 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_sampled_log_probabilities_are_those_of_plain_passes(kind: str) -> None:
-    model = families.model(kind)
+@pytest.mark.parametrize("name", [*sorted(FAMILIES), *VARIANTS])
+def test_sampled_log_probabilities_are_those_of_plain_passes(name: str) -> None:
+    model = families.model(**VARIANTS.get(name, {"kind": name}))
     # Fewer slots than requests, and prompts that are computed in several pieces beside running rows.
     engine = TorchEngine(model, slots=3, stop_ids=set(), max_length=64, prefill_tokens=10)
     asked = requests()
     for observation in ((3, 4, 5, 6, 7), ()):  # a turn, and one that continues it behind an observation
-        engine.submit(asked)
-        ended = {}
-        while engine.num_unfinished:
-            ended |= {completion.key: completion for completion in engine.step()}
+        ended = finished(engine, asked)
         assert_plain(model, asked, ended)
         asked = [
             replace(request, context=(*ended[request.key].token_ids.tolist(), *observation), max_new_tokens=6)
@@ -74,15 +78,10 @@ def assert_plain(model: PreTrainedModel, asked: Sequence[Request], ended: Mappin
             assert likeliest.tolist() == completion.token_ids.tolist()
 
 
-@pytest.mark.parametrize("kind", NOT_SERVED)
-def test_a_family_that_keeps_more_than_keys_and_values_is_refused(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in NOT_SERVED), ("falcon", {"alibi": True})])
+def test_a_family_that_needs_more_than_keys_and_values_by_position_is_refused(kind: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"model type '{kind}': the torch engine .* Set engine.kind = 'vllm', or use one of"):
-        TorchEngine(families.model(kind), slots=2, stop_ids=set())
-
-
-def test_position_biases_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model type 'falcon'"):
-        TorchEngine(families.model("falcon", alibi=True), slots=2, stop_ids=set())
+        TorchEngine(families.model(kind, **settings), slots=2, stop_ids=set())
 
 
 def test_an_engine_that_would_sample_from_another_distribution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
@@ -16,43 +17,19 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.sampling import Sampling
-
-CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-    ),
-    "gpt2": GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None),
-}
+from tests.actors.torch_models import finished, own_model
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=["llama", "gpt2"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
+    return own_model(request.param, 0)
 
 
 def make_requests(count: int) -> list[Request]:
     """In groups of four with prompts of 20 tokens; completions of 10 to 80."""
     lengths = np.random.default_rng(0).integers(10, 81, count).tolist()
-    prompts = [tuple(np.random.default_rng(n // 4).integers(0, 24, 20).tolist()) for n in range(count)]
+    prompts = [tuple(np.random.default_rng(n // 4).integers(3, 64, 20).tolist()) for n in range(count)]
     return [Request(RolloutKey(n // 4, 0, n % 4), prompts[n], lengths[n], Sampling(), n) for n in range(count)]
-
-
-def run(engine: TorchEngine, requests: list[Request]) -> dict[RolloutKey, Completion]:
-    done: dict[RolloutKey, Completion] = {}
-    engine.submit(requests)
-    while engine.num_unfinished:
-        done.update({completion.key: completion for completion in engine.step()})
-    return done
 
 
 def num_places(engine: TorchEngine) -> int:
@@ -62,7 +39,7 @@ def num_places(engine: TorchEngine) -> int:
 
 def test_with_little_memory_the_same_is_sampled_and_the_memory_stays_within_its_bound(model: PreTrainedModel) -> None:
     requests = make_requests(16)
-    plenty = run(TorchEngine(model, slots=16, max_length=256), requests)
+    plenty = finished(TorchEngine(model, slots=16, max_length=256), requests)
     engine = TorchEngine(model, slots=16, max_length=256, max_places=400, prefill_tokens=16)
     done: dict[RolloutKey, Completion] = {}
     engine.submit(requests)
@@ -106,18 +83,17 @@ def test_aborting_counts_also_the_tokens_of_those_sent_back(model: PreTrainedMod
 
 
 def test_bytes_are_counted_as_the_model_stores_them(model: PreTrainedModel) -> None:
-    heads = 2 if isinstance(model.config, LlamaConfig) else 4
-    a_token = 2 * 2 * heads * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
+    heads = 2 if model.config.model_type == "llama" else 4
+    a_token = 2 * 4 * heads * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
     assert find_max_places(model, 10 * a_token + 3) == 10
     with pytest.raises(ConfigError, match=f"engine.kv_bytes = 5 holds no token: keys and values of one take {a_token} bytes"):
         find_max_places(model, 5)
 
 
-def test_the_configuration_bounds_the_memory(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("model")
-    model.save_pretrained(directory)
-    engine = load_engine(str(directory), EngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
-    run(engine, make_requests(12))
+def test_the_configuration_bounds_the_memory(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    engine = load_engine(str(tmp_path), EngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
+    finished(engine, make_requests(12))
     held = sum(part.numel() * part.element_size() for part in (*engine._cache.keys, *engine._cache.values))
     assert 0 < held <= 200_000
 

@@ -13,6 +13,7 @@ import pytest
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.sampling import Sampling
+from tests.actors.torch_models import finished
 from tests.actors.vllm_model import make_model, raw_weights
 
 WEIGHTS = raw_weights(make_model(1))
@@ -22,11 +23,8 @@ def asked(count: int, first: int = 0) -> list[Request]:
     return [Request(RolloutKey(n, 0, 0), (10, 11, 12), 8 + n, Sampling(), seed=n) for n in range(first, first + count)]
 
 
-def run(engine: Engine, before: Sequence[Completion] = ()) -> list[Completion]:
-    done = list(before)
-    while engine.num_unfinished:
-        done += engine.step()
-    return done
+def run(engine: Engine, asked: Sequence[Request] = (), before: Sequence[Completion] = ()) -> list[Completion]:
+    return list(finished(engine, asked, before).values())
 
 
 def test_every_request_comes_back_once_within_its_length(any_engine: Engine) -> None:
@@ -48,11 +46,10 @@ def test_versions_only_rise_along_a_completion_and_the_last_is_the_newest(any_en
     before = any_engine.step()
     any_engine.load_weights(1, WEIGHTS)
     assert any_engine.version == 1
-    for completion in run(any_engine, before):
+    for completion in run(any_engine, before=before):
         versions = [span.version for span in completion.spans]
         assert versions == sorted(set(versions)) and set(versions) <= {0, 1}
-    any_engine.submit(asked(3, first=20))
-    assert {span.version for completion in run(any_engine) for span in completion.spans} == {1}
+    assert {span.version for completion in run(any_engine, asked(3, first=20)) for span in completion.spans} == {1}
 
 
 def test_what_is_aborted_is_forgotten_and_what_is_unknown_ignored(any_engine: Engine) -> None:
@@ -62,21 +59,18 @@ def test_what_is_aborted_is_forgotten_and_what_is_unknown_ignored(any_engine: En
     assert any_engine.num_unfinished == 2
     assert {completion.key for completion in run(any_engine)} == {request.key for request in requests[4:]}
     assert any_engine.abort([request.key for request in requests]) == 0
-    any_engine.submit(requests[:1])
-    assert len(run(any_engine)) == 1, "an aborted key may come again"
+    assert len(run(any_engine, requests[:1])) == 1, "an aborted key may come again"
 
 
 def test_a_turn_that_ended_is_not_unfinished_and_its_key_goes_on(any_engine: Engine) -> None:
     (request,) = asked(1)
-    any_engine.submit([replace(request, hold=True)])
-    (first,) = run(any_engine)
+    (first,) = run(any_engine, [replace(request, hold=True)])
     assert any_engine.num_unfinished == 0
     any_engine.submit([replace(request, context=(*first.token_ids.tolist(), 13), seed=1)])
     assert any_engine.num_unfinished == 1
     (second,) = run(any_engine)
     assert 1 <= len(second.token_ids) <= request.max_new_tokens, "its own turn alone"
-    any_engine.submit([replace(request, hold=True)])
-    run(any_engine)
+    run(any_engine, [replace(request, hold=True)])
     assert any_engine.abort([request.key]) == 0
 
 

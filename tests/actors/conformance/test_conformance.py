@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.logprobs import token_logprobs
 from async_rlhf.learner.step.controller import make_backend
 from tests.actors.conformance.conftest import Subject
+from tests.actors.torch_models import finished
 from tests.actors.vllm_model import END, SHIPPED, expected_logprobs, make_model, plain_logprobs
 
 FIRST, SECOND = make_model(0), make_model(1)
@@ -32,11 +34,7 @@ def requests(count: int, num_new: int = 40, prompt: tuple[int, ...] = PROMPT, fi
 
 
 def run(engine: Engine, before: Sequence[Completion] = ()) -> list[Completion]:
-    done = list(before)
-    while engine.num_unfinished:
-        done += engine.step()
-    assert len({completion.key for completion in done}) == len(done), "returned twice"
-    return sorted(done, key=lambda completion: completion.key)
+    return sorted(finished(engine, before=before).values(), key=lambda completion: completion.key)
 
 
 def serve(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
@@ -250,15 +248,19 @@ def test_weights_of_another_model_are_refused_and_change_nothing(subject: Subjec
     assert_plain(subject, FIRST, asked, serve(engine, asked))
 
 
-def test_the_probe_speaks_of_the_weights_that_are_served_while_others_decode(subject: Subject) -> None:
+def test_the_probe_speaks_of_the_weights_that_are_served_while_others_decode_and_disturbs_none(subject: Subject) -> None:
     engine = subject.start("keep")
-    engine.submit(requests(4, num_new=60))
     for version, model in enumerate((FIRST, SECOND)):
+        asked = requests(4, num_new=60)
+        engine.submit(asked)
+        before = subject.begin(engine)
         if version:
             engine.load_weights(version, subject.weights(model))
         expected = plain_logprobs(model, PROMPT[:1], np.array(PROMPT[1:], np.int32))
         np.testing.assert_allclose(engine.probe(PROMPT), expected, atol=subject.tolerance)
-    run(engine)
+        done = run(engine, before)
+        if version == 0:
+            assert_plain(subject, model, asked, done)
 
 
 # Ends
@@ -305,23 +307,22 @@ def test_what_is_aborted_comes_no_more_and_its_tokens_are_counted(subject: Subje
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("changed", "said"),
     [
-        (Request(RolloutKey(1, 0, 0), (), 5, Sampling(), 0), "empty prompt"),
-        (Request(RolloutKey(1, 0, 0), (5,) * 510, 5, Sampling(), 0), "510 prompt . 5 new tokens"),
-        (Request(RolloutKey(1, 0, 0), (99,), 5, Sampling(), 0), "knows 0 to 98"),
-        (Request(RolloutKey(1, 0, 0), (5,), 0, Sampling(), 0), "max_new_tokens = 0"),
-        (Request(RolloutKey(1, 0, 0), (5,), 1, Sampling(), -1), "seed -1"),
-        (Request(RolloutKey(0, 0, 0), (5,), 1, Sampling(), 0), "already submitted"),
+        ({"prompt_ids": (5,) * 510}, "510 prompt . 5 new tokens"),
+        ({"prompt_ids": (99,)}, "knows 0 to 98"),
+        ({"seed": -1}, "seed -1"),
+        ({"context": (5,) * 500}, "30 prompt . 500 context . 5 new tokens"),
+        ({"context": (4, 99)}, "token ids 4 to 99, the model knows 0 to 98"),
     ],
-)
-def test_a_request_that_cannot_be_served_is_refused_with_all_submitted_beside_it(
-    subject: Subject, request_: Request, said: str
+)  # further ones in `test_bookkeeping`
+def test_a_request_that_the_model_cannot_serve_is_refused_with_all_submitted_beside_it(
+    subject: Subject, changed: dict[str, Any], said: str
 ) -> None:
     engine = subject.start("keep")
-    good = requests(1)
-    engine.submit(good)
+    good, beside, bad = requests(3, num_new=5)
+    engine.submit([good])
     with pytest.raises(EngineError, match=said):
-        engine.submit([*requests(1, first=2), request_])
+        engine.submit([beside, replace(bad, **changed)])
     assert engine.num_unfinished == 1
-    assert_plain(subject, FIRST, good, run(engine))
+    assert_plain(subject, FIRST, [good], run(engine))

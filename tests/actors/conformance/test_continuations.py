@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, OnUpdate, Request, RolloutKey
-from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.conformance.conftest import Subject
+from tests.actors.torch_models import finished
 from tests.actors.vllm_model import END, make_model, plain_logprobs
 
 FIRST, SECOND = make_model(0), make_model(1)
@@ -49,22 +49,19 @@ def episodes(engine: Engine, asked: list[Request], between: Callable[[int], None
             between(turn)
         engine.submit(asked)
         assert engine.num_unfinished == len(asked), "held rows do not count"
-        done = run(engine)
+        done = finished(engine)
         ended = [(request, done[request.key]) for request in asked]
         yield from ended
         asked = [continued(request, completion, turn) for request, completion in ended]
     engine.abort([request.key for request in asked])
 
 
-def run(engine: Engine) -> dict[RolloutKey, Completion]:
-    done: dict[RolloutKey, Completion] = {}
-    while engine.num_unfinished:
-        done |= {completion.key: completion for completion in engine.step()}
-    return done
-
-
 def plain(model: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
     return plain_logprobs(model, request.prefix_ids, completion.token_ids, request.sampling.temperature or 1.0)
+
+
+def assert_plain(subject: Subject, model: PreTrainedModel, request: Request, completion: Completion) -> None:
+    np.testing.assert_allclose(completion.logprobs, plain(model, request, completion), atol=subject.tolerance)
 
 
 def assert_fresh(subject: Subject, request: Request, completion: Completion) -> None:
@@ -79,7 +76,7 @@ def test_every_turn_has_the_logprobs_of_one_plain_pass_over_its_whole_row(subjec
     engine = subject.start("keep")
     turns = [*episodes(engine, first_turns(4)), *episodes(engine, first_turns(2, hold=False, temperature=0.0))]
     for request, completion in turns:
-        np.testing.assert_allclose(completion.logprobs, plain(FIRST, request, completion), atol=subject.tolerance)
+        assert_plain(subject, FIRST, request, completion)
         assert [(span.version, span.cache_version) for span in completion.spans] == [(0, None)]
         assert sum(span.num_tokens for span in completion.spans) == len(completion.token_ids) <= 12
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
@@ -123,15 +120,13 @@ def test_weights_that_change_between_turns_are_in_the_spans(subject: Subject, mo
 def test_weights_that_change_within_a_turn_let_held_rows_go_on(subject: Subject, mode: OnUpdate) -> None:
     engine = subject.start(mode)
     held, running = first_turns(4), first_turns(subject.many(8, 84), num_new=60)[4:]
-    engine.submit(held)
-    done = run(engine)
+    done = finished(engine, held)
     asked = [continued(request, done[request.key], 0) for request in held]
     engine.submit(running)
-    done = {completion.key: completion for completion in subject.begin(engine)}
+    before = subject.begin(engine)
     engine.load_weights(1, subject.weights(SECOND))
     assert engine.version == (0 if mode == "finish" else 1), "it waits for running turns"
-    engine.submit(asked)
-    done |= run(engine)
+    done = finished(engine, asked, before)
     assert engine.version == 1
     for request in asked:
         completion = done[request.key]
@@ -144,23 +139,19 @@ def test_weights_that_change_within_a_turn_let_held_rows_go_on(subject: Subject,
 def test_what_is_held_can_be_aborted_and_its_key_used_again(subject: Subject) -> None:
     engine = subject.start("keep")
     asked = first_turns(4)
-    engine.submit(asked)
-    done = run(engine)
+    done = finished(engine, asked)
     assert engine.abort([request.key for request in asked]) == 0 and engine.num_unfinished == 0
     # Continued all the same, and begun anew.
     again = [continued(asked[0], done[asked[0].key], 0), replace(asked[1], prompt_ids=(7, 8, 9), hold=False)]
-    engine.submit(again)
-    done = run(engine)
+    done = finished(engine, again)
     for request in again:
-        expected = plain(FIRST, request, done[request.key])
-        np.testing.assert_allclose(done[request.key].logprobs, expected, atol=subject.tolerance)
+        assert_plain(subject, FIRST, request, done[request.key])
 
 
 def test_what_does_not_continue_the_held_row_is_computed_whole(subject: Subject) -> None:
     engine = subject.start("keep")
     asked = first_turns(6)
-    engine.submit(asked)
-    done = run(engine)
+    done = finished(engine, asked)
     tokens = {request.key: done[request.key].token_ids.tolist() for request in asked}
     other = [
         replace(asked[0], context=(50, *tokens[asked[0].key][1:], 60)),  # another first token
@@ -169,19 +160,16 @@ def test_what_does_not_continue_the_held_row_is_computed_whole(subject: Subject)
         replace(asked[3], prompt_ids=asked[3].prompt_ids[:-1], context=(asked[3].prompt_ids[-1], *tokens[asked[3].key])),
         replace(asked[4], context=()),
     ]
-    engine.submit(other)
-    done = run(engine)
+    done = finished(engine, other)
     for request in other:
-        expected = plain(FIRST, request, done[request.key])
-        np.testing.assert_allclose(done[request.key].logprobs, expected, atol=subject.tolerance)
+        assert_plain(subject, FIRST, request, done[request.key])
     engine.abort([request.key for request in asked])
 
 
 def test_partials_of_a_continuation_are_of_its_own_turn(exact_subject: Subject) -> None:
     engine = exact_subject.start("keep")
     (asked,) = first_turns(1)
-    engine.submit([asked])
-    again = replace(continued(asked, run(engine)[asked.key], 0), max_new_tokens=80, partial_every=4)
+    again = replace(continued(asked, finished(engine, [asked])[asked.key], 0), max_new_tokens=80, partial_every=4)
     engine.submit([again])
     told: list[list[int]] = []
     done: list[Completion] = []
@@ -193,26 +181,11 @@ def test_partials_of_a_continuation_are_of_its_own_turn(exact_subject: Subject) 
     engine.abort([asked.key])
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"context": (5,) * 500}, "21 prompt . 500 context . 12 new tokens"),
-        ({"context": (5, 99)}, "token ids 5 to 99, the model knows 0 to 98"),
-    ],
-)
-def test_a_context_that_cannot_be_served_is_refused(subject: Subject, changed: dict[str, Any], said: str) -> None:
-    engine = subject.start("keep")
-    with pytest.raises(EngineError, match=said):
-        engine.submit([replace(first_turns(1)[0], **changed)])
-    assert engine.num_unfinished == 0
-
-
 @pytest.mark.parametrize("mode", ["keep", "interrupt"])
 def test_a_row_that_begins_anew_reads_its_new_prompt_alone_and_goes_on_from_there(subject: Subject, mode: OnUpdate) -> None:
     engine = subject.start(mode)
     asked = first_turns(4)
-    engine.submit(asked)
-    done = run(engine)
+    done = finished(engine, asked)
     # Siblings begin anew with what each of them wrote, shorter or longer than what is held.
     anew = [
         replace(
@@ -221,12 +194,10 @@ def test_a_row_that_begins_anew_reads_its_new_prompt_alone_and_goes_on_from_ther
         for each in asked
     ]
     engine.load_weights(1, subject.weights(SECOND))
-    engine.submit(anew)
-    ended = run(engine)
+    ended = finished(engine, anew)
     on = [continued(each, ended[each.key], 0) for each in anew]
-    engine.submit(on)
-    after = run(engine)
+    after = finished(engine, on)
     for request, completion in [*((each, ended[each.key]) for each in anew), *((each, after[each.key]) for each in on)]:
         assert [(span.version, span.cache_version) for span in completion.spans] == [(1, None)]
-        np.testing.assert_allclose(completion.logprobs, plain(SECOND, request, completion), atol=subject.tolerance)
+        assert_plain(subject, SECOND, request, completion)
     engine.abort([request.key for request in on])
