@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch import affinity, fork_server
-from async_rlhf.launch.fork_server import ForkedProcess
+from async_rlhf.launch import affinity, forked
+from async_rlhf.launch.forked import ForkedProcess
 from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
@@ -122,7 +122,7 @@ class LocalLauncher:
         pid = None
         try:
             streams = (reads, log, log, beats, *held)
-            pid = fork_server.fork(
+            pid = forked.fork(
                 _IMPORTED_ONCE, variables, lambda server: server.fork(f"{_ROLES}:main", arguments, variables, streams, cpus)
             )
         finally:
@@ -152,7 +152,7 @@ class LocalLauncher:
 
 def warm() -> None:
     """Begin what roles of this machine are forked from; the first that is started waits for it the less."""
-    fork_server.warm(_IMPORTED_ONCE, role_variables())
+    forked.warm(_IMPORTED_ONCE, role_variables())
 
 
 def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int], cwd: str) -> Child:
@@ -161,7 +161,7 @@ def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Seq
     descriptors: its 0, 1, 2, 3, ...; it inherits no other. Raises OSError.
     """
     entry, held = "async_rlhf.launch.fork_server:exec_with_server", descriptors[3:]
-    pid = fork_server.fork(
+    pid = forked.fork(
         _IMPORTED_ONCE, role_variables(), lambda server: server.fork(entry, command, variables, descriptors, cwd=cwd)
     )
     if pid is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.launch import fork_server
-from async_rlhf.launch.fork_server import ForkedProcess, ForkServer
+from async_rlhf.launch import forked
+from async_rlhf.launch.forked import ForkedProcess, ForkServer
 from async_rlhf.launch.run_lock import RunLock, is_held
 from tests.conftest import REPOSITORY, Command, gone, wait_for
 
@@ -127,7 +127,7 @@ def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_as_a_child_does(se
 
 
 def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_servers", [])
+    monkeypatch.setattr(forked, "_servers", [])
 
     def fork() -> Forked:
         made: list[Forked] = []
@@ -136,17 +136,17 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
             made.append(Forked(server, "wait_on_input"))
             return made[0].process.pid
 
-        assert fork_server.fork(["numpy"], VARIABLES, ask)
+        assert forked.fork(["numpy"], VARIABLES, ask)
         return made[0]
 
-    first, (server,) = fork(), list(fork_server._servers)
+    first, (server,) = fork(), list(forked._servers)
     server.process.kill()
-    second, (other,) = fork(), list(fork_server._servers)
+    second, (other,) = fork(), list(forked._servers)
     assert other is not server and first.process.poll() is None
-    assert fork_server.warm(["numpy"], {**VARIABLES, "CUDA_VISIBLE_DEVICES": "3"}) is other
-    assert fork_server.warm(["numpy"], {**VARIABLES, "OMP_NUM_THREADS": "7"}) is not other, "a library has read it by now"
+    assert forked.warm(["numpy"], {**VARIABLES, "CUDA_VISIBLE_DEVICES": "3"}) is other
+    assert forked.warm(["numpy"], {**VARIABLES, "OMP_NUM_THREADS": "7"}) is not other, "a library has read it by now"
     assert first.finish()[0] == second.finish()[0] == 0
-    fork_server._close()
+    forked._close()
 
 
 def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_hears_no_terminal(server: ForkServer) -> None:
@@ -177,13 +177,13 @@ def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
     assert Forked(server, "wait_on_input").finish()[0] == 0
     os.kill(server.process.pid, signal.SIGSTOP)
     server._socket.settimeout(0.1)
-    with pytest.raises(OSError, match="the fork server has not answered for 120 s"):
+    with pytest.raises(OSError, match="the fork server has not answered for 600 s"):
         server.fork("no:matter", [], VARIABLES, [0, 1, 2])
     assert not server.is_there
-    monkeypatch.setattr(fork_server, "_servers", [])
+    monkeypatch.setattr(forked, "_servers", [])
     with pytest.raises(OSError, match="the fork server ends while it begins"):
-        fork_server.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
-    fork_server._close()
+        forked.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
+    forked._close()
 
 
 def test_servers_end_with_the_command_that_uses_them(
@@ -196,3 +196,20 @@ def test_servers_end_with_the_command_that_uses_them(
     assert len(family) >= 3
     started.process.kill()
     wait_for(lambda: all(map(gone, family)), "the servers and roles to end")
+
+
+def test_a_server_serves_only_the_process_it_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of the program around has none yet, and what a shell passes on is another's; "off" means none at all."""
+    monkeypatch.setattr(forked, "_servers", ["the parent's"])
+    told, tell = os.pipe()
+    if not (child := os.fork()):
+        os.write(tell, str(len(forked._servers)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(told, 9) == b"0" and len(forked._servers) == 1
+    os.close(told)
+    os.close(tell)
+    monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", f"{os.getppid()} 3 4 digest")
+    assert ForkServer.inherited() is None and "ASYNC_RLHF_FORK_SERVER" not in os.environ
+    monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
+    assert forked.warm(["numpy"], VARIABLES) is None

@@ -1,0 +1,234 @@
+"""The asking end of a fork server: children of this process that are forked elsewhere.
+
+owns        one server a process, begun where it is first wanted; its end of the socket
+waits for   the server's imports, at the first request; `_START_S` at most
+woken by    the server's answer
+on close    the server ends, and what it has forked goes on
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from async_rlhf.launch.fork_server import HEADER, INHERITED, LIMITS, digest, exactly
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+_START_S = 600.0  # imports from a cold network disk
+_END_S = 30.0
+
+
+class ForkedProcess:
+    """A child that was forked by a server; what `subprocess.Popen` offers of a child, for those that use one or the other.
+
+    stdin: the writing end of its standard input, where it has one.
+    """
+
+    def __init__(self, pid: int, stdin: int | None = None) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = None if stdin is None else os.fdopen(stdin, "wb", buffering=0)
+        self._reaping = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs; negative is the signal that ended it."""
+        with self._reaping:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                except ChildProcessError:  # the program around has waited for any child of its own
+                    self.returncode = -signal.SIGKILL
+            return self.returncode
+
+    def kill(self) -> None:
+        with self._reaping, suppress(ProcessLookupError):
+            if self.returncode is None:  # else its number may be another's by now
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.002)
+        return code
+
+
+class ForkServer:
+    """The asking end. variables: a digest of those that it has imported with."""
+
+    def __init__(self, source: socket.socket, process: subprocess.Popen[bytes] | ForkedProcess, variables: str) -> None:
+        source.settimeout(_START_S)
+        self._socket, self.process, self.variables = source, process, variables
+
+    @classmethod
+    def begin(cls, preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer:
+        """It begins at once and imports `preload`; it ends with this process, or when it was idle."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload]
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=dict(variables),
+                pass_fds=(theirs.fileno(),),
+            )
+        return cls(ours, process, digest(variables))
+
+    @classmethod
+    def inherited(cls) -> ForkServer | None:
+        """The one that came with this process (`exec_with_server`), and not with one above it."""
+        owner, *told = os.environ.pop(INHERITED, "").split() or [""]
+        if owner != str(os.getpid()):
+            return None
+        descriptor, pid, variables = told
+        return cls(socket.socket(fileno=int(descriptor)), ForkedProcess(int(pid)), variables)
+
+    @property
+    def is_there(self) -> bool:
+        return self.process.poll() is None
+
+    def fork(
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        descriptors: Sequence[int],
+        cpus: Collection[int] | None = None,
+        cwd: str = ".",
+    ) -> int:
+        """The process number of a child of this process that runs `entry`, a `module:function` of the arguments that returns
+        an exit code.
+
+        descriptors: its 0, 1, 2, 3, ... cpus: those it may use, as the machine numbers them; None: as this thread. Waits until
+        the server has imported. Raises OSError when it cannot be forked, ConnectionError when the server has ended.
+        """
+        request = json.dumps(
+            {
+                "entry": entry,
+                "arguments": list(arguments),
+                "variables": dict(variables),
+                "umask": _umask(),
+                "limits": [resource.getrlimit(each) for each in LIMITS],
+                "cpus": sorted(os.sched_getaffinity(0) if cpus is None else cpus),
+            }
+        ).encode()
+        folder = os.open(cwd, os.O_PATH | os.O_DIRECTORY)
+        try:
+            with _adopting_orphans():
+                socket.send_fds(self._socket, [HEADER.pack(len(request))], [folder, *descriptors])
+                self._socket.sendall(request)
+                answer = json.loads(exactly(self._socket, HEADER.unpack(exactly(self._socket, HEADER.size))[0]))
+        except TimeoutError as error:
+            self.close()
+            raise OSError(f"the fork server has not answered for {_START_S:.0f} s") from error
+        finally:
+            os.close(folder)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        if not _is_child(answer["pid"]):
+            raise OSError("this system does not give the orphans of a process to its subreaper")
+        return int(answer["pid"])
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait(timeout=_END_S)
+
+
+_servers: list[ForkServer] = []
+_asking = threading.RLock()
+
+
+@atexit.register
+def _close() -> None:
+    while _servers:
+        _servers.pop().close()
+
+
+def _forget() -> None:
+    """In a process that the program around has forked: the server is its parent's."""
+    global _servers, _asking
+    _servers, _asking = [], threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | None:
+    """The server of this process with these variables, begun if there is none; what asks for it need not wait for it.
+
+    None where orphans cannot be adopted (not Linux), and with ASYNC_RLHF_FORK_SERVER=off: every role then imports for itself. A
+    server with other variables ends: a program has one at a time.
+    """
+    if sys.platform != "linux" or os.environ.get(INHERITED) == "off":
+        return None
+    with _asking:
+        if inherited := ForkServer.inherited():
+            _servers.append(inherited)
+        for server in list(_servers):
+            if server.is_there and server.variables == digest(variables):
+                return server
+            _servers.remove(server)
+            server.close()
+        _servers.append(ForkServer.begin(preload, variables))
+        return _servers[0]
+
+
+def fork(preload: Sequence[str], variables: Mapping[str, str], ask: Callable[[ForkServer], int]) -> int | None:
+    """What a server with these variables is asked for, also where it has just ended; None where there can be none.
+
+    Raises OSError.
+    """
+    with _asking:
+        for last in (False, True):
+            if (server := warm(preload, variables)) is None:
+                return None
+            try:
+                return ask(server)
+            except ConnectionError as error:
+                server.close()
+                if last:
+                    raise OSError(f"the fork server ends while it begins: {error}") from error
+    raise AssertionError
+
+
+def _umask() -> int:
+    """Of this process, which is not changed to know it: another thread may be making a file."""
+    return int(re.search(r"^Umask:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
+
+
+def _is_child(pid: int) -> bool:
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Meanwhile what loses its parent below this process becomes its child. Afterwards it is as it was: a program that trains
+    is not made to reap what its other children leave."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
