@@ -22,7 +22,7 @@ from async_rlhf.plan.spec import Spec, parse
 from async_rlhf.plan.stages import decode_step_s, optimizer_s, training_s
 from async_rlhf.plan.workload import Workload
 from async_rlhf.run.config import Config, validated
-from tests.plan.test_plan_search import LLAMA_1B
+from tests.plan.specs import LLAMA_1B
 
 COSTS = Costs(decode=(2e-3, 1e-4, 1e-6), training=(0.05, 0.0, 1e-4), copy_s=0.01, travel_s=0.03, adopt_s=0.004)
 LOAD = Workload(groups_per_batch=8, group_size=4, lengths=(10, 20, 60), prompt_tokens=16, max_staleness=2, slots=32)

@@ -19,7 +19,7 @@ from async_rlhf.plan.settings import as_toml
 from async_rlhf.plan.spec import parse
 from async_rlhf.run.config import validated
 from async_rlhf.run.config_checks import check
-from tests.plan.test_plan_search import LLAMA_1B
+from tests.plan.specs import LLAMA_1B
 
 MODEL = f"policy = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in LLAMA_1B.items())} }}"
 GOOD = {"models": MODEL, "lengths": "mean = 300\nlongest = 1024", "cluster": 'device = "A100-80GB"'}
