@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import SocketLink
 
 DEADLINE_S = 120.0
 QUICK_LEASE_S = 3.0
@@ -29,7 +30,7 @@ TELEMETRY = wire.Telemetry(tokens_total=3.0)
 
 
 class Place:
-    """Where a hub lives: it can be ended and begun again at the same address and directory."""
+    """Where a hub lives: it can be ended and begun again at the same address and directory. Its peers are closed before it."""
 
     def __init__(
         self, folder: Path, address: str, bound: Bound, wanted: Mapping[str, Any] | None = None, **config: Any
@@ -37,7 +38,7 @@ class Place:
         """wanted: of every actor and group, `shared` and `schema` of the hub."""
         self.folder, self.address, self.bound, self.wanted = folder, address, bound, dict(wanted or {})
         self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
-        self._pool = ThreadPoolExecutor(max_workers=4)
+        self._pool, self._peers = ThreadPoolExecutor(max_workers=4), ExitStack()
         self._running: Future[None] | None = None
 
     def begin(self) -> None:
@@ -57,6 +58,26 @@ class Place:
         self.end()
         self.begin()
 
+    def actor(self, *arguments: Any, **options: Any) -> Actor:
+        actor = Actor(self, *arguments, **options)
+        self._peers.callback(actor.close)
+        return actor
+
+    def learner(self, step: int = 0, *, publishes: bool = True, **options: Any) -> LearnerClient:
+        """One that has registered and, unless it shall not, published the version of its step."""
+        learner = LearnerClient(self.address, timeout_s=DEADLINE_S, **options)
+        self._peers.callback(learner.close)
+        if publishes:
+            come_back(learner, step)
+        else:
+            learner.register(step, 0)
+        return learner
+
+    def stranger(self, name: str) -> Connection:
+        connection = Connection(SocketLink(self.address, name))
+        self._peers.callback(connection.close)
+        return connection
+
     def control(self) -> Any:
         return control(self.address, timeout_s=DEADLINE_S)
 
@@ -72,6 +93,7 @@ class Place:
 
     def close(self) -> None:
         try:
+            self._peers.close()
             self.end()
         finally:
             self._pool.shutdown(cancel_futures=True)
@@ -98,7 +120,7 @@ class Actor:
         self.begun: dict[int, int] = {}
         self.adopted: list[tuple[int, int]] = []
         self.tensors: dict[str, bytes] = {}
-        self.adopts = True
+        self.adopts, self.is_gone = True, False
 
     def look(self) -> None:
         self.client.poll(self.state, TELEMETRY, timeout_s=0.02)
@@ -121,6 +143,22 @@ class Actor:
         for number in numbers:
             self.client.put(a_group(number, self.begun.pop(number), self.version, self.name, text))
 
+    def makes(self, *numbers: int, text: str = "") -> None:
+        """Waits until it holds these, puts them in this order, and waits until they are acknowledged."""
+        until(holds(self, *numbers), self)
+        self.put(*numbers, text=text)
+        until(delivered(self), self)
+
+    def vanish(self) -> None:
+        """No Bye: as a killed process ends."""
+        self.is_gone = True
+        self.client._connection.close()
+
+    def close(self) -> None:
+        if not self.is_gone:
+            self.is_gone = True
+            self.client.close()
+
 
 def until(what: Callable[[], Any], *actors: Actor) -> None:
     """Let the actors look round until something is so."""
@@ -137,27 +175,18 @@ def delivered(actor: Actor) -> Callable[[], bool]:
     return lambda: not actor.client.unacknowledged
 
 
-def holds(actor: Actor, number: int) -> Callable[[], bool]:
-    return lambda: number in actor.begun
-
-
-@contextmanager
-def peers(*made: Actor | LearnerClient | Connection) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for each in made:
-            (each.client if isinstance(each, Actor) else each).close()
+def holds(actor: Actor, *numbers: int) -> Callable[[], bool]:
+    return lambda: actor.begun.keys() >= set(numbers)
 
 
 def tensors(seed: int, size: int = 40) -> dict[str, RawTensor]:
     return {"w": RawTensor("uint8", (size,), np.random.default_rng(seed).bytes(size)), "b": RawTensor("float32", (), b"abcd")}
 
 
-def learner_of(place: Place, step: int = 0, committed: int = 0) -> LearnerClient:
-    learner = LearnerClient(place.address, timeout_s=DEADLINE_S)
-    learner.register(step, committed)
-    return learner
+def come_back(learner: LearnerClient, step: int = 0) -> None:
+    """Register, and publish the version of this step."""
+    learner.register(step, 0)
+    learner.publish(step, tensors(step))
 
 
 def taken(learner: LearnerClient, step: int) -> list[int]:
@@ -172,6 +201,3 @@ def train(learner: LearnerClient, step: int) -> list[int]:
     learner.trained(step)
     learner.publish(step + 1, tensors(step + 1))
     return numbers
-
-
-# The walk

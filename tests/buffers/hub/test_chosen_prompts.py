@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,53 +13,38 @@ from unittest.mock import patch
 
 import pytest
 
-from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.curriculum.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.files import Disk
-from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.record import Score
-from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.deposit import put
 from async_rlhf.buffers.spool.stream import Stream
-from async_rlhf.buffers.weights.store import WeightStore
-from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import a_group
+from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken, spool_of
 
-ACTOR, LEARNER = b"a", b"c"
 BOUND = Bound(groups_per_batch=2, max_staleness=0, num_groups=1 << 62, numbers=0, coming=True)
 
 
-class Chosen:
+class Chosen(Spoken):
     """A hub of a run with `num_rows` rows, or a spool; its actor and its learner are the test."""
 
     def __init__(self, folder: Path, num_rows: int, *, fed: bool = False, refills: int = 0, **settings: Any) -> None:
         config = CurriculumConfig(reward="right", **settings)
-        self.order, self.journal, self.spool = Order(folder / "data", config), Journal(folder / "queue"), None
+        self.order, self.journal, spool = Order(folder / "data", config), Journal(folder / "queue"), None
         if fed:
-            (folder / "spool").mkdir(exist_ok=True)
-            own = folder / "data" / "spool"
-            self.spool = Spool(folder / "spool", own, Stream(own), lambda lines: [line.decode() for line in lines])
-        prompts = Prompts(self.spool, self.order, config, num_rows)
+            spool = spool_of(folder, Stream(folder / "own"))
         bound = replace(BOUND, refills=refills, numbers=self.order.num_numbers)
-        self.exchange = Exchange(
-            QueueConfig(max_staleness=0), bound, self.journal, WeightStore(), lambda: 0.0, "x", prompts=prompts
-        )
+        super().__init__(bound, self.journal, prompts=Prompts(spool, self.order, config, num_rows))
         self.credits: dict[int, wire.CreditItem] = {}
         self.ends: list[str] = []
         self.batches: list[wire.Batch] = []
 
-    def begin(self, step: int = 0) -> None:
-        self.hear(LEARNER, wire.Register(step=step, committed=0, learner="l"))
-        self.publish(step)
-        self.hear(ACTOR, wire.Hello(actor="anna", life="1", capacity=9, fence=1, version=step))
-
     def publish(self, version: int) -> None:
-        self.hear(LEARNER, WeightSet.of(1, version, {}).announcement())
+        super().publish(version)
         self.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
 
     def make(self, number: int, score: float | str, *, constant: bool = False) -> None:
@@ -69,31 +54,21 @@ class Chosen:
         header, arrays = packing.pack_group(group)
         self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
 
-    def take(self, step: int) -> None:
-        self.hear(LEARNER, wire.Take(fence=1, step=step))
-
     def train(self, step: int) -> None:
         self.take(step)
         self.hear(LEARNER, wire.Trained(fence=1, step=step))
         self.publish(step + 1)
 
-    def hear(self, who: bytes, message: wire.Message, arrays: Any = ()) -> None:
-        self.exchange.receive(who, wire.encode(message, list(arrays), 1))
-        self.turn()
-
-    def turn(self) -> None:
-        while self.spool is not None and self.spool.turn():
-            pass
-        self.exchange.settle()
-        for _, *frames in self.exchange.outbox.messages:
-            said = wire.decode(frames, max_frame_bytes=1 << 24)[1]
+    def turn(self) -> list[Any]:
+        answers = super().turn()
+        for said in answers:
             if isinstance(said, wire.Credits):
                 self.credits |= {item.number: item for item in said.credits}
             elif isinstance(said, wire.Ended):
                 self.ends.append(said.reason)
             elif isinstance(said, wire.Batch):
                 self.batches.append(said)
-        self.exchange.outbox.messages.clear()
+        return answers
 
     def places(self) -> dict[int, int | None]:
         return {number: item.place for number, item in self.credits.items()}
@@ -112,15 +87,13 @@ def refuse_the_order(file: Any) -> None:
 
 
 @pytest.fixture
-def chosen(tmp_path: Path) -> Iterator[Callable[..., Chosen]]:
-    with ExitStack() as stack:
+def chosen(tmp_path: Path, stack: ExitStack) -> Callable[..., Chosen]:
+    def make(num_rows: int, **settings: Any) -> Chosen:
+        made = Chosen(tmp_path, num_rows, **settings)
+        stack.callback(made.close)
+        return made
 
-        def make(num_rows: int, **settings: Any) -> Chosen:
-            made = Chosen(tmp_path, num_rows, **settings)
-            stack.callback(made.close)
-            return made
-
-        yield make
+    return make
 
 
 def test_what_is_solved_comes_no_more_and_the_run_ends_when_everything_is(chosen: Callable[..., Chosen]) -> None:
@@ -132,7 +105,7 @@ def test_what_is_solved_comes_no_more_and_the_run_ends_when_everything_is(chosen
     hub.train(0)
     assert hub.batches[0].telemetry["curriculum/new"] == 1.0
     assert sorted(place for number, place in hub.places().items() if number > 1) == [1, 2]
-    assert hub.exchange.status()["curriculum"] == {"places": 3, "new": 0, "hard": 1, "retired": 1, "pass_rate": 0.5}
+    assert hub.status()["curriculum"] == {"places": 3, "new": 0, "hard": 1, "retired": 1, "pass_rate": 0.5}
     hub.make(2, 1.0)
     hub.make(3, 1.0)
     hub.train(1)
@@ -168,10 +141,10 @@ def test_a_batch_is_not_given_before_its_outcomes_are_on_disk(chosen: Callable[.
     hub.make(1, 0.0)
     with patch.object(Disk, "sync", side_effect=refuse_the_order):
         hub.take(0)
-        assert hub.batches == [] and hub.exchange.status()["state"] == "disk full"
+        assert hub.batches == [] and hub.status()["state"] == "disk full"
     hub.exchange.tick()
     hub.turn()
-    assert len(hub.batches) == 1 and hub.exchange.status()["curriculum"]["hard"] == 1
+    assert len(hub.batches) == 1 and hub.status()["curriculum"]["hard"] == 1
     written = map(json.loads, (tmp_path / "data" / "order.jsonl").read_text().splitlines())
     assert [line["step"] for line in written] == [None, 0]
 
@@ -180,11 +153,11 @@ def test_a_filtered_group_counts_with_the_next_batch_and_another_place_is_there_
     hub = chosen(9, refills=2)
     hub.begin()
     hub.make(0, 1.0, constant=True)
-    assert hub.places() == {0: 0, 1: 1, 2: 2} and hub.exchange.status()["curriculum"]["pass_rate"] == 0.0
+    assert hub.places() == {0: 0, 1: 1, 2: 2} and hub.status()["curriculum"]["pass_rate"] == 0.0
     hub.make(1, 0.0)
     hub.make(2, 0.0)
     hub.train(0)
-    assert hub.exchange.status()["curriculum"]["pass_rate"] == pytest.approx(1 / 3)
+    assert hub.status()["curriculum"]["pass_rate"] == pytest.approx(1 / 3)
 
 
 def test_rows_of_a_spool_are_chosen_among_those_that_have_come(chosen: Callable[..., Chosen], tmp_path: Path) -> None:
@@ -197,7 +170,7 @@ def test_rows_of_a_spool_are_chosen_among_those_that_have_come(chosen: Callable[
     hub.make(1, 1.0)
     hub.train(0)
     hub.take(1)
-    assert hub.exchange.status()["lacks_prompts"] and hub.ends == [], "all are retired, and more may come"
+    assert hub.status()["lacks_prompts"] and hub.ends == [], "all are retired, and more may come"
     put(tmp_path / "spool", [b'{"prompt": "c"}'])
     hub.turn()
     assert [json.loads(item.row)["prompt"] for number, item in hub.credits.items() if number > 1] == ["c", "c"]

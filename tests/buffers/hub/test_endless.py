@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -36,12 +35,8 @@ def by_hand(address: str) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Place]:
-    with kept_port() as port:
-        place = Place(tmp_path, f"tcp://127.0.0.1:{port}", Bound(1, 1, 8), max_frame_bytes=MAX_FRAME)
-        place.begin()
-        yield place
-        place.close()
+def hub(place: Callable[..., Place], stack: ExitStack) -> Place:
+    return place(Bound(1, 1, 8), f"tcp://127.0.0.1:{stack.enter_context(kept_port())}", max_frame_bytes=MAX_FRAME)
 
 
 def test_a_message_that_does_not_end_is_cut_and_the_others_are_answered_meanwhile(hub: Place) -> None:

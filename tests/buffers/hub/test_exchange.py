@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.errors import DiskFullError
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.protocol import packing, wire
@@ -22,6 +23,7 @@ from async_rlhf.buffers.record import Group, Rollout, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken
 from tests.buffers.protocol.any_message import MESSAGES, like
 
 SMALL = st.integers(0, 4)
@@ -87,14 +89,16 @@ def honest(event: str, status: dict[str, Any], credited: list[wire.CreditItem]) 
 @given(EVENTS, st.booleans())
 def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -> None:
     now = 0.0
-    config = QueueConfig(
-        max_staleness=1, exact=exact, lease_s=10.0, max_frame_bytes=1 << 20, segment_bytes=1 << 12, fsync="off"
-    )
     bound = Bound(groups_per_batch=2, max_staleness=1, num_groups=20, exact=exact)
+
+    @contextmanager
+    def opened(folder: str) -> Iterator[Exchange]:
+        with closing(Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")) as journal:
+            limits = {"lease_s": 10.0, "max_frame_bytes": 1 << 20, "segment_bytes": 1 << 12, "fsync": "off"}
+            yield Spoken(bound, journal, clock=lambda: now, **limits).exchange
+
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
-        exchange = Exchange(config, bound, journal, WeightStore(), lambda: now, "x")
-        try:
+        with opened(folder) as exchange:
             credited: list[wire.CreditItem] = []
             morning = [said(wire.Register(step=0, committed=0, learner="a")), said(WeightSet.of(1, 0, {}).announcement())]
             for identity, event in [*((b"c", frames) for frames in morning), (b"a", "anna serves the newest"), *events]:
@@ -114,51 +118,35 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
                     if isinstance(message, wire.Credits) and identity == b"a":
                         credited += message.credits
                 exchange.outbox.messages.clear()
-        finally:
-            journal.close()
-        again = Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")
-        try:
-            before, after = status["ledger"], Exchange(config, bound, again, WeightStore(), lambda: now, "y").status()["ledger"]
-            for kept in ("committed", "quarantined"):
-                assert after[kept] == before[kept]
-            waiting = before["trained"] + before["in_flight"] + before["queued"]
-            assert after["trained"] + after["queued"] == waiting or exact
-        finally:
-            again.close()
+        before = status["ledger"]
+        with opened(folder) as again:
+            after = again.status()["ledger"]
+        for kept in ("committed", "quarantined"):
+            assert after[kept] == before[kept]
+        waiting = before["trained"] + before["in_flight"] + before["queued"]
+        assert after["trained"] + after["queued"] == waiting or exact
 
 
 def test_in_exact_mode_weights_stay_until_the_group_made_by_them_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = QueueConfig(max_staleness=1, exact=True, fsync="off")
-    journal = Journal(tmp_path / "queue", segment_bytes=1 << 20, fsync="off")
     store = WeightStore(tmp_path / "weights")
-    exchange = Exchange(config, Bound(1, 1, 9, exact=True), journal, store, lambda: 0.0, "x")
-
-    def hear(identity: bytes, frames: wire.Frames) -> None:
-        exchange.receive(identity, frames)
-
-    hear(b"c", said(wire.Register(step=0, committed=0, learner="a")))
-    exchange.settle()
-    hear(b"c", said(WeightSet.of(1, 0, {}).announcement()))
-    hear(b"a", said(wire.Hello(actor="anna", life="1", capacity=2, fence=1, version=0)))
-    exchange.settle()
-    hear(b"a", a_put(0, 0, 0))
-    exchange.settle()
-    hear(b"c", said(wire.Take(fence=1, step=0)))
-    exchange.settle()
-    hear(b"c", said(wire.Trained(fence=1, step=0)))
-    hear(b"c", said(WeightSet.of(1, 1, {}).announcement()))
-    exchange.settle()
-    hear(b"a", a_put(1, 0, 0))  # the last that version 0 makes
-    with monkeypatch.context() as patched:
-        patched.setattr(journal, "sync", no_room)
-        exchange.settle()
-    assert 0 in store
-    exchange.tick()
-    exchange.settle()
-    assert 0 not in store and 1 in store
-    journal.close()
+    with closing(Journal(tmp_path / "queue", segment_bytes=1 << 20, fsync="off")) as journal:
+        hub = Spoken(Bound(1, 1, 9, exact=True), journal, store, fsync="off")
+        hub.begin()
+        hub.exchange.receive(ACTOR, a_put(0, 0, 0))
+        hub.turn()
+        hub.take(0)
+        hub.hear(LEARNER, wire.Trained(fence=1, step=0))
+        hub.publish(1)
+        hub.exchange.receive(ACTOR, a_put(1, 0, 0))  # the last that version 0 makes
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "sync", no_room)
+            hub.turn()
+        assert 0 in store
+        hub.exchange.tick()
+        hub.turn()
+        assert 0 not in store and 1 in store
 
 
 def no_room(*, durable: bool = False) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers, sampled_from
 
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DiskFullError, JournalError
@@ -21,11 +23,13 @@ from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from tests.buffers.hub.place import Actor, Place, delivered, learner_of, peers, taken, tensors, until
+from tests.buffers.hub.place import Place, come_back, delivered, holds, taken, tensors, until
 from tests.conftest import file_size_limit
 from tests.simulation.disk import MemoryDisk
 
 ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)
+FSYNCS: tuple[Fsync, ...] = get_args(Fsync)
+SEEDS = integers(0, 1 << 30)
 
 
 class Clock:
@@ -39,8 +43,8 @@ def journal_on(disk: MemoryDisk, fsync: Fsync = "group", clock: Clock | None = N
     return Journal(Path("/q"), segment_bytes=700, fsync=fsync, files=disk, clock=clock or Clock())
 
 
-@pytest.mark.parametrize("fsync", ["group", "interval", "off"])
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=60)
+@given(sampled_from(FSYNCS), SEEDS)
 def test_what_could_not_be_written_is_written_once_there_is_room(fsync: Fsync, seed: int) -> None:
     rng, disk = Random(seed), MemoryDisk(Random(seed))
     journal = journal_on(disk, fsync)
@@ -61,12 +65,12 @@ def test_what_could_not_be_written_is_written_once_there_is_room(fsync: Fsync, s
     assert sorted(replay.entries) == list(range(40)) and replay.torn_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(30))
+@settings(max_examples=30)
+@given(SEEDS)
 def test_each_fsync_keeps_its_promise_when_the_power_fails(seed: int) -> None:
     """group: everything is there; interval: everything older than the interval, and every batch with all before it."""
     kept = dict[Fsync, int]()
-    modes: tuple[Fsync, ...] = ("group", "interval", "off")
-    for fsync in modes:
+    for fsync in FSYNCS:
         disk, clock = MemoryDisk(Random(seed)), Clock()
         journal = journal_on(disk, fsync, clock)
         promised = 0
@@ -86,8 +90,7 @@ def test_each_fsync_keeps_its_promise_when_the_power_fails(seed: int) -> None:
 
 
 def test_a_process_that_dies_loses_nothing_acknowledged_in_any_mode(tmp_path: Path) -> None:
-    modes: tuple[Fsync, ...] = ("group", "interval", "off")
-    for fsync in modes:
+    for fsync in FSYNCS:
         journal = Journal(tmp_path / fsync, fsync=fsync)
         journal.put(7, ENTRY, b"group")
         journal.sync()
@@ -117,9 +120,10 @@ def two_lives_and_a_crash(seed: int) -> Replay:
     return journal_on(disk).replay
 
 
-def test_what_a_dead_hub_left_half_written_does_not_become_damage_in_an_older_segment() -> None:
-    for seed in range(40):
-        assert {0, 2} <= two_lives_and_a_crash(seed).entries.keys()
+@settings(max_examples=40)
+@given(SEEDS)
+def test_what_a_dead_hub_left_half_written_does_not_become_damage_in_an_older_segment(seed: int) -> None:
+    assert {0, 2} <= two_lives_and_a_crash(seed).entries.keys()
 
 
 def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it_is_read() -> None:
@@ -134,94 +138,71 @@ def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it
             two_lives_and_a_crash(seed)
 
 
-@pytest.fixture
-def place(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Place]]:
-    places: list[Place] = []
-
-    def make(bound: Bound, **config: Any) -> Place:
-        places.append(Place(tmp_path, f"ipc://{socket_dir}/hub", bound, **config))
-        places[-1].begin()
-        return places[-1]
-
-    yield make
-    for each in places:
-        each.close()
-
-
 def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(place: Callable[..., Place]) -> None:
     hub = place(Bound(2, 1, 8))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: len(anna.begun) == 4, anna)
-        anna.put(0)
-        until(delivered(anna), anna)
-        size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
-        with file_size_limit(size + 100):
-            anna.put(1)
-            until(lambda: hub.status()["state"] == "disk full", anna)
-            anna.put(2)
-            until(lambda: hub.status()["puts_later"] >= 2, anna)  # asked to wait, and asked again
-            waiting = hub.meanwhile(lambda: taken(learner, 0))
-            until(lambda: "the disk is full" in hub.status()["waiting_for"], anna)
-            assert anna.client.unacknowledged == [(1, 0), (2, 0)], "nothing is acknowledged that is not on disk"
-        until(delivered(anna), anna)
-        until(waiting.done, anna)
-        assert waiting.result() == [0, 1]
-        assert hub.status()["state"] == "running"
-        hub.restart()  # and what was acknowledged is really there
-        learner.register(0, 0)
-        assert taken(learner, 0) == [0, 1]
+    anna, learner = hub.actor(), hub.learner()
+    until(holds(anna, 0, 1, 2), anna)
+    anna.makes(0)
+    size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
+    with file_size_limit(size + 100):
+        anna.put(1)
+        until(lambda: hub.status()["state"] == "disk full", anna)
+        anna.put(2)
+        until(lambda: hub.status()["puts_later"] >= 2, anna)  # asked to wait, and asked again
+        waiting = hub.meanwhile(lambda: taken(learner, 0))
+        until(lambda: "the disk is full" in hub.status()["waiting_for"], anna)
+        assert anna.client.unacknowledged == [(1, 0), (2, 0)], "nothing is acknowledged that is not on disk"
+    until(delivered(anna), anna)
+    until(waiting.done, anna)
+    assert waiting.result() == [0, 1]
+    assert hub.status()["state"] == "running"
+    hub.restart()  # and what was acknowledged is really there
+    learner.register(0, 0)
+    assert taken(learner, 0) == [0, 1]
 
 
 def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place]) -> None:
     hub = place(Bound(1, 1, 8))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: anna.begun, anna)
-        anna.put(0)
-        until(delivered(anna), anna)
-        assert taken(learner, 0) == [0]
-        learner.trained(0)
-        with file_size_limit(100):
-            committing = hub.meanwhile(lambda: learner.commit(1))
-            until(lambda: hub.status()["state"] == "disk full", anna)
-            assert not committing.done()
-        until(committing.done, anna)
-        assert hub.status()["committed_step"] == 1
+    anna, learner = hub.actor(), hub.learner()
+    anna.makes(0)
+    assert taken(learner, 0) == [0]
+    learner.trained(0)
+    with file_size_limit(100):
+        committing = hub.meanwhile(lambda: learner.commit(1))
+        until(lambda: hub.status()["state"] == "disk full", anna)
+        assert not committing.done()
+    until(committing.done, anna)
+    assert hub.status()["committed_step"] == 1
 
 
 def test_in_exact_mode_a_version_is_published_when_there_is_room_for_its_weights(place: Callable[..., Place]) -> None:
     """Every version is kept on disk there: the learner waits, nobody is told of it, and the hub goes on."""
     hub = place(Bound(1, 1, 8, exact=True))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: 0 in anna.begun, anna)
-        anna.put(0)
-        until(delivered(anna), anna)
-        assert taken(learner, 0) == [0]
-        incarnation = hub.status()["incarnation"]
-        largest = max(path.stat().st_size for path in (hub.folder / "weights").iterdir())
-        with file_size_limit(largest - 1):
-            publishing = hub.meanwhile(lambda: learner.publish(1, tensors(1)))
-            until(lambda: hub.status()["state"] == "disk full", anna)
-            assert "version 1 cannot be kept" in hub.status()["waiting_for"]
-            assert not publishing.done() and hub.status()["version"] == 0
-            # Nothing half written stays, though it is tried again and again.
-            until(lambda: [path.name for path in (hub.folder / "weights").iterdir()] == ["00000000.weights"], anna)
-        until(publishing.done, anna)
-        publishing.result()
-        status = hub.status()
-        assert (status["version"], status["state"], status["incarnation"]) == (1, "running", incarnation)
-        anna.put(1)
-        until(lambda: (learner.fence, 1) in anna.adopted, anna)
-        hub.restart()  # and it is really there
-        assert {path.name for path in (hub.folder / "weights").iterdir()} >= {"00000001.weights"}
+    anna, learner = hub.actor(), hub.learner()
+    anna.makes(0)
+    assert taken(learner, 0) == [0]
+    incarnation = hub.status()["incarnation"]
+    weights = hub.folder / "weights"
+    with file_size_limit(max(path.stat().st_size for path in weights.iterdir()) - 1):
+        publishing = hub.meanwhile(lambda: learner.publish(1, tensors(1)))
+        until(lambda: hub.status()["state"] == "disk full", anna)
+        assert "version 1 cannot be kept" in hub.status()["waiting_for"]
+        assert not publishing.done() and hub.status()["version"] == 0
+        # Nothing half written stays, though it is tried again and again.
+        until(lambda: [path.name for path in weights.iterdir()] == ["00000000.weights"], anna)
+    until(publishing.done, anna)
+    publishing.result()
+    status = hub.status()
+    assert (status["version"], status["state"], status["incarnation"]) == (1, "running", incarnation)
+    until(holds(anna, 1), anna)
+    anna.put(1)
+    until(lambda: (learner.fence, 1) in anna.adopted, anna)
+    hub.restart()  # and it is really there
+    assert {path.name for path in weights.iterdir()} >= {"00000001.weights"}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=20)
+@given(SEEDS)
 def test_a_set_that_found_no_room_is_kept_once_there_is_some(seed: int) -> None:
     disk = MemoryDisk(Random(seed))
     store = WeightStore(Path("/weights"), disk)
@@ -239,39 +220,30 @@ def test_a_set_that_found_no_room_is_kept_once_there_is_some(seed: int) -> None:
     assert [again.get(version).tensors() for version in (0, 1)] == [each.tensors() for each in sets]
 
 
-# Quarantine
-
-
 def test_a_quarantined_group_is_written_down_with_its_reasons_and_survives(place: Callable[..., Place]) -> None:
     hub = place(Bound(1, 1, 4), max_attempts=2)
-    learner = learner_of(hub)
-    file = hub.folder / "quarantine.jsonl"
-    with peers(learner):
-        learner.publish(0, tensors(0))
-        for name in ("anna", "ben"):
-            actor = Actor(hub, name, capacity=1)
-            until(lambda: 0 in actor.begun, actor)  # noqa: B023
-            actor.client.close()  # by an error: the supervisor sees its end
-            with hub.control() as operator:
-                operator.gone(name)
-            until(lambda: name not in hub.status()["actors"])  # noqa: B023
-        until(file.exists)
-        (record,) = map(json.loads, file.read_text().splitlines())
-        assert record["group"] == 0 and record["attempts"] == 2
-        ends = [("0", "anna"), ("1", "ben")]
-        told = [f"attempt {attempt}: {name} " for attempt, name in ends for _ in range(2)]
-        assert all(reason.startswith(each) for reason, each in zip(record["reasons"], told, strict=True)), record
-        hub.restart()
-        assert [json.loads(line) for line in file.read_text().splitlines()] == [record]
-        learner.register(0, 0)
-        learner.publish(0, tensors(0))
-        carl = Actor(hub, "carl", capacity=1)
-        with peers(carl):
-            until(lambda: carl.begun, carl)
-            assert list(carl.begun) == [1], "the run goes on behind it"
-            carl.put(1)
-            until(delivered(carl), carl)
-            assert taken(learner, 0) == [1]
+    learner, file = hub.learner(), hub.folder / "quarantine.jsonl"
+    for name in ("anna", "ben"):
+        actor = hub.actor(name, capacity=1)
+        until(holds(actor, 0), actor)
+        actor.close()  # by an error: the supervisor sees its end
+        with hub.control() as operator:
+            operator.gone(name)
+        until(lambda: name not in hub.status()["actors"])  # noqa: B023
+    until(file.exists)
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert record["group"] == 0 and record["attempts"] == 2
+    ends = [("0", "anna"), ("1", "ben")]
+    told = [f"attempt {attempt}: {name} " for attempt, name in ends for _ in range(2)]
+    assert all(reason.startswith(each) for reason, each in zip(record["reasons"], told, strict=True)), record
+    hub.restart()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [record]
+    come_back(learner)
+    carl = hub.actor("carl", capacity=1)
+    until(lambda: carl.begun, carl)
+    assert list(carl.begun) == [1], "the run goes on behind it"
+    carl.makes(1)
+    assert taken(learner, 0) == [1]
 
 
 def test_the_file_follows_the_journal_after_a_crash() -> None:

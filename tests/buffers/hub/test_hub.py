@@ -11,163 +11,108 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.config import QueueConfig
-from async_rlhf.buffers.errors import JournalError
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.place import (
-    DEADLINE_S,
-    Actor,
-    Place,
-    a_group,
-    delivered,
-    learner_of,
-    peers,
-    taken,
-    tensors,
-    train,
-    until,
-)
+from tests.buffers.hub.place import DEADLINE_S, Place, a_group, holds, taken, tensors, train, until
 
 
 def test_one_step_through_every_message(place: Callable[..., Place]) -> None:
     hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=8))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: anna.begun, anna)
-        assert anna.adopted == [(learner.fence, 0)]
-        assert anna.tensors == {name: bytes(tensor.data) for name, tensor in tensors(0).items()}
-        assert anna.begun == {0: 0, 1: 0, 2: 0, 3: 0}
-        anna.put(1, 0)
-        until(delivered(anna), anna)
-        batch = learner.take(0)
-        assert isinstance(batch, TakenBatch)
-        for group, number in zip(batch.groups, (0, 1), strict=True):
-            sent = a_group(number, 0, 0, "anna")
-            assert (group.number, group.attempt, group.prompt, group.columns) == (number, 0, sent.prompt, sent.columns)
-            for got, gave in zip(group.rollouts, sent.rollouts, strict=True):
-                np.testing.assert_array_equal(got.completion_ids, gave.completion_ids)
-                np.testing.assert_array_equal(got.logprobs, gave.logprobs)
-                assert (got.spans, got.scores, got.finish_reason) == (gave.spans, gave.scores, gave.finish_reason)
-        assert batch.telemetry["actors"] == 1.0
-        assert batch.telemetry["tokens_total"] == 3.0
-        learner.trained(0)
-        learner.publish(1, tensors(1))
-        until(lambda: 5 in anna.begun, anna)
-        assert anna.adopted[-1] == (learner.fence, 1)
-        learner.commit(1)
-        status = hub.status()
-        assert (status["step"], status["committed_step"], status["version"], status["state"]) == (1, 1, 1, "running")
-        ledger = status["ledger"]
-        assert (ledger["credited"], ledger["trained"], ledger["committed"], ledger["leased"]) == (6, 2, 2, 4)
-        assert ledger["tokens_trained"] == 12
+    anna, learner = hub.actor(), hub.learner()
+    until(lambda: anna.begun, anna)
+    assert anna.adopted == [(learner.fence, 0)]
+    assert anna.tensors == {name: bytes(tensor.data) for name, tensor in tensors(0).items()}
+    assert anna.begun == {0: 0, 1: 0, 2: 0, 3: 0}
+    anna.makes(1, 0)
+    batch = learner.take(0)
+    assert isinstance(batch, TakenBatch)
+    for group, number in zip(batch.groups, (0, 1), strict=True):
+        sent = a_group(number, 0, 0, "anna")
+        assert (group.number, group.attempt, group.prompt, group.columns) == (number, 0, sent.prompt, sent.columns)
+        for got, gave in zip(group.rollouts, sent.rollouts, strict=True):
+            np.testing.assert_array_equal(got.completion_ids, gave.completion_ids)
+            np.testing.assert_array_equal(got.logprobs, gave.logprobs)
+            assert (got.spans, got.scores, got.finish_reason) == (gave.spans, gave.scores, gave.finish_reason)
+    assert batch.telemetry["actors"] == 1.0
+    assert batch.telemetry["tokens_total"] == 3.0
+    learner.trained(0)
+    learner.publish(1, tensors(1))
+    until(holds(anna, 5), anna)
+    assert anna.adopted[-1] == (learner.fence, 1)
+    learner.commit(1)
+    status = hub.status()
+    assert (status["step"], status["committed_step"], status["version"], status["state"]) == (1, 1, 1, "running")
+    ledger = status["ledger"]
+    assert (ledger["credited"], ledger["trained"], ledger["committed"], ledger["leased"]) == (6, 2, 2, 4)
+    assert ledger["tokens_trained"] == 12
     hub.end()
     assert json.loads((hub.folder / "ledger.json").read_text())["ledger"]["trained"] == 2
 
 
 def test_a_learner_may_wait_before_the_first_actor_comes(place: Callable[..., Place]) -> None:
     hub = place(Bound(2, 0, 4))
-    learner = learner_of(hub)
-    learner.publish(0, tensors(0))
+    learner = hub.learner()
     waiting = hub.meanwhile(lambda: taken(learner, 0))
     until(lambda: hub.status()["waiting_for"] == "no actor has joined")
-    anna = Actor(hub)
-    with peers(anna, learner):
-        until(lambda: anna.begun, anna)
-        anna.put(0, 1)
-        until(waiting.done, anna)
-        assert waiting.result() == [0, 1]
+    hub.actor().makes(0, 1)
+    assert waiting.result(DEADLINE_S) == [0, 1]
 
 
 def test_without_staleness_the_next_step_is_credited_only_to_who_adopted_its_version(place: Callable[..., Place]) -> None:
     hub = place(Bound(groups_per_batch=2, max_staleness=0, num_groups=6))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: anna.begun, anna)
-        assert sorted(anna.begun) == [0, 1]
-        anna.put(0, 1)
-        until(delivered(anna), anna)
-        assert taken(learner, 0) == [0, 1]
-        learner.trained(0)
-        assert hub.status()["ledger"]["leased"] == 0
-        anna.adopts = False
-        learner.publish(1, tensors(1))
-        until(lambda: anna.client.weights(), anna)  # fetched, but not adopted
-        anna.look()
-        assert hub.status()["ledger"]["leased"] == 0, "published, but nobody serves it"
-        anna.fence, anna.version = learner.fence, 1
-        until(lambda: anna.begun, anna)
-        assert sorted(anna.begun) == [2, 3]
-
-
-def test_a_window_lets_ready_groups_overtake(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=2, num_groups=12, window=3))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: {0, 1, 2} <= anna.begun.keys(), anna)
-        anna.put(1, 2)
-        until(delivered(anna), anna)
-        assert train(learner, 0) == [1, 2]
+    anna, learner = hub.actor(), hub.learner()
+    until(lambda: anna.begun, anna)
+    assert sorted(anna.begun) == [0, 1]
+    anna.makes(0, 1)
+    assert taken(learner, 0) == [0, 1]
+    learner.trained(0)
+    assert hub.status()["ledger"]["leased"] == 0
+    anna.adopts = False
+    learner.publish(1, tensors(1))
+    until(lambda: anna.client.weights(), anna)  # fetched, but not adopted
+    anna.look()
+    assert hub.status()["ledger"]["leased"] == 0, "published, but nobody serves it"
+    anna.fence, anna.version = learner.fence, 1
+    until(lambda: anna.begun, anna)
+    assert sorted(anna.begun) == [2, 3]
 
 
 def test_the_data_ends_with_a_batch_of_what_is_left_and_everybody_is_told(place: Callable[..., Place]) -> None:
     hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=3))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: len(anna.begun) == 3, anna)
-        anna.put(0, 1, 2)
-        until(delivered(anna), anna)
-        assert train(learner, 0) == [0, 1]
-        assert train(learner, 1) == [2]
-        assert learner.take(2) == "finished"
-        until(lambda: anna.client.stop_reason, anna)
-        assert anna.client.stop_reason == "finished"
-        late = Actor(hub, "late")
-        with peers(late):
-            until(lambda: late.client.stop_reason, late)
+    anna, learner = hub.actor(), hub.learner()
+    anna.makes(0, 1, 2)
+    assert [train(learner, 0), train(learner, 1)] == [[0, 1], [2]]
+    assert learner.take(2) == "finished"
+    late = hub.actor("late")
+    until(lambda: anna.client.stop_reason == late.client.stop_reason == "finished", anna, late)
 
 
 def test_a_drain_finishes_what_is_begun_and_ends(place: Callable[..., Place]) -> None:
     hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=100))
-    anna, learner = Actor(hub, capacity=3), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: len(anna.begun) == 3, anna)
-        with hub.control() as operator:
-            operator.drain()
-        assert hub.status()["state"] == "draining"
-        anna.put(0, 1)
-        until(delivered(anna), anna)
-        assert train(learner, 0) == [0, 1]
-        ending = hub.meanwhile(lambda: learner.take(1))
-        until(ending.done, anna)
-        assert ending.result() == "drained"
-        until(lambda: anna.client.stop_reason == "drained", anna)
-        assert sorted(anna.begun) == [2], "nothing was credited after the drain"
+    anna, learner = hub.actor(capacity=3), hub.learner()
+    until(lambda: len(anna.begun) == 3, anna)
+    with hub.control() as operator:
+        operator.drain()
+    assert hub.status()["state"] == "draining"
+    anna.makes(0, 1)
+    assert train(learner, 0) == [0, 1]
+    ending = hub.meanwhile(lambda: learner.take(1))
+    until(ending.done, anna)
+    assert ending.result() == "drained"
+    until(lambda: anna.client.stop_reason == "drained", anna)
+    assert sorted(anna.begun) == [2], "nothing was credited after the drain"
 
 
 def test_many_long_texts_make_a_batch(place: Callable[..., Place]) -> None:
     """Each group's header is within its limit; a batch of them is not one header."""
     hub = place(Bound(groups_per_batch=4, max_staleness=0, num_groups=4))
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: len(anna.begun) == 4, anna)
-        anna.put(0, 1, 2, 3, text="é" * (wire.MAX_HEADER_BYTES // 5))
-        until(delivered(anna), anna)
-        assert train(learner, 0) == [0, 1, 2, 3]
-
-
-# What is repeated, late or from the wrong one
+    anna, learner = hub.actor(), hub.learner()
+    anna.makes(0, 1, 2, 3, text="é" * (wire.MAX_HEADER_BYTES // 5))
+    assert train(learner, 0) == [0, 1, 2, 3]
 
 
 def test_a_hub_that_cannot_listen_leaves_the_journal_to_the_next(tmp_path: Path, socket_dir: Path) -> None:
@@ -176,59 +121,42 @@ def test_a_hub_that_cannot_listen_leaves_the_journal_to_the_next(tmp_path: Path,
     Journal(tmp_path / "queue").close()
 
 
-def test_two_hubs_do_not_share_a_directory(place: Callable[..., Place], socket_dir: Path) -> None:
-    hub = place(Bound(1, 1, 1))
-    with pytest.raises(JournalError, match="in use by another hub"):
-        Hub(f"ipc://{socket_dir}/other", hub.folder, QueueConfig(), Bound(1, 1, 1))
-
-
 def test_what_gone_actors_counted_stays_and_they_do_not(place: Callable[..., Place]) -> None:
     hub = place(Bound(1, 0, 8))
-    learner = learner_of(hub)
-    with peers(learner):
-        learner.publish(0, tensors(0))
-        for index in range(5):
-            ghost = Connection(SocketLink(hub.address, f"ghost{index}"))
-            with peers(ghost):
-                for message in (
-                    wire.Hello(actor=f"ghost{index}", life="1", capacity=0, fence=0, version=-1),
-                    wire.Beat(capacity=0, fence=0, version=-1, telemetry=wire.Telemetry(tokens_total=10.0, scoring=4.0)),
-                    wire.Bye(),
-                ):
-                    ghost.ask(message, timeout_s=DEADLINE_S)
-        assert hub.status()["actors"] == {}
-        anna = Actor(hub)
-        with peers(anna):
-            until(lambda: anna.begun, anna)
-            anna.put(0)
-            until(delivered(anna), anna)
-            batch = learner.take(0)
-            assert isinstance(batch, TakenBatch)
-            assert batch.telemetry["tokens_total"] == 53.0
-            assert batch.telemetry.get("scoring", 0.0) == 0.0
+    learner = hub.learner()
+    for index in range(5):
+        ghost = hub.stranger(f"ghost{index}")
+        for message in (
+            wire.Hello(actor=f"ghost{index}", life="1", capacity=0, fence=0, version=-1),
+            wire.Beat(capacity=0, fence=0, version=-1, telemetry=wire.Telemetry(tokens_total=10.0, scoring=4.0)),
+            wire.Bye(),
+        ):
+            ghost.ask(message, timeout_s=DEADLINE_S)
+    assert hub.status()["actors"] == {}
+    hub.actor().makes(0)
+    batch = learner.take(0)
+    assert isinstance(batch, TakenBatch)
+    assert batch.telemetry["tokens_total"] == 53.0
+    assert batch.telemetry.get("scoring", 0.0) == 0.0
 
 
 def test_the_ends_of_a_run_leave_no_thread_behind(place: Callable[..., Place]) -> None:
     before = threading.active_count()
     hub = place(Bound(1, 0, 8))
-    learner = learner_of(hub)
-    learner.close()
+    hub.learner(publishes=False)
     hub.close()
     assert threading.active_count() <= before
 
 
 def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(place: Callable[..., Place]) -> None:
     hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=1)
-    anna, learner = Actor(hub), learner_of(hub)
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        until(lambda: anna.begun, anna)
-        anna.put(0, 1, 2)
-        until(delivered(anna), anna)
-        assert train(learner, 0) == [0, 1]
-        learner.finish(1)
-        until(lambda: anna.client.stop_reason, anna)
-        assert anna.client.stop_reason == "finished"
+    anna, learner = hub.actor(), hub.learner()
+    anna.makes(0, 1, 2)
+    assert train(learner, 0) == [0, 1]
+    learner.finish(1)
+    until(lambda: anna.client.stop_reason, anna)
+    assert anna.client.stop_reason == "finished"
+    anna.close()
     with hub.control() as operator:
         operator.gone("anna")
     status = hub.status()
@@ -237,10 +165,6 @@ def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(place
     assert (ledger["trained"], ledger["queued"], ledger["leased"], ledger["quarantined"]) == (2, 1, 0, 0)
     assert ledger["credited"] == 3 + ledger["failed"] > 3
     hub.restart()
-    again = learner_of(hub, 1)
-    with peers(again, bert := Actor(hub, "bert")):
-        again.publish(1, tensors(1))
-        until(lambda: 3 in bert.begun, bert)
-        bert.put(3)
-        until(delivered(bert), bert)
-        assert taken(again, 1) == [2, 3], "what was ready is trained on when the run goes on"
+    again = hub.learner(1)
+    hub.actor("bert").makes(3)
+    assert taken(again, 1) == [2, 3], "what was ready is trained on when the run goes on"

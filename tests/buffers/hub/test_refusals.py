@@ -5,19 +5,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
-from async_rlhf.buffers.clients.learner import LearnerClient
-from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.place import DEADLINE_S, Actor, Place, a_group, delivered, learner_of, peers, taken, tensors, until
+from tests.buffers.hub.place import DEADLINE_S, Place, a_group, taken
 
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))
@@ -58,6 +56,8 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
     "a header with more behind it": ([put()[0] + b"more", *ARRAYS], "malformed", "no MessagePack"),
+    "nesting that overflows": ([b"\x93" * 500_000], "malformed", "no MessagePack"),
+    "many frames of it": ([b"\xc1"] * 50, "malformed", "no MessagePack"),
     "arrays and no header": (ARRAYS, "malformed", "no MessagePack"),
     "no envelope": ([msgpack.packb({"type": "bye"})], "malformed", "no [protocol, request, message]"),
     "an oversized frame": (put([ARRAYS[0], bytes(LIMIT + 1)]), "oversized", f"the largest of {LIMIT + 1} bytes"),
@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
         "[32, 24] bytes, its header has [32, 20]",
     ),
     "nothing that was sampled at the end": (put(**first("spans", [(0, 2, None), (None, 1, None)])), "spans", "the last"),
+    "a header of no lengths": (put(num_tokens=[]), "field", "put.group.num_tokens"),
     "columns of other lengths": (put(texts=["one"]), "lengths", "'texts' has 1 items for 2 members"),
     "not a number": (put(logprobs(float("nan"))), "logprobs", "got nan at token 2"),
     "infinity": (put(logprobs(-float("inf"))), "logprobs", "got -inf at token 2"),
@@ -112,6 +113,11 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a column nested too deep": (put(columns={"a": nested(400)}), "field", "put.group.columns.a"),
     "a chunk at the wrong time": (said({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
     "weights that are gone": (said({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
+    "a chunk of them": (
+        said({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
+        "weights",
+        "version 5 is not here",
+    ),
     "an old learner's take": (said({"type": "take"} | OLD), "fenced", "fence 1 is over"),
     "an old learner's step": (said({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
     "an old learner's commit": (said({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
@@ -120,12 +126,11 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
 }
 
 
-class Ghost:
-    """A peer that is known as an actor and says what it likes."""
+class Peer:
+    """Somebody who says what he likes."""
 
-    def __init__(self, place: Place, fence: int) -> None:
-        self.link = SocketLink(place.address, "ghost")
-        self.say(wire.encode(wire.Hello(actor="ghost", life="1", capacity=1, fence=fence, version=0), request=9))
+    def __init__(self, place: Place, name: str) -> None:
+        self.link = SocketLink(place.address, name)
 
     def say(self, frames: wire.Frames) -> wire.Message:
         """The answer; what the hub says by itself is not."""
@@ -139,41 +144,40 @@ class Ghost:
                     return message
         raise DeadlineError("no answer")
 
-    def close(self) -> None:
-        self.link.close()
+
+class Scene:
+    """A hub, the second of its learners, and a ghost that is known as an actor and was credited group 0."""
+
+    def __init__(self, hub: Place) -> None:
+        hub.learner(publishes=False)
+        self.hub, self.learner, self.ghost = hub, hub.learner(), Peer(hub, "ghost")
+        hello = wire.Hello(actor="ghost", life="1", capacity=1, fence=self.learner.fence, version=0)
+        self.ghost.say(wire.encode(hello, request=9))
+
+    def refusals(self, reason: str) -> int:
+        return int(self.hub.status()["refused"].get(reason, 0))
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Place, Ghost, LearnerClient]]:
-    """One hub for the whole table: whatever was said before, the next is refused as it should be."""
-    folder: Path = tmp_path_factory.mktemp("hub")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One for the whole table: whatever was said before, the next is refused as it should be."""
     with tempfile.TemporaryDirectory(prefix="rlhf-") as short:
-        hub = Place(folder, f"ipc://{short}/hub", Bound(1, 1, 100), max_frame_bytes=LIMIT)
+        hub = Place(tmp_path_factory.mktemp("hub"), f"ipc://{short}/hub", Bound(1, 1, 100), max_frame_bytes=LIMIT)
         hub.begin()
-        yield from _scene(hub)
-
-
-def _scene(hub: Place) -> Iterator[tuple[Place, Ghost, LearnerClient]]:
-    old, learner = learner_of(hub), learner_of(hub)
-    learner.publish(0, tensors(0))
-    ghost = Ghost(hub, learner.fence)
-    yield hub, ghost, learner
-    for each in (old, learner, ghost):
-        each.close()
-    hub.close()
+        made = Scene(hub)
+        yield made
+        made.ghost.link.close()
+        hub.close()
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_it_is_refused_with_its_reason_counted_and_the_peer_is_told(
-    what: str, scene: tuple[Place, Ghost, LearnerClient]
-) -> None:
-    hub, ghost, _ = scene
+def test_it_is_refused_with_its_reason_counted_and_the_peer_is_told(what: str, scene: Scene) -> None:
     frames, reason, detail = WRONG[what]
-    before = hub.status()["refused"].get(reason, 0)
-    answer = ghost.say(frames)
+    before = scene.refusals(reason)
+    answer = scene.ghost.say(frames)
     assert isinstance(answer, wire.Refused), answer
     assert answer.reason == reason and detail in answer.detail, answer
-    assert hub.status()["refused"][reason] == before + 1
+    assert scene.refusals(reason) == before + 1
 
 
 PUTS: dict[str, tuple[wire.Frames, str]] = {
@@ -185,48 +189,31 @@ PUTS: dict[str, tuple[wire.Frames, str]] = {
 
 
 @pytest.mark.parametrize("what", PUTS)
-def test_a_put_that_may_not_enter_is_answered_with_why(what: str, scene: tuple[Place, Ghost, LearnerClient]) -> None:
-    hub, ghost, _ = scene
+def test_a_put_that_may_not_enter_is_answered_with_why(what: str, scene: Scene) -> None:
     frames, reason = PUTS[what]
-    before = hub.status()["refused"].get(reason, 0)
-    answer = ghost.say(frames)
+    before = scene.refusals(reason)
+    answer = scene.ghost.say(frames)
     assert isinstance(answer, wire.Rejected) and answer.reason == reason, answer
-    assert hub.status()["refused"][reason] == before + 1
+    assert scene.refusals(reason) == before + 1
 
 
-def test_after_all_that_an_honest_actor_and_the_learner_go_on(scene: tuple[Place, Ghost, LearnerClient]) -> None:
-    hub, ghost, learner = scene
-    ghost.say(wire.encode(wire.Bye(), request=9))
-    anna = Actor(hub, capacity=1)
-    with peers(anna):
-        until(lambda: anna.begun, anna)
-        again = a_group(0, anna.begun[0], 0, "anna")
-        anna.put(0)
-        until(delivered(anna), anna)
-        assert taken(learner, 0) == [0]
-        for _ in range(2):  # a replayed sequence number, and a replayed group
-            header, arrays = packing.pack_group(again)
-            assert anna.client._connection.link.send(wire.encode(wire.Put(group=header), arrays, 1))
-        until(lambda: len(anna.client.refused) == 2, anna)
-        assert set(anna.client.refused) == {(0, "duplicate")}
-        learner.trained(0)
-        learner.trained(0)  # said twice, done once
-        learner.commit(0)  # answered after both
-        status = hub.status()
-        assert status["step"] == 1 and status["ledger"]["trained"] == 1
+@pytest.mark.parametrize(
+    "frames", [put(), said({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), said({"type": "bye"})]
+)
+def test_who_has_not_said_hello_is_no_actor(frames: wire.Frames, scene: Scene) -> None:
+    stranger = Peer(scene.hub, "stranger")
+    answer = stranger.say(frames)
+    stranger.link.close()
+    assert isinstance(answer, wire.Refused) and answer.reason == "unknown-actor"
 
 
-def test_two_living_learners_do_not_take_the_hub_from_each_other(tmp_path: Path, socket_dir: Path) -> None:
-    hub = Place(tmp_path, f"ipc://{socket_dir}/hub", Bound(1, 1, 8))
-    hub.begin()
-    first, second = learner_of(hub), learner_of(hub)
-    with peers(first, second):
-        for call in (lambda: first.take(0), lambda: first.register(0, 0), lambda: first.commit(0)):
-            with pytest.raises(RefusedError, match="fenced: fence 1 is over: another learner holds 2"):
-                call()
-        hub.restart()
-        with pytest.raises(RefusedError, match="fenced"):
-            first.register(0, 0)
-        second.register(0, 0)
-        assert second.fence == 3
-    hub.close()
+def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(scene: Scene) -> None:
+    assert scene.ghost.say(put()) == wire.Ack(groups=[(0, 0)])
+    assert taken(scene.learner, 0) == [0]
+    for _ in range(2):  # a replayed request number, and a replayed group
+        assert scene.ghost.say(put()) == wire.Rejected(number=0, attempt=0, reason="duplicate")
+    for _ in range(2):  # said twice, done once
+        scene.learner.trained(0)
+    scene.learner.commit(0)  # answered after both
+    status = scene.hub.status()
+    assert status["step"] == 1 and status["ledger"]["trained"] == 1

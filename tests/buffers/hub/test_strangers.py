@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.hub.place import DEADLINE_S, Actor, Place, learner_of, peers, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, Place, train, until
 
 OLD_DIALECT = bytes([0x01, 0x00, 0x05, 0x00])
 """A greeting of ZMTP 1.0 without an identity, and the head of a message of four bytes."""
 
 
 @pytest.fixture
-def hub(tmp_path: Path, socket_dir: Path) -> Iterator[Place]:
-    place = Place(tmp_path, f"ipc://{socket_dir}/hub", Bound(1, 1, 1 << 20))
-    place.begin()
-    yield place
-    place.close()
+def hub(place: Callable[..., Place]) -> Place:
+    return place(Bound(1, 1, 1 << 20))
 
 
 def shout(hub: Place, *pieces: bytes) -> None:
@@ -54,16 +50,12 @@ def test_a_well_formed_message_in_an_old_dialect_is_answered_like_any_other(hub:
 
 
 def test_random_bytes_end_neither_the_hub_nor_a_step_of_the_others(hub: Place) -> None:
-    rng, anna, learner = Random(7), Actor(hub), learner_of(hub)
+    rng, anna, learner = Random(7), hub.actor(), hub.learner()
     beginnings = (b"", OLD_DIALECT, b"\x01\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL", b"\xff" + bytes(8) + b"\x7f\x01\x05")
-    with peers(anna, learner):
-        learner.publish(0, tensors(0))
-        for step in range(20):
-            for _ in range(10):
-                begin = rng.choice(beginnings)
-                shout(hub, begin + rng.randbytes(rng.choice((1, 4, 60, 3000))))
-            until(lambda: step in anna.begun, anna)  # noqa: B023
-            anna.put(step)
-            until(lambda: not anna.client.unacknowledged, anna)
-            assert train(learner, step) == [step]
+    for step in range(20):
+        for _ in range(10):
+            begin = rng.choice(beginnings)
+            shout(hub, begin + rng.randbytes(rng.choice((1, 4, 60, 3000))))
+        anna.makes(step)
+        assert train(learner, step) == [step]
     assert hub.status()["step"] == 20

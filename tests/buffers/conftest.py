@@ -1,0 +1,36 @@
+"""What tests of these rooms start, and what ends it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.buffers.queue.bound import Bound
+from tests.buffers.hub.place import Place
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered into it ends with the test, the last one first."""
+    with ExitStack() as entered:
+        yield entered
+
+
+@pytest.fixture
+def place(tmp_path: Path, socket_dir: Path, stack: ExitStack) -> Callable[..., Place]:
+    """`place(Bound(...), lease_s=1)`: a hub that runs until the test ends."""
+    numbers = itertools.count()
+
+    def make(bound: Bound, address: str = "", **config: Any) -> Place:
+        number = next(numbers)
+        made = Place(tmp_path / f"run{number}", address or f"ipc://{socket_dir}/hub{number}", bound, **config)
+        stack.callback(made.close)
+        made.begin()
+        return made
+
+    return make
