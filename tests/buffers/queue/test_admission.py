@@ -15,11 +15,12 @@ import pytest
 from hypothesis import example, given, note
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
+from tests.buffers.queue.ready import Ready, entry
 
 NAMES = ("anna", "ben", "carl")
 
@@ -55,12 +56,8 @@ class Run:
     """Three actors, a learner, a hub, and what its journal and its weight store hold."""
 
     def __init__(self, bound: Bound, max_attempts: int, constant_share: float = 0.0, poison_share: float = 0.0) -> None:
-        self.bound, self.max_attempts, self.constant_share, self.poison_share = (
-            bound,
-            max_attempts,
-            constant_share,
-            poison_share,
-        )
+        self.bound, self.max_attempts = bound, max_attempts
+        self.constant_share, self.poison_share = constant_share, poison_share
         self.lives = 0
         self.hub = Admission(bound, max_attempts=max_attempts, lease_s=10.0)
         self.now = 0.0
@@ -619,20 +616,6 @@ def test_whatever_happens_the_promises_hold_and_the_run_ends(
     run.settle()
 
 
-def ready(bound: Bound, **actor: Any) -> Admission:
-    """A hub with a registered learner, version 0 published, and one actor that serves it."""
-    hub = Admission(bound)
-    hub.register(1, 0, 0)
-    hub.publish(0)
-    hub.fleet.join("anna", Actor(**{"capacity": 100, "fence": 1, "version": 0, "heard_at": 0.0} | actor))
-    return hub
-
-
-def test_settings_that_would_hang_are_refused_at_construction() -> None:
-    with pytest.raises(ConfigError, match="would hang"):
-        Admission(Bound(groups_per_batch=2, max_staleness=0, num_groups=10, publish_every=2))
-
-
 def test_before_any_learner_registered_nobody_is_given_work() -> None:
     hub = Admission(Bound(2, 0, 10))
     hub.fleet.join("anna", Actor(capacity=4, fence=0, version=0, heard_at=0.0))
@@ -641,87 +624,76 @@ def test_before_any_learner_registered_nobody_is_given_work() -> None:
 
 @pytest.mark.parametrize("actor", [{"version": 1 << 40}, {"version": -1}, {"fence": 2}])
 def test_an_actor_that_serves_no_published_version_is_given_no_work(actor: dict[str, int]) -> None:
-    assert ready(Bound(2, 1, 10), **actor).credits() == {}
+    hub = Ready(Bound(2, 1, 10))
+    hub.join(**actor)
+    assert hub.credits() == {}
 
 
 def test_work_that_no_version_can_have_begun_is_not_leased_to_who_claims_it() -> None:
-    hub = ready(Bound(2, 0, 1 << 40))
-    hub.fleet.join("liar", Actor(0, 1, 0, 0.0), [(1, 0), (2, 0), ((1 << 40) - 1, 0), (1 << 50, 0), (-1, 0)])
-    assert list(hub.fleet.actors["liar"].leases) == [1]
+    hub = Ready(Bound(2, 0, 1 << 40))
+    liar = hub.join("liar", [(1, 0), (2, 0), ((1 << 40) - 1, 0), (1 << 50, 0), (-1, 0)], capacity=0)
+    assert list(liar.leases) == [1]
     assert hub.ledger.leased == 1
 
 
 def test_a_credit_that_was_lost_on_the_way_is_given_again_under_a_new_attempt() -> None:
     """Anna works on attempt 0 in vain; attempt 1 is credited to her while she is cut off. Her hello tells it apart."""
-    hub = ready(Bound(1, 0, 10), capacity=1)
+    hub = Ready(Bound(1, 0, 10))
+    hub.join(capacity=1)
     hub.credits()
     hub.fleet.leave("anna")
-    hub.fleet.join("ben", Actor(1, 1, 0, 0.0))
+    hub.join("ben", capacity=1)
     assert hub.credits()["ben"][0].attempt == 1
-    hub.fleet.join("anna", Actor(1, 1, 0, 0.0), [(0, 0)])
-    assert not hub.fleet.actors["anna"].leases
+    assert not hub.join("anna", [(0, 0)], capacity=1).leases
     hub.fleet.leave("ben")
     assert hub.credits()["anna"][0].attempt == 2
-    hub.fleet.join("anna", Actor(1, 1, 0, 0.0), [(0, 0)])
-    assert hub.fleet.actors["anna"].leases[0].attempt == 0 and hub.ledger.failed == 3  # what she works on is wanted again
+    anna = hub.join("anna", [(0, 0)], capacity=1)
+    assert anna.leases[0].attempt == 0 and hub.ledger.failed == 3  # what she works on is wanted again
 
 
 def test_a_group_may_overtake_those_in_its_window_and_no_others() -> None:
-    hub = ready(Bound(groups_per_batch=2, max_staleness=3, num_groups=20, window=3))
+    hub = Ready(Bound(groups_per_batch=2, max_staleness=3, num_groups=20, window=3))
+    hub.join()
     hub.credits()
-    for number in (3, 4):
-        hub.put("anna", number, Entry(0, 0, 0, 1))
+    hub.make(3, 4)
     assert hub.take(0) is None, "0 is the head: its window ends with 2"
-    hub.put("anna", 2, Entry(0, 0, 0, 1))
+    hub.make(2)
     assert hub.take(0) is None
-    hub.put("anna", 0, Entry(0, 0, 0, 1))
+    hub.make(0)
     assert hub.take(0) == [0, 2]
     hub.trained(0)
     assert hub.take(1) is None, "1 is the head: its window ends with 3, though 2 is consumed"
-    hub.put("anna", 1, Entry(0, 0, 0, 1))
+    hub.make(1)
     assert hub.take(1) == [1, 3]
 
 
 def test_the_actor_with_most_room_is_given_work_first() -> None:
-    hub = ready(Bound(4, 0, 100), capacity=2)
-    hub.fleet.join("ben", Actor(5, 1, 0, 0.0))
-    given = hub.credits()
-    assert {name: [credit.number for credit in credits] for name, credits in given.items()} == {"ben": [0, 1, 2], "anna": [3]}
-
-
-def test_a_group_that_fails_too_often_is_quarantined_and_the_others_move_up() -> None:
-    hub = ready(Bound(2, 0, 5))
-    for attempt in range(3):
-        assert hub.credits()["anna"][0].attempt == attempt
-        hub.put("anna", 1, Entry(hub.fleet.actors["anna"].leases[1].attempt, 0, 0, 7)) if attempt == 0 else None
-        hub.fleet.leave("anna")
-        hub.fleet.join("anna", Actor(100, 1, 0, 0.0))
-    assert [credit.number for credit in hub.credits()["anna"]] == [2]
-    assert hub.remember().quarantined == (0,)
-    hub.put("anna", 2, Entry(0, 0, 0, 7))
-    assert hub.take(0) == [1, 2]
+    hub = Ready(Bound(4, 0, 100))
+    hub.join("anna", capacity=2)
+    hub.join("ben", capacity=5)
+    assert hub.give() == {"ben": [0, 1, 2], "anna": [3]}
 
 
 def test_in_exact_mode_a_quarantine_makes_groups_of_the_wrong_version_again() -> None:
     """Groups 0 and 1 are step 0, 2 and 3 step 1; when 1 is quarantined, 2 moves to step 0 and its version 0 is too new."""
-    hub = ready(Bound(1, 1, 10, exact=True))
-    entry = Entry(0, 0, 0, 1)
+    hub = Ready(Bound(1, 1, 10, exact=True))
+    hub.join()
     hub.credits()
-    hub.put("anna", 0, entry)
+    hub.make(0)
     assert hub.take(0) == [0]
     hub.trained(0)
     hub.publish(1)
-    hub.fleet.join("ben", Actor(100, 1, 1, 0.0))
-    assert [credit.number for credit in hub.credits()["ben"]] == [2]
-    hub.put("ben", 2, Entry(0, 1, 1, 1))
+    hub.join("ben", version=1)
+    assert hub.give()["ben"] == [2]
+    hub.make(2, name="ben")
     for _ in range(3):
         hub.fleet.leave("anna")
-        hub.fleet.join("anna", Actor(1, 1, 0, 0.0))
-        credits = hub.credits()
+        hub.join(capacity=1)
+        given = hub.give()
     assert hub.remember().quarantined == (1,)
-    assert [credit.number for credit in credits["anna"]] == [2]
+    assert given["anna"] == [2]
     assert hub.lowest_needed_version() == 0
-    hub.put("anna", 2, Entry(0, 0, 0, 5))
+    hub.put("anna", 2, entry(num_tokens=5))
     assert hub.take(1) == [2]
     ledger = hub.ledger
     assert ledger.closes
@@ -731,7 +703,7 @@ def test_in_exact_mode_a_quarantine_makes_groups_of_the_wrong_version_again() ->
 def test_in_exact_mode_a_restarted_hub_does_not_take_up_what_a_quarantine_dropped() -> None:
     """The journal still holds group 2 as it was put, of version 1; since group 1 is quarantined it needs version 0."""
     hub = Admission(Bound(1, 1, 10, exact=True))
-    hub.restore(QueueSnapshot(fence=1, quarantined=(1,)), {0: Entry(0, 0, 0, 1), 2: Entry(0, 1, 1, 1)})
+    hub.restore(QueueSnapshot(fence=1, quarantined=(1,)), {0: entry(), 2: entry(version=1)})
     hub.assign(0, [0])
     hub.register(2, 1, 0)
     hub.publish(1)
@@ -741,18 +713,18 @@ def test_in_exact_mode_a_restarted_hub_does_not_take_up_what_a_quarantine_droppe
 
 
 def test_a_hub_that_was_restarted_takes_the_work_of_its_actors_before_the_learner_is_back() -> None:
-    hub = ready(Bound(1, 1, 10))
+    hub = Ready(Bound(1, 1, 10))
+    hub.join()
     hub.credits()
-    hub.put("anna", 0, Entry(0, 0, 0, 1))
+    hub.make(0)
     assert hub.take(0) == [0]
-    state = hub.remember()
     # The learner trained and published version 1, the actor serves it and has begun group 2: then the hub dies.
-    again = Admission(Bound(1, 1, 10))
-    again.restore(state, {0: Entry(0, 0, 0, 1)})
+    again = Admission(hub.bound)
+    again.restore(hub.remember(), {0: entry()})
     again.assign(0, [0])
     again.fleet.join("anna", Actor(100, 1, 1, 0.0), [(1, 0), (2, 0)])
     again.put("anna", 1, Entry(0, 0, 1, 1))
-    again.put("anna", 2, Entry(0, 1, 1, 1))
+    again.put("anna", 2, entry(version=1))
     again.register(2, 1, 0)
     again.publish(1)
     assert again.take(1) == [1]
@@ -762,7 +734,7 @@ def test_a_hub_that_was_restarted_takes_the_work_of_its_actors_before_the_learne
 def test_a_run_that_is_to_go_no_further_than_it_went_is_at_its_end() -> None:
     """Its journal holds batches of steps that it is no longer to make, the last of them taken and not trained."""
     hub = Admission(Bound(groups_per_batch=2, max_staleness=1, num_groups=2))
-    hub.restore(QueueSnapshot(fence=1), {number: Entry(0, 0, 0, 1) for number in range(4)})
+    hub.restore(QueueSnapshot(fence=1), {number: entry() for number in range(4)})
     hub.assign(0, [0, 1])
     hub.assign(1, [2, 3])
     hub.register(2, 1, 0)
@@ -772,13 +744,10 @@ def test_a_run_that_is_to_go_no_further_than_it_went_is_at_its_end() -> None:
 
 
 def test_what_is_committed_is_remembered_by_number_only_where_it_must_be() -> None:
-    hub = ready(Bound(2, 2, 100, window=4))
-    for credit in hub.credits()["anna"]:
-        if credit.number != 0:
-            hub.put("anna", credit.number, Entry(0, 0, 0, 1))
-    assert hub.take(0) == [1, 2]
-    hub.trained(0)
-    hub.publish(1)
+    hub = Ready(Bound(2, 2, 100, window=4))
+    hub.join(capacity=100)
+    hub.make(*(number for number in hub.give()["anna"] if number != 0))
+    assert hub.train() == [1, 2]
     assert hub.commit(1) == [1, 2]
     state = hub.remember()
     assert (state.head, state.consumed, state.committed_groups) == (0, (1, 2), 2)

@@ -1,19 +1,20 @@
-"""The bound: what it refuses would hang, and what it lets through runs, at the bound and never over it."""
+"""The bound: what it refuses would hang, and what it lets through runs, at the bound and never over it.
+
+A learner may set a target below it: new groups stay within that, and the run goes on whatever it is.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.record import Entry
-
-ACTOR = "actor"
+from tests.buffers.queue.ready import Ready
 
 
 @dataclass(frozen=True)
@@ -24,42 +25,43 @@ class UncheckedBound(Bound):
         pass
 
 
-def steps_done(bound: Bound, *, last_first: bool = False) -> tuple[int, int]:
-    """Steps a run reaches whose one actor is fast and never fails, and the largest staleness it trained on.
+def staleness_by_step(
+    bound: Bound, targets: Sequence[int | None] = (None,), *, eager: bool = True, last_first: bool = False
+) -> list[int]:
+    """Largest staleness trained on at each step that a run reaches whose one actor is fast and never fails.
 
-    The actor puts everything it was credited at once; `last_first` puts the highest numbers first, and the learner
-    takes after every put.
+    The actor puts everything it was credited at once, with `last_first` the highest numbers first; an `eager` learner takes
+    after every put, another when all is put. targets: by step, the last one on and on.
     """
-    admission = Admission(bound)
-    admission.fleet.join(ACTOR, Actor(capacity=bound.num_groups, fence=1, version=0, heard_at=0.0))
-    admission.register(1, 0, 0)
-    admission.publish(0)
-    oldest = 0
+    hub = Ready(bound)
+    actor = hub.join(capacity=bound.num_groups)
     versions: dict[int, int] = {}
+    found: list[int] = []
 
     def train() -> bool:
-        nonlocal oldest
-        step = admission.step
-        if (batch := admission.take(step)) is None:
+        step = hub.step
+        if (batch := hub.take(step)) is None:
             return False
-        oldest = max([oldest, *(step - versions[number] for number in batch)])
-        admission.trained(step)
-        if (step + 1) % bound.publish_every == 0:
-            admission.publish(step + 1)
-            admission.fleet.actors[ACTOR].version = step + 1
+        found.append(max(step - versions[number] for number in batch))
+        hub.trained(step)
+        if hub.step % bound.publish_every == 0:
+            hub.publish(hub.step)
+            actor.version = hub.step
         return True
 
     moved = True
     while moved:
-        credits = [credit for given in admission.credits().values() for credit in given]
-        moved = bool(credits)
-        for credit in sorted(credits, key=lambda credit: credit.number, reverse=last_first):
-            version = versions[credit.number] = admission.fleet.actors[ACTOR].version
-            admission.put(ACTOR, credit.number, Entry(credit.attempt, version, version, 1))
-            moved |= train()
-            assert admission.ledger.leased + admission.ledger.queued <= bound.max_ahead
+        hub.target_staleness = targets[min(hub.step, len(targets) - 1)]
+        given = hub.give().get("anna", [])
+        moved = bool(given)
+        for number in sorted(given, reverse=last_first):
+            versions[number] = actor.version
+            hub.make(number)
+            if eager:
+                train()
+            assert hub.ledger.leased + hub.ledger.queued <= bound.max_ahead
         moved |= train()
-    return admission.step, oldest
+    return found
 
 
 def lowest_staleness(bound: Bound) -> int:
@@ -91,19 +93,18 @@ def test_what_is_refused_would_hang_and_the_lowest_named_does_not(
     all_steps = -(-bound(0).num_groups // groups_per_batch)
     checked(lowest).check()
     for last_first in (False, True):
-        steps, oldest = steps_done(bound(lowest), last_first=last_first)
-        assert steps == all_steps
-        assert oldest <= lowest
+        found = staleness_by_step(bound(lowest), last_first=last_first)
+        assert len(found) == all_steps
+        assert max(found) <= lowest
     if lowest > 0:
         with pytest.raises(ConfigError, match=f"queue.max_staleness = {lowest - 1} would hang"):
             checked(lowest - 1).check()
-        assert steps_done(bound(lowest - 1))[0] < all_steps
+        assert len(staleness_by_step(bound(lowest - 1))) < all_steps
 
 
 @pytest.mark.parametrize("max_staleness", range(4))
 def test_in_strict_order_the_bound_is_reached_and_not_passed(max_staleness: int) -> None:
-    _, oldest = steps_done(Bound(2, max_staleness, num_groups=40), last_first=True)
-    assert oldest == max_staleness
+    assert max(staleness_by_step(Bound(2, max_staleness, num_groups=40), last_first=True)) == max_staleness
 
 
 def test_exact_mode_needs_strict_order_and_every_version() -> None:
@@ -113,21 +114,28 @@ def test_exact_mode_needs_strict_order_and_every_version() -> None:
             impossible.check()
 
 
-def test_without_staleness_nothing_of_the_next_step_begins_before_its_version() -> None:
-    bound = Bound(groups_per_batch=3, max_staleness=0, num_groups=12)
-    admission = Admission(bound)
-    admission.fleet.join(ACTOR, Actor(capacity=100, fence=1, version=0, heard_at=0.0))
-    admission.register(1, 0, 0)
-    for step in range(4):
-        admission.publish(step)
-        admission.fleet.actors[ACTOR].version = step
-        credits = admission.credits()[ACTOR]
-        assert [credit.number for credit in credits] == list(range(3 * step, 3 * step + 3))
-        for credit in credits:
-            assert admission.credits() == {}
-            admission.put(ACTOR, credit.number, Entry(0, step, step, 1))
-        assert admission.take(step) == [credit.number for credit in credits]
-        assert admission.credits() == {}
-        admission.trained(step)
-        assert admission.credits() == {}  # trained, but its version is not published
-    assert admission.at_end
+@pytest.mark.parametrize("target", [None, 0, 1, 2, 3, 9])
+@pytest.mark.parametrize(("publish_every", "window"), [(1, 1), (2, 1), (1, 5), (2, 9)])
+def test_new_groups_stay_within_the_target_as_far_as_the_run_can_go_on(
+    target: int | None, publish_every: int, window: int
+) -> None:
+    bound = Bound(4, max_staleness=4, num_groups=64, publish_every=publish_every, window=window)
+    found = staleness_by_step(bound, [target], eager=False)
+    assert len(found) == 16, "the run must reach its end"
+    within = 4 if target is None else min(4, max(target, bound.lowest_staleness))
+    assert max(found) <= within
+    if window == 1 and publish_every == 1:
+        assert max(found) == within  # and what is allowed is used
+
+
+def test_the_aim_moves_while_the_run_goes_on_and_what_is_begun_is_kept() -> None:
+    bound = Bound(4, max_staleness=3, num_groups=96)
+    found = staleness_by_step(bound, [None] * 6 + [0] * 8 + [None], eager=False)
+    assert len(found) == 24
+    assert found[5] == 3 and found[12] == 0 and found[23] == 3
+    assert max(found) == 3
+
+
+def test_in_exact_mode_an_aim_changes_nothing() -> None:
+    bound = Bound(4, max_staleness=2, num_groups=40, exact=True)
+    assert all(bound.allows(5, number, target_staleness=0) == bound.allows(5, number) for number in range(40))

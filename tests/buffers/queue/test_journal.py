@@ -6,7 +6,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
+from tests.conftest import file_size_limit
 
 SEGMENT_BYTES = 544
 MARK_BYTES = len(segment.mark(0))
@@ -44,6 +45,20 @@ def opened(directory: Path, fsync: Fsync = "off") -> Iterator[Journal]:
         yield journal
     finally:
         journal.close()
+
+
+def put(journal: Journal, *numbers: int, size: int = 60) -> None:
+    for number in numbers:
+        journal.put(number, entry(number), payload(number, size))
+    journal.sync()
+
+
+def put_apart(journal: Journal, *numbers: int) -> None:
+    """Every group in a segment of its own."""
+    for number in numbers:
+        journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
+        journal.state(QueueSnapshot())
+        journal.sync()
 
 
 class Memory:
@@ -87,15 +102,19 @@ OPERATIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS)
 def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]) -> None:
-    directory = Path(tempfile.mkdtemp())
     memory, next_number, next_step = Memory(), 0, 0
-    journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
-    try:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+
+        def begin() -> Journal:
+            stack.close()
+            return stack.enter_context(opened(Path(directory)))
+
+        journal = begin()
         for kind, amount in operations:
             queued = [n for n in memory.entries if not any(n in batch for batch in memory.batches.values())]
             if kind == "put":
                 memory.put(next_number, amount)
-                journal.put(next_number, entry(next_number), payload(next_number, amount))
+                put(journal, next_number, size=amount)
                 next_number += 1
             elif kind == "take" and queued:
                 memory.batches[next_step] = queued[:amount]
@@ -108,25 +127,17 @@ def test_what_was_appended_is_what_is_replayed(operations: list[tuple[str, int]]
                 journal.state(state, memory.commit(state))
                 journal.sync()
             elif kind == "reopen":
-                journal.close()
-                journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
+                journal = begin()
                 memory.check(journal)
             journal.sync()
             assert {number: journal.read(number) for number in memory.payloads} == memory.payloads
-        journal.close()
-        journal = Journal(directory, segment_bytes=SEGMENT_BYTES, fsync="off")
-        memory.check(journal)
-    finally:
-        journal.close()
-        shutil.rmtree(directory)
+        memory.check(begin())
 
 
 def test_cut_at_any_byte_it_loses_nothing_that_was_synced_and_invents_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "queue"
     with opened(directory) as journal:
-        journal.put(0, entry(0), payload(0))
-        journal.put(1, entry(1), payload(1))
-        journal.sync()
+        put(journal, 0, 1)
         synced = segments(directory)[-1].stat().st_size
         journal.put(2, entry(2), payload(2))
         journal.take(0, [0, 2])
@@ -145,7 +156,7 @@ def test_cut_at_any_byte_it_loses_nothing_that_was_synced_and_invents_nothing(tm
             assert 3 not in numbers or batches
             assert [journal.read(number) for number in numbers] == [payload(number) for number in numbers]
             seen.add((len(numbers), len(batches)))
-            journal.put(9, entry(9), payload(9))  # and goes on
+            put(journal, 9)  # and goes on
         with opened(cut) as journal:
             assert list(journal.replay.entries) == [*numbers, 9]
             assert journal.replay.torn_bytes == 0
@@ -164,8 +175,7 @@ def test_a_flipped_byte_of_what_was_on_disk_is_named_and_not_cut_off(tmp_path: P
     directory = tmp_path / "queue"
     with opened(directory, "group") as journal:
         for number in range(3):
-            journal.put(number, entry(number), payload(number))
-            journal.sync()
+            put(journal, number)
     older = tmp_path / "older"
     shutil.copytree(directory, older)
     with opened(older):
@@ -193,8 +203,7 @@ def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
         journal.state(QueueSnapshot())
         journal.sync()
         start = segments(tmp_path)[-1].stat().st_size
-        journal.put(0, entry(0), payload(0))
-        journal.sync()
+        put(journal, 0)
         end = segments(tmp_path)[-1].stat().st_size - MARK_BYTES
         journal.put(1, entry(1), payload(1))
     path = segments(tmp_path)[-1]
@@ -210,9 +219,7 @@ def test_pages_of_an_unfinished_round_that_are_missing_anywhere_cost_that_round_
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "queue"
         with opened(directory, "group") as journal:
-            for number in (0, 1):
-                journal.put(number, entry(number), payload(number))
-            journal.sync()
+            put(journal, 0, 1)
             synced = segments(directory)[-1].stat().st_size
             for number in (2, 3, 4, 5):
                 journal.put(number, entry(number), payload(number))
@@ -232,20 +239,13 @@ def test_pages_of_an_unfinished_round_that_are_missing_anywhere_cost_that_round_
 
 
 def test_a_mark_that_finds_no_room_is_no_loss(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path / "a", "group") as journal:
-        journal.put(0, entry(0), payload(0))
-        journal.sync()
+        put(journal, 0)
     room = segments(tmp_path / "a")[-1].stat().st_size - MARK_BYTES // 2
     with opened(tmp_path / "b", "group") as journal:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-        try:
-            journal.put(0, entry(0), payload(0))
-            journal.sync()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        journal.put(1, entry(1), payload(1))
-        journal.sync()
+        with file_size_limit(room):
+            put(journal, 0)
+        put(journal, 1)
         assert journal.read(0) == payload(0) and journal.read(1) == payload(1)
     with opened(tmp_path / "b") as journal:
         assert list(journal.replay.entries) == [0, 1] and journal.replay.torn_bytes == 0
@@ -254,10 +254,7 @@ def test_a_mark_that_finds_no_room_is_no_loss(tmp_path: Path) -> None:
 def test_groups_of_more_segments_than_there_may_be_open_files_are_read(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with opened(tmp_path) as journal:
-        for number in range(300):
-            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(QueueSnapshot())
-            journal.sync()
+        put_apart(journal, *range(300))
         assert len(segments(tmp_path)) >= 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
         try:
@@ -271,8 +268,7 @@ def test_a_segment_ends_at_the_next_fsync_after_it_is_full(tmp_path: Path) -> No
     """Not only when a batch is taken: a learner may be away for long."""
     with opened(tmp_path, "group") as journal:
         for number in range(50):
-            journal.put(number, entry(number), payload(number, SEGMENT_BYTES // 4))
-            journal.sync()
+            put(journal, number, size=SEGMENT_BYTES // 4)
     assert max(path.stat().st_size for path in segments(tmp_path)) < 2 * SEGMENT_BYTES
 
 
@@ -282,15 +278,13 @@ def test_a_state_that_is_larger_than_a_segment_does_not_begin_one_with_every_syn
         journal.sync()
         begun = len(segments(tmp_path))
         for number in range(20):
-            journal.put(number, entry(number), payload(number))
-            journal.sync()
+            put(journal, number)
         assert len(segments(tmp_path)) <= begun + 1
 
 
 def test_damage_while_it_runs_is_found_when_the_group_is_read(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
-        journal.put(7, entry(7), payload(7))
-        journal.sync()
+        put(journal, 7)
         path = segments(tmp_path)[-1]
         damaged(path, path.stat().st_size - 1)
         with pytest.raises(JournalError, match=rf"{path} is damaged: group 7"):
@@ -299,10 +293,7 @@ def test_damage_while_it_runs_is_found_when_the_group_is_read(tmp_path: Path) ->
 
 def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
-        for number in range(8):
-            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(QueueSnapshot(head=0))  # every group in a segment of its own
-            journal.sync()
+        put_apart(journal, *range(8))
         assert len(segments(tmp_path)) == 8
         journal.take(0, [1, 2])
         journal.take(1, [0, 3])
@@ -335,10 +326,7 @@ def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> Non
 
 def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
-        for number in range(3):
-            journal.put(number, entry(number), payload(number, SEGMENT_BYTES))
-            journal.state(QueueSnapshot())
-            journal.sync()
+        put_apart(journal, 0, 1, 2)
     missing = segments(tmp_path)[1]
     missing.unlink()
     with pytest.raises(JournalError, match=rf"{missing} is missing"):
@@ -354,8 +342,7 @@ def test_a_second_hub_is_refused_while_the_first_lives(tmp_path: Path) -> None:
 
 def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     with opened(tmp_path, "group") as journal:
-        journal.put(0, entry(0), payload(0))
-        journal.put(1, entry(1), payload(1))
+        put(journal, 0, 1)
     path = segments(tmp_path)[0]
     whole = path.read_bytes()
     damaged(path, len(whole) // 2)
@@ -368,19 +355,13 @@ def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_of_the_journal_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
     """A limit on file size stands for the full disk: the write fails half way."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = Journal(tmp_path)
-    journal.put(0, entry(0), payload(0))
-    journal.sync()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (segments(tmp_path)[-1].stat().st_size + 30, hard))
-    try:
+    put(journal, 0)
+    with file_size_limit(segments(tmp_path)[-1].stat().st_size + 30):
         with pytest.raises(JournalError, match="cannot be written"):
-            journal.put(1, entry(1), payload(1, 1000))
-            journal.sync()
+            put(journal, 1, size=1000)
         with pytest.raises(JournalError, match="cannot be written"):
             journal.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with opened(tmp_path) as journal:
         assert list(journal.replay.entries) == [0]
         assert journal.read(0) == payload(0)
@@ -389,8 +370,7 @@ def test_a_full_disk_is_an_error_of_the_journal_and_loses_nothing_acknowledged(t
 
 def test_groups_that_were_taken_back_are_not_kept_for_the_next_hub(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
-        for number in range(4):
-            journal.put(number, entry(number), payload(number))
+        put(journal, *range(4))
         journal.take(0, [0, 1])
         journal.sync()
         # The hub dies before it has deleted anything; what its last state says is on disk.

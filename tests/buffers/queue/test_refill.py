@@ -9,52 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError, RefusedError
-from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.record import Entry
+from tests.buffers.queue.ready import Ready, entry
 
 ENDLESS = 1 << 40
 
 
-def ready(bound: Bound) -> Admission:
-    """A hub with a registered learner, version 0 published, and one actor that serves it."""
-    hub = Admission(bound)
-    hub.register(1, 0, 0)
-    hub.publish(0)
-    hub.fleet.join("anna", Actor(capacity=1000, fence=1, version=0, heard_at=0.0))
+def ready(bound: Bound) -> Ready:
+    hub = Ready(bound)
+    hub.join(capacity=1000)
     return hub
 
 
-def make(hub: Admission, constant: set[int] | None, random: Random | None = None) -> None:
+def make(hub: Ready, constant: set[int] | None, random: Random | None = None) -> None:
     """Everything that can be begun is put, at once or in a random order; all is constant, or these numbers are."""
-    version = hub.fleet.actors["anna"].version
+    anna = hub.fleet.actors["anna"]
     while True:
         hub.credits()
-        if not (leased := sorted(hub.fleet.actors["anna"].leases.items())):
+        if not (leased := sorted(anna.leases)):
             return
-        number, credit = random.choice(leased) if random else leased[0]
-        entry = Entry(credit.attempt, version, version, 3)
-        hub.put("anna", number, entry, constant=constant is None or number in constant)
+        number = random.choice(leased) if random else leased[0]
+        made = entry(anna.leases[number].attempt, anna.version, num_tokens=3)
+        hub.put("anna", number, made, constant=constant is None or number in constant)
         assert hub.ledger.closes
-
-
-def train(hub: Admission) -> list[int]:
-    batch = hub.take(hub.step)
-    assert batch is not None
-    hub.trained(hub.step)
-    hub.publish(hub.step)
-    hub.fleet.actors["anna"].version = hub.step
-    return batch
 
 
 def test_what_is_behind_a_filtered_group_takes_its_place() -> None:
     hub = ready(Bound(2, 0, 6, refills=3, numbers=ENDLESS))
-    make(hub, {0, 2, 4, 5})
-    assert train(hub) == [1, 3]
-    make(hub, {0, 2, 4, 5})
-    assert train(hub) == [6, 7]
-    make(hub, {0, 2, 4, 5})
-    assert train(hub) == [8, 9]
+    for batch in ([1, 3], [6, 7], [8, 9]):
+        make(hub, {0, 2, 4, 5})
+        assert hub.train() == batch
     assert hub.at_end and hub.num_left == 0
     ledger = hub.ledger
     assert (ledger.credited, ledger.trained, ledger.filtered, ledger.tokens_filtered, ledger.tokens_put) == (10, 6, 4, 12, 30)
@@ -63,16 +48,16 @@ def test_what_is_behind_a_filtered_group_takes_its_place() -> None:
 def test_where_everything_is_constant_the_cap_lets_batches_through() -> None:
     hub = ready(Bound(2, 0, 4, refills=2, numbers=ENDLESS))
     make(hub, None)
-    assert train(hub) == [4, 5]  # of the batch's first 2 x 2 numbers none entered
+    assert hub.train() == [4, 5]  # of the batch's first 2 x 2 numbers none entered
     make(hub, None)
-    assert train(hub) == [10, 11]
+    assert hub.train() == [10, 11]
     assert hub.ledger.filtered == 8
 
 
 def test_without_refill_a_constant_group_enters() -> None:
     hub = ready(Bound(2, 0, 4))
     make(hub, None)
-    assert train(hub) == [0, 1] and hub.ledger.filtered == 0
+    assert hub.train() == [0, 1] and hub.ledger.filtered == 0
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.sets(st.integers(0, 40)), st.randoms(use_true_random=False))
@@ -84,8 +69,8 @@ def test_in_a_synchronous_run_the_order_of_puts_decides_nothing(
     for _ in range(3):
         make(in_order, constant)
         make(shuffled, constant, random)
-        batch = train(in_order)
-        assert batch == train(shuffled)
+        batch = in_order.train()
+        assert batch == shuffled.train()
         assert len(batch) == groups_per_batch
     assert in_order.remember() == shuffled.remember()
 
@@ -96,7 +81,7 @@ def test_of_each_batch_only_so_many_are_filtered() -> None:
     constant, first = {number for number in range(200) if random.random() < 0.8}, 0
     for _ in range(10):
         make(hub, constant)
-        batch = train(hub)
+        batch = hub.train()
         range_of_batch = set(range(first, batch[-1] + 1))
         assert range_of_batch - set(batch) == {n for n in range(first, first + 8) if n in constant and n < batch[-1]}
         first = batch[-1] + 1
@@ -105,9 +90,9 @@ def test_of_each_batch_only_so_many_are_filtered() -> None:
 def test_when_the_data_end_the_last_batch_is_what_is_left() -> None:
     hub = ready(Bound(2, 0, 4, refills=2, numbers=5))
     make(hub, {1, 4})
-    assert train(hub) == [0, 2]
+    assert hub.train() == [0, 2]
     make(hub, {1, 4})
-    assert train(hub) == [3]
+    assert hub.train() == [3]
     assert hub.at_end and hub.ledger.closes
 
 
@@ -116,7 +101,7 @@ def test_a_restarted_hub_knows_what_was_filtered_and_forgets_numbers_that_no_lon
     hub = ready(bound)
     for step in range(1, 15):
         make(hub, set(range(0, 100, 3)))
-        train(hub)
+        hub.train()
         hub.commit(step)
         state = hub.remember()
         assert len(state.filtered) <= 4, "what is remembered grows"
@@ -130,11 +115,10 @@ def test_a_restarted_hub_knows_what_was_filtered_and_forgets_numbers_that_no_lon
 def test_a_late_copy_of_a_filtered_group_is_a_duplicate() -> None:
     hub = ready(Bound(1, 0, 4, refills=3, numbers=ENDLESS))
     hub.credits()
-    assert not hub.put("anna", 0, Entry(0, 0, 0, 1), constant=True)
+    assert not hub.put("anna", 0, entry(), constant=True)
     with pytest.raises(RefusedError, match="duplicate"):
-        hub.put("anna", 0, Entry(0, 0, 0, 1), constant=True)
-    hub.fleet.join("anna", Actor(1000, 1, 0, 0.0), [(0, 0)])
-    assert 0 not in hub.fleet.actors["anna"].leases
+        hub.put("anna", 0, entry(), constant=True)
+    assert 0 not in hub.join("anna", [(0, 0)]).leases
 
 
 def test_refill_is_refused_where_each_group_has_its_version() -> None:
