@@ -46,21 +46,6 @@ def test_a_continuation_gets_its_cache_back_and_only_what_is_new_is_computed() -
     assert plan.admitted[0].last_token == 9
 
 
-def test_a_continuation_enters_before_what_was_submitted_after_its_first_turn() -> None:
-    scheduler = Scheduler(1)
-    scheduler.submit([make_request(0)])
-    scheduler.plan(version=0)
-    hold_one(scheduler, 0, token=7)
-    scheduler.submit([make_request(1), make_request(2)])
-    scheduler.submit([make_request(0, 7)])
-    assert groups(scheduler) == [0]
-    scheduler.finish([0])
-    scheduler.submit([make_request(0, 7, 7)])  # nothing of it is held: the end of the line
-    for number in (1, 2, 0):
-        assert groups(scheduler) == [number]
-        scheduler.finish([0])
-
-
 def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> None:
     scheduler = Scheduler(3)
     scheduler.submit([make_request(number) for number in range(3)])
@@ -91,18 +76,6 @@ def test_siblings_whose_caches_are_gone_compute_their_prompt_once() -> None:
     scheduler.submit([make_request(1, 7)])
     plan = scheduler.plan(version=1)
     assert plan.restored == () and plan.chunks[0] == Chunk(PROMPT[:2], 0, (0, 1))
-
-
-def test_a_cache_of_older_weights_is_named_and_lent_to_no_sibling() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(0), make_request(1)])
-    scheduler.plan(version=0)
-    scheduler.abort({RolloutKey(1, 0, 0)})
-    hold_one(scheduler, 0, token=7)
-    scheduler.submit([make_request(0, 7), make_request(2)])
-    plan = scheduler.plan(version=1)
-    assert [(each.request.key.group, each.version) for each in plan.admitted] == [(0, 0), (2, 1)]
-    assert plan.copies == () and plan.chunks == (Chunk(PROMPT[:2], 0, (1,)),)
 
 
 def test_a_sibling_of_the_same_weights_copies_its_prompt_from_a_continuation() -> None:

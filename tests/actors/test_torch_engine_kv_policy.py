@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy, Representative
 from async_rlhf.actors.torch_engine.llama import LlamaForward
-from async_rlhf.buffers.record import Int32Array, Span
+from async_rlhf.actors.torch_engine.scheduler import Plan
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.buffers.tensors import RawTensor
+from tests.actors.torch_models import finished, own_model
+from tests.actors.vllm_model import raw_weights
 
-VOCABULARY, MAX_LENGTH = 24, 320
-SHARED = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-WIDE = SHARED | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
+VOCABULARY, MAX_LENGTH = 64, 320
+# Of full attention, where nothing is evicted.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": MAX_LENGTH},
+    "qwen3": {"max_position_embeddings": MAX_LENGTH, "use_sliding_window": False},
+    "gpt2": {"n_positions": MAX_LENGTH},
 }
-CONFIGS = {
-    "llama": LlamaConfig(**WIDE),
-    "qwen3": Qwen3Config(**WIDE, head_dim=16),
-    "gpt2": GPT2Config(**SHARED, n_embd=32, n_layer=3, n_head=4, n_positions=MAX_LENGTH),
-}
-ENDS = np.isin(np.arange(VOCABULARY), (3, 7, 11, 15))
+Done = dict[RolloutKey, Completion]
+ENDS = np.isin(np.arange(VOCABULARY), range(3, VOCABULARY, 6))
 
 
 def policy(
@@ -52,14 +48,8 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def make_model(name: str, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    return own_model(kind, seed, **MODELS[kind])
 
 
 def make_requests(count: int = 6, group: int = 2) -> list[Request]:
@@ -68,20 +58,6 @@ def make_requests(count: int = 6, group: int = 2) -> list[Request]:
     prompts = [tuple(rng.integers(0, VOCABULARY, size).tolist()) for size in (1, 40, 23)]
     lengths = rng.integers(20, 61, count).tolist()
     return [Request(RolloutKey(n // group, 0, n % group), prompts[n // group], lengths[n], Sampling(), n) for n in range(count)]
-
-
-def run(engine: TorchEngine) -> dict[RolloutKey, Completion]:
-    done: dict[RolloutKey, Completion] = {}
-    while engine.num_unfinished:
-        done.update({completion.key: completion for completion in engine.step()})
-    return done
-
-
-def raw_weights(model: PreTrainedModel) -> dict[str, RawTensor]:
-    return {
-        name: RawTensor("float32", tuple(parameter.shape), parameter.detach().numpy().tobytes())
-        for name, parameter in model.named_parameters()
-    }
 
 
 def representatives_of(ids: Sequence[int], each: KVPolicy) -> list[int]:
@@ -118,33 +94,30 @@ def masked_logprobs(model: PreTrainedModel, each: KVPolicy, row: Sequence[int]) 
     return found
 
 
-def assert_masked_logprobs(
-    model: PreTrainedModel, each: KVPolicy, request: Request, tokens: Int32Array, logprobs: np.ndarray
-) -> None:
-    expected = masked_logprobs(model, each, [*request.prefix_ids, *tokens.tolist()])
-    np.testing.assert_allclose(logprobs, expected[len(request.prefix_ids) - 1 :], atol=1e-4)
+def expected_logprobs(model: PreTrainedModel, each: KVPolicy, request: Request, completion: Completion) -> np.ndarray:
+    return masked_logprobs(model, each, [*request.prefix_ids, *completion.token_ids.tolist()])[len(request.prefix_ids) - 1 :]
+
+
+def assert_masked(model: PreTrainedModel, each: KVPolicy, asked: Sequence[Request], done: Done) -> None:
+    for request in asked:
+        expected = expected_logprobs(model, each, request, done[request.key])
+        np.testing.assert_allclose(done[request.key].logprobs, expected, atol=1e-4)
 
 
 @given(
+    each=st.builds(
+        policy,
+        sinks=st.integers(0, 4),
+        window=st.integers(1, 8),
+        representatives=st.integers(0, 5),
+        chunk=st.integers(2, 9),
+        representative=st.sampled_from(("first", "last")),
+    ),
     ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60),
-    sinks=st.integers(0, 4),
-    window=st.integers(1, 8),
-    representatives=st.integers(0, 5),
-    chunk=st.integers(2, 9),
-    representative=st.sampled_from(("first", "last")),
     cuts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
 )
 @settings(max_examples=120, deadline=None)
-def test_rows_keep_what_the_definition_says_however_the_tokens_come(
-    ids: list[int],
-    sinks: int,
-    window: int,
-    representatives: int,
-    chunk: int,
-    representative: Representative,
-    cuts: list[int],
-) -> None:
-    each = KVPolicy(sinks, window, representatives, chunk, representative, ENDS)
+def test_rows_keep_what_the_definition_says_however_the_tokens_come(each: KVPolicy, ids: list[int], cuts: list[int]) -> None:
     wanted = [kept_at(t, ids, each) for t in range(len(ids))]
     assert [set(np.flatnonzero(seen)) for seen in each.mask(np.array(ids))] == wanted
     assert max(map(len, wanted)) <= each.budget
@@ -166,117 +139,83 @@ def test_rows_keep_what_the_definition_says_however_the_tokens_come(
         assert set(held[seen[0]]) == wanted[t] and not seen[0, -1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", POLICIES)
 def test_what_is_sampled_is_what_a_masked_pass_over_the_row_says(name: str, kind: str) -> None:
-    model, each = make_model(name), POLICIES[kind]
+    model, each, requests = make_model(name), POLICIES[kind], make_requests()
     engine = TorchEngine(model, slots=3, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
     assert isinstance(engine._forward, LlamaForward) == (name == "llama"), "both ways of computing are tried"
-    requests = make_requests()
-    engine.submit(requests)
-    done = run(engine)
-    for request in requests:
-        completion = done[request.key]
-        assert_masked_logprobs(model, each, request, completion.token_ids, completion.logprobs)
+    assert_masked(model, each, requests, finished(engine, requests))
 
 
 def test_with_room_for_all_tokens_it_is_full_attention() -> None:
     model, requests = make_model("llama"), make_requests()
-    engines = [TorchEngine(model, slots=3, max_length=MAX_LENGTH, kv_policy=each) for each in (None, policy(window=MAX_LENGTH))]
-    for engine in engines:
-        engine.submit(requests)
-    full, kept = (run(engine) for engine in engines)
+    full, kept = (
+        finished(TorchEngine(model, slots=3, max_length=MAX_LENGTH, kv_policy=each), requests)
+        for each in (None, policy(window=MAX_LENGTH))
+    )
     for key, completion in full.items():
         assert kept[key].token_ids.tolist() == completion.token_ids.tolist()
         np.testing.assert_allclose(kept[key].logprobs, completion.logprobs, atol=1e-5)
 
 
-def with_an_update(engine: TorchEngine, newer: PreTrainedModel, requests: Sequence[Request]) -> dict[RolloutKey, Completion]:
+def with_an_update(name: str, on_update: OnUpdate, newer: PreTrainedModel, requests: Sequence[Request]) -> Done:
     """Half of the requests, some steps, the rest of them and new weights."""
+    sizes = {"slots": 3, "max_length": MAX_LENGTH, "prefill_tokens": 16}
+    engine = TorchEngine(make_model(name), version=0, on_update=on_update, kv_policy=POLICIES["first"], **sizes)
     engine.submit(requests[: len(requests) // 2])
-    done = {completion.key: completion for _ in range(25) for completion in engine.step()}
+    before = [completion for _ in range(25) for completion in engine.step()]
     engine.load_weights(1, raw_weights(newer))
-    engine.submit(requests[len(requests) // 2 :])
-    return done | run(engine)
+    return finished(engine, requests[len(requests) // 2 :], before)
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2"))
-def test_what_an_update_interrupts_goes_on_from_what_the_policy_keeps_of_its_prefix(name: str) -> None:
-    older, newer, each = make_model(name), make_model(name, seed=1), POLICIES["first"]
-    engine = TorchEngine(
-        make_model(name), slots=3, version=0, max_length=MAX_LENGTH, prefill_tokens=16, on_update="interrupt", kv_policy=each
-    )
-    requests = make_requests()
-    done = with_an_update(engine, newer, requests)
-    versions = set()
+CROSSED = {"keep": ((0, None), (1, 0)), "interrupt": ((0, None), (1, None)), "finish": ((0, None),)}
+
+
+@pytest.mark.parametrize(
+    ("name", "on_update"), [("llama", "keep"), ("llama", "finish"), ("llama", "interrupt"), ("gpt2", "interrupt")]
+)
+def test_new_weights_begin_with_what_the_policy_keeps_of_a_prefix(name: str, on_update: OnUpdate) -> None:
+    models, requests = [make_model(name), make_model(name, seed=1)], make_requests()
+    done = with_an_update(name, on_update, models[1], requests)
+    seen = Counter[tuple[tuple[int | None, int | None], ...]]()
     for request in requests:
         completion, begin = done[request.key], 0
+        seen[tuple((span.version, span.cache_version) for span in completion.spans)] += 1
         for span in completion.spans:
-            versions.add((span.version, len(completion.spans)))
-            expected = masked_logprobs(
-                older if span.version == 0 else newer, each, [*request.prompt_ids, *completion.token_ids.tolist()]
-            )[len(request.prompt_ids) - 1 :]
             part = slice(begin, begin := begin + span.num_tokens)
-            np.testing.assert_allclose(completion.logprobs[part], expected[part], atol=1e-4)
-    assert {(0, 2), (1, 2), (1, 1)} <= versions, "some were interrupted, some began after"
+            if span.cache_version is None:
+                expected = expected_logprobs(models[span.version or 0], POLICIES["first"], request, completion)
+                np.testing.assert_allclose(completion.logprobs[part], expected[part], atol=1e-4)
+    assert seen.keys() - {((0, None),)} == {CROSSED[on_update], ((1, None),)} - {((0, None),)}, seen
 
 
-@pytest.mark.parametrize("on_update", ("keep", "finish"))
-def test_other_updates_leave_rows_as_they_are(on_update: OnUpdate) -> None:
-    model, newer, each = make_model("llama"), make_model("llama", seed=1), POLICIES["first"]
-    engine = TorchEngine(make_model("llama"), slots=3, version=0, max_length=MAX_LENGTH, on_update=on_update, kv_policy=each)
-    requests = make_requests()
-    done = with_an_update(engine, newer, requests)
-    mixed = 0
-    for request in requests:
-        completion = done[request.key]
-        weights = {0: model, 1: newer}[completion.spans[0].version]
-        first = slice(0, completion.spans[0].num_tokens)
-        expected = masked_logprobs(weights, each, [*request.prompt_ids, *completion.token_ids.tolist()])
-        np.testing.assert_allclose(completion.logprobs[first], expected[len(request.prompt_ids) - 1 :][first], atol=1e-4)
-        mixed += completion.spans[1:] == (Span(1, completion.spans[-1].num_tokens, cache_version=0),)
-    assert mixed == (2 if on_update == "keep" else 0)
-
-
-def test_same_weights_adopted_again_change_nothing() -> None:
-    """Under `keep` and `interrupt` alike, although the second computes every prefix again."""
-    model, each = make_model("llama"), POLICIES["first"]
-    requests = make_requests()
-    for on_update in ("keep", "interrupt"):
-        engine = TorchEngine(
-            make_model("llama"), slots=3, version=0, max_length=MAX_LENGTH, prefill_tokens=16, on_update=on_update,
-            kv_policy=each,
-        )  # fmt: skip
-        for request, completion in zip(
-            requests, map(with_an_update(engine, model, requests).get, (r.key for r in requests)), strict=True
-        ):
-            assert completion is not None
-            assert_masked_logprobs(model, each, request, completion.token_ids, completion.logprobs)
+@pytest.mark.parametrize("on_update", ["keep", "interrupt"])
+def test_same_weights_adopted_again_change_nothing(on_update: OnUpdate) -> None:
+    """Although `interrupt` computes every prefix again."""
+    model, requests = make_model("llama"), make_requests()
+    assert_masked(model, POLICIES["first"], requests, with_an_update("llama", on_update, model, requests))
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
-def test_a_turn_goes_on_from_what_was_kept_of_the_one_before(name: str) -> None:
+def test_a_turn_goes_on_from_what_was_kept_of_the_one_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, each = make_model(name), POLICIES["last"]
     engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
-    first = replace(make_requests()[2], hold=True)
-    other = make_requests()[4]
-    engine.submit([first, other])
-    turn = run(engine)[first.key]
-    context = (*turn.token_ids.tolist(), *range(20))
-    second = replace(first, context=context, max_new_tokens=30, hold=False)
-    engine.submit([replace(other, seed=77), second])
+    first, other = replace(make_requests()[2], hold=True), make_requests()[4]
+    turn = finished(engine, [first, other])[first.key]
+    second = replace(first, context=(*turn.token_ids.tolist(), *range(20)), max_new_tokens=30, hold=False)
     computed: list[int] = []
     plan = engine._scheduler.plan
 
-    def watched(*args: object, **kwargs: object) -> object:
-        found = plan(*args, **kwargs)  # type: ignore[arg-type]
+    def watched(*args: Any, **kwargs: Any) -> Plan:
+        found = plan(*args, **kwargs)
         computed.extend(chunk.start for chunk in found.chunks if chunk.sampled)
         return found
 
-    engine._scheduler.plan = watched  # type: ignore[assignment]
-    completion = run(engine)[second.key]
+    monkeypatch.setattr(engine._scheduler, "plan", watched)
+    done = finished(engine, [replace(other, seed=77), second])
     assert min(computed) == len(first.prompt_ids) + len(turn.token_ids) - 1, "nothing before is computed again"
-    assert_masked_logprobs(model, each, second, completion.token_ids, completion.logprobs)
+    assert_masked(model, each, [second], done)
 
 
 def test_memory_does_not_grow_with_length() -> None:
@@ -284,10 +223,9 @@ def test_memory_does_not_grow_with_length() -> None:
     sizes = {}
     for length in (24, 10 * each.window, 300):
         engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
-        engine.submit([Request(RolloutKey(0, 0, 0), tuple(range(10)), length - 10, Sampling(), 0)])
-        run(engine)
+        finished(engine, [Request(RolloutKey(0, 0, 0), tuple(range(10)), length - 10, Sampling(), 0)])
         sizes[length] = engine.cache_bytes
-    layers, heads, width, tokens = 3, 2, 8, each.budget + 1
+    layers, heads, width, tokens = 4, 2, 8, each.budget + 1
     assert set(sizes.values()) == {2 * layers * 2 * heads * tokens * width * 4}, "keys and values of two rows, float32"
 
 
@@ -295,12 +233,11 @@ def test_where_memory_is_counted_a_row_takes_its_budget() -> None:
     model, each, requests = make_model("llama"), POLICIES["first"], make_requests()
     engine = TorchEngine(model, slots=6, max_length=MAX_LENGTH, max_places=2 * (each.budget + 1), kv_policy=each)
     engine.submit(requests)
-    done: dict[RolloutKey, Completion] = {}
+    done: Done = {}
     while engine.num_unfinished:
         done.update({completion.key: completion for completion in engine.step()})
         assert engine._scheduler.num_rows <= 2
-    for request in requests:
-        assert_masked_logprobs(model, each, request, done[request.key].token_ids, done[request.key].logprobs)
+    assert_masked(model, each, requests, done)
 
 
 def test_the_probe_attends_to_everything() -> None:
