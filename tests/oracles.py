@@ -106,17 +106,6 @@ def effective_sample_size(weights: Sequence[float]) -> float:
     return math.fsum(weights) ** 2 / (len(weights) * math.fsum(weight**2 for weight in weights))
 
 
-def ppo_clip(current: float, proximal: float, behaviour: float, advantage: float, config: LossConfig) -> float:
-    """Twin of `decoupled_ppo` with a token weight: the loss of one token from its three log-probabilities."""
-    weight = 1.0 if config.is_cap is None else min(ratio(proximal, behaviour), config.is_cap)
-    r = ratio(current, proximal)
-    clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
-    surrogate = min(r * advantage, clipped * advantage)
-    if advantage < 0 and config.dual_clip is not None:
-        surrogate = max(surrogate, config.dual_clip * advantage)
-    return -weight * surrogate
-
-
 def completion_logprobs(model: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> Tensor:
     """[T], with gradient: one plain forward pass over one prompt and one completion, nothing else in the batch."""
     ids = torch.tensor([[*prompt, *completion]])

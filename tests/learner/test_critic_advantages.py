@@ -1,4 +1,4 @@
-"""Advantages from a critic against twins, hand numbers and the laws between them."""
+"""A critic's loss, and advantages from its values, against twins and hand numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from functools import partial
 import numpy as np
 import oracles
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.record import Float32Array
+from async_rlhf.learner.model.critic import value_loss
 from async_rlhf.learner.objective.advantages import gae, normalised, traced, v_trace
 
 number = st.floats(-5, 5, width=32)
@@ -59,13 +61,16 @@ def test_v_trace_is_equation_one_of_the_paper(
     assert mixed[0].tolist() == near([r + gamma * q - v for r, v, q in zip(rewards, values, behind, strict=True)])
 
 
-@given(episodes, share, share, cap)
-def test_the_traced_advantage_is_the_written_out_sum(
-    steps: list[tuple[float, float, float]], gamma: float, lam: float, c: float
+@given(episodes, share, share, cap, cap)
+def test_the_traced_advantage_is_the_written_out_sum_and_moves_its_target_by_its_ratio(
+    steps: list[tuple[float, float, float]], gamma: float, lam: float, rho: float, c: float
 ) -> None:
     rewards, values, logs = columns(steps)
-    advantages, _ = traced(rewards, values, logs, last_only(len(rewards)), gamma=gamma, lam=lam, rho_cap=1.0, c_cap=c)
+    ends = last_only(len(rewards))
+    advantages, targets = traced(rewards, values, logs, ends, gamma=gamma, lam=lam, rho_cap=rho, c_cap=c)
     ratios = [math.exp(x) for x in logs.tolist()]
+    moved = [v + min(rho, r) * a for v, r, a in zip(values.tolist(), ratios, advantages.tolist(), strict=True)]
+    assert targets.tolist() == near(moved)
     assert advantages.tolist() == near(oracles.traced(rewards.tolist(), values.tolist(), ratios, gamma, lam, c))
 
 
@@ -94,47 +99,23 @@ def test_two_episodes_in_one_trace_are_the_two_apart(
         assert np.array_equal(together[which], np.concatenate([each[which] for each in apart]))
 
 
-@given(episodes, share, share)
-def test_on_policy_the_traced_advantage_is_gae(steps: list[tuple[float, float, float]], gamma: float, lam: float) -> None:
-    rewards, values, logs = columns(steps)
-    ends = last_only(len(rewards))
-    found = traced(rewards, values, 0 * logs, ends, gamma=gamma, lam=lam, rho_cap=1.0, c_cap=1.0)
-    for one, other in zip(found, gae(rewards, values, gamma=gamma, lam=lam), strict=True):
-        assert one.tolist() == near(other.tolist())
-
-
-@given(episodes, share, share)
-def test_on_policy_v_trace_is_gae_at_any_lambda_and_impalas_own_formula_with_full_traces(
-    steps: list[tuple[float, float, float]], gamma: float, lam: float
-) -> None:
-    rewards, values, logs = columns(steps)
-    for bootstrap, of in (("mixed", lam), ("target", 1.0)):
-        settings = {"gamma": gamma, "lam": of, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": bootstrap}
-        found = v_trace(rewards, values, 0 * logs, last_only(len(rewards)), **settings)  # type: ignore[arg-type]
-        for one, other in zip(found, gae(rewards, values, gamma=gamma, lam=of), strict=True):
-            assert one.tolist() == near(other.tolist())
-
-
-@given(episodes, share, cap)
-def test_with_full_traces_and_equal_caps_the_traced_targets_are_those_of_v_trace(
-    steps: list[tuple[float, float, float]], gamma: float, both: float
-) -> None:
-    settings = {"gamma": gamma, "lam": 1.0, "rho_cap": both, "c_cap": both}
-    ends = last_only(len(steps))
-    _, targets = v_trace(*columns(steps), ends, **settings, bootstrap="target")
-    assert traced(*columns(steps), ends, **settings)[1].tolist() == near(targets.tolist())
-
-
-def test_what_the_policy_would_no_longer_do_does_not_move_the_value_before_it() -> None:
-    rewards, values = np.array([0, 10], np.float32), np.array([1, 1], np.float32)
-    gone = np.array([0, -20], np.float32)
-    settings = {"gamma": 1.0, "lam": 1.0, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": "mixed"}
-    _, targets = v_trace(rewards, values, gone, last_only(2), **settings)  # type: ignore[arg-type]
-    assert targets.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
-
-
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=30))
 def test_normalised_advantages_have_mean_0_and_deviation_1_or_are_constant(values: list[float]) -> None:
     found = normalised(np.array(values, np.float32)).astype(np.float64)
     assert float(found.mean()) == pytest.approx(0.0, abs=1e-3)
     assert float(found.std()) == pytest.approx(1.0, abs=1e-3) or float(found.std()) < 1e-5
+
+
+@given(st.lists(st.tuples(number, number, number), min_size=1, max_size=10), st.none() | st.floats(0.05, 2))
+def test_the_loss_of_a_value_is_the_twin(drawn: list[tuple[float, float, float]], clip: float | None) -> None:
+    value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True))
+    expected = [oracles.value_loss(*row, clip) for row in drawn]
+    assert value_loss(value, old, target, clip).tolist() == [pytest.approx(each, abs=1e-9) for each in expected]
+
+
+def test_a_value_that_has_moved_beyond_the_clip_towards_its_target_is_pulled_no_further() -> None:
+    value = torch.tensor([0.5, 0.5, 0.1], requires_grad=True)
+    value_loss(value, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), clip=0.2).sum().backward()  # type: ignore[no-untyped-call]
+    assert value.grad is not None
+    # moved 0.5 towards 1: stop; moved 0.5 away from -1: back; moved 0.1: on
+    assert value.grad.tolist() == pytest.approx([0.0, 1.5, -0.9])
