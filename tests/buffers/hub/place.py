@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,15 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.transport.link import SocketLink
+from async_rlhf.buffers.transport.keys import load_hub
+from async_rlhf.buffers.transport.link import Connect, connector
 
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+Peer = TypeVar("Peer", bound=Closes)
 DEADLINE_S = 120.0
 QUICK_LEASE_S = 3.0
 TELEMETRY = wire.Telemetry(tokens_total=3.0)
@@ -33,16 +40,24 @@ class Place:
     """Where a hub lives: it can be ended and begun again at the same address and directory. Its peers are closed before it."""
 
     def __init__(
-        self, folder: Path, address: str, bound: Bound, wanted: Mapping[str, Any] | None = None, **config: Any
+        self,
+        folder: Path,
+        address: str,
+        bound: Bound,
+        wanted: Mapping[str, Any] | None = None,
+        keys: Path | None = None,
+        **config: Any,
     ) -> None:
-        """wanted: of every actor and group, `shared` and `schema` of the hub."""
-        self.folder, self.address, self.bound, self.wanted = folder, address, bound, dict(wanted or {})
+        """wanted: of the hub beside its configuration. keys: the hub's, and those of its peers that bring no others."""
+        self.folder, self.address, self.bound = folder, address, bound
+        self._wanted, self._keys, self.connect = dict(wanted or {}), keys, connector(keys)
         self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
         self._pool, self._peers = ThreadPoolExecutor(max_workers=4), ExitStack()
         self._running: Future[None] | None = None
 
     def begin(self) -> None:
-        hub = Hub(self.address, self.folder, self.config, self.bound, **self.wanted)
+        access = None if self._keys is None else load_hub(self._keys)
+        hub = Hub(self.address, self.folder, self.config, self.bound, access=access, **self._wanted)
         self._running = self._pool.submit(hub.run)
 
     def end(self) -> None:
@@ -59,27 +74,27 @@ class Place:
         self.begin()
 
     def actor(self, *arguments: Any, **options: Any) -> Actor:
-        actor = Actor(self, *arguments, **options)
-        self._peers.callback(actor.close)
-        return actor
+        return self.keep(Actor(self, *arguments, **options))
 
     def learner(self, step: int = 0, *, publishes: bool = True, **options: Any) -> LearnerClient:
         """One that has registered and, unless it shall not, published the version of its step."""
-        learner = LearnerClient(self.address, timeout_s=DEADLINE_S, **options)
-        self._peers.callback(learner.close)
+        learner = self.keep(LearnerClient(self.address, timeout_s=DEADLINE_S, **{"connect": self.connect} | options))
         if publishes:
             come_back(learner, step)
         else:
             learner.register(step, 0)
         return learner
 
-    def stranger(self, name: str) -> Connection:
-        connection = Connection(SocketLink(self.address, name))
-        self._peers.callback(connection.close)
-        return connection
+    def stranger(self, name: str, *, address: str = "", connect: Connect | None = None) -> Connection:
+        return self.keep(Connection((connect or self.connect)(address or self.address, name)))
+
+    def keep(self, peer: Peer) -> Peer:
+        """Closed before the hub."""
+        self._peers.callback(peer.close)
+        return peer
 
     def control(self) -> Any:
-        return control(self.address, timeout_s=DEADLINE_S)
+        return control(self.address, timeout_s=DEADLINE_S, connect=self.connect)
 
     def status(self) -> dict[str, Any]:
         with self.control() as operator:
@@ -114,7 +129,8 @@ class Actor:
 
     def __init__(self, place: Place, name: str = "anna", capacity: int = 8, **options: Any) -> None:
         self.name, self.capacity = name, capacity
-        given = {"address": place.address, "beat_s": 0.05, "timeout_s": DEADLINE_S} | options
+        known = {"address": place.address, "connect": place.connect}
+        given = known | {"beat_s": 0.05, "timeout_s": DEADLINE_S} | options
         self.client = ActorClient(given.pop("address"), name, **given)
         self.fence, self.version = 0, -1
         self.begun: dict[int, int] = {}

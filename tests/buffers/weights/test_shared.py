@@ -138,15 +138,15 @@ def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() ->
 CHANNEL = """
 import os
 from pathlib import Path
-from tests.buffers.weights.fleet import SIZE, Actor, Fleet, WeightsConfig, actors
+from tests.buffers.weights.fleet import SIZE, Fleet, WeightsConfig
 room = os.statvfs("/dev/shm")
 assert room.f_frsize * room.f_blocks < 2 * SIZE, "a set is larger"
 shared = WeightsConfig(transport="shared")
 fleet = Fleet(Path.cwd(), f"ipc://{Path.cwd()}/hub", shared, shared)
-anna = Actor(fleet, "anna", shared)
-with actors(anna):
-    fleet.publish(1)
-    anna.adopt(1)
+anna = fleet.member("anna", shared)
+fleet.publish(1)
+anna.adopt(1)
+anna.close()
 print(fleet.status()["weights"]["sets_mapped"], os.listdir("/dev/shm"))
 fleet.close()
 """
