@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.clients.learner import LearnerClient
-from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.errors import ConfigError, RefusedError
-from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport import keys, link, roles
+from tests.buffers.hub.place import DEADLINE_S, Place, until
 from tests.buffers.hub.test_refusals import HEADER
 
-DEADLINE_S = 30.0
 OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
 MAY: dict[roles.Role, set[str]] = {
     "actor": OF_ACTORS,
@@ -57,71 +51,53 @@ FROM_THE_HUB = {
 }  # fmt: skip
 
 
-class Keyed:
-    """A hub that lets in one machine of each role, and one of two."""
-
-    def __init__(self, folder: Path, sockets: Path) -> None:
-        self.keys, self.address = folder / "keys", f"ipc://{sockets}/hub"
-        machines = ["gpu2", "site:relay", "trainer:learner", "desk:control", "both:actor,control"]
-        keys.create(self.keys, machines, link.new_pair)
-        access = keys.load_hub(self.keys)
-        hub = Hub(self.address, folder / "run", QueueConfig(), Bound(1, 1, 4), access=access)
-        self._thread = threading.Thread(target=hub.run)
-        self._thread.start()
-
-    def connect(self, machine: str) -> link.Connect:
-        return link.connector(self.keys / f"for-{machine}")
-
-    def refused(self) -> dict[str, int]:
-        with control(self.address, DEADLINE_S, link.connector(self.keys)) as operator:
-            counts: dict[str, int] = operator.status()["refused"]
-            return counts
-
-    def close(self) -> None:
-        with control(self.address, DEADLINE_S, link.connector(self.keys)) as operator:
-            operator.halt()
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
+MACHINES: dict[str, list[roles.Role]] = {
+    "gpu2": ["actor"],
+    "site": ["relay"],
+    "trainer": ["learner"],
+    "desk": ["control"],
+    "both": ["actor", "control"],
+}
+Connects = Callable[[str], link.Connect]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, socket_dir: Path) -> Iterator[Keyed]:
-    made = Keyed(tmp_path, socket_dir)
-    yield made
-    made.close()
+def key_directory(tmp_path: Path) -> Path:
+    keys.create(tmp_path / "keys", [f"{name}:{','.join(its)}" for name, its in MACHINES.items()], link.new_pair)
+    return tmp_path / "keys"
 
 
-@pytest.mark.parametrize(
-    ("machine", "its_roles"),
-    [
-        ("gpu2", ["actor"]),
-        ("site", ["relay"]),
-        ("trainer", ["learner"]),
-        ("desk", ["control"]),
-        ("both", ["actor", "control"]),
-    ],
-)
+@pytest.fixture
+def connect(key_directory: Path) -> Connects:
+    """With the keys of this machine."""
+    return lambda machine: link.connector(key_directory / f"for-{machine}")
+
+
+@pytest.fixture
+def hub(place: Callable[..., Place], key_directory: Path) -> Place:
+    """Lets in a machine of each role, and one of two."""
+    return place(Bound(1, 1, 4), keys=key_directory)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_holder_says_what_its_roles_say_and_the_rest_is_refused_told_and_counted(
-    hub: Keyed, machine: str, its_roles: list[roles.Role]
+    hub: Place, connect: Connects, machine: str
 ) -> None:
-    may = set().union(*(MAY[role] for role in its_roles))
-    peer, refused = Connection(hub.connect(machine)(hub.address, machine)), set()
-    try:
-        for message in SAID:
-            if message.type == "halt" and "halt" in may:
-                continue  # it would be obeyed
-            if isinstance(message, wire.Hello) and machine != "site":
-                message = message.model_copy(update={"actor": machine})
-            request, answer = peer.send(message), None
-            while answer is None or answer[0] != request:
-                answer = peer.receive(DEADLINE_S)
-            if isinstance(answer[1], wire.Refused) and answer[1].reason == "role":
-                assert repr(message.type) in answer[1].detail and repr(machine) in answer[1].detail
-                refused.add(message.type)
-    finally:
-        peer.close()
+    may = set().union(*(MAY[role] for role in MACHINES[machine]))
+    peer, refused = hub.stranger(machine, connect=connect(machine)), set()
+    for message in SAID:
+        if message.type == "halt" and "halt" in may:
+            continue  # it would be obeyed
+        if isinstance(message, wire.Hello) and machine != "site":
+            message = message.model_copy(update={"actor": machine})
+        request, answer = peer.send(message), None
+        while answer is None or answer[0] != request:
+            answer = peer.receive(DEADLINE_S)
+        if isinstance(answer[1], wire.Refused) and answer[1].reason == "role":
+            assert repr(message.type) in answer[1].detail and repr(machine) in answer[1].detail
+            refused.add(message.type)
     assert refused == {message.type for message in SAID} - may
-    assert hub.refused()["role"] == len(refused)
+    assert hub.status()["refused"]["role"] == len(refused)
 
 
 def test_the_table_has_every_message_for_the_hub() -> None:
@@ -129,24 +105,19 @@ def test_the_table_has_every_message_for_the_hub() -> None:
     assert {message.type for message in SAID} == types - FROM_THE_HUB == set().union(*MAY.values())
 
 
-def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_nobody_elses_actor(hub: Keyed) -> None:
-    learner = LearnerClient(hub.address, timeout_s=DEADLINE_S, connect=hub.connect("gpu2"))
+def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_nobody_elses_actor(hub: Place, connect: Connects) -> None:
+    stolen = connect("gpu2")
     with pytest.raises(RefusedError, match="role: 'register' is for learner, and the key of 'gpu2' is allowed as actor"):
-        learner.register(0, 0)
-    learner.close()
-    with (
-        control(hub.address, DEADLINE_S, hub.connect("gpu2")) as thief,
-        pytest.raises(RefusedError, match="'halt' is for control"),
-    ):
+        hub.learner(publishes=False, connect=stolen)
+    with control(hub.address, DEADLINE_S, stolen) as thief, pytest.raises(RefusedError, match="'halt' is for control"):
         thief.halt()
-    other = ActorClient(hub.address, "both-0", beat_s=5.0, timeout_s=DEADLINE_S, connect=hub.connect("gpu2"))
+    other = hub.actor("both-0", connect=stolen)
     with pytest.raises(RefusedError, match=r"an actor of .gpu2. is called gpu2 or gpu2-\.\.\., not .both-0."):
-        while True:
-            other.poll(ActorState(0, 0, -1, ()), {}, timeout_s=0.5)
+        until(lambda: False, other)
     other.close()
-    refused = hub.refused()  # a message whose answer is late is sent again, and counted again
-    assert refused.keys() == {"role", "unknown-actor"}, "and the goodbye of an actor that is not known"
-    assert refused["role"] >= 3
+    until(lambda: "unknown-actor" in hub.status()["refused"])  # the goodbye of an actor that is not known
+    refused = hub.status()["refused"]  # a message whose answer is late is sent again, and counted again
+    assert refused.keys() == {"role", "unknown-actor"} and refused["role"] >= 3
 
 
 @pytest.mark.parametrize(

@@ -5,46 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.clients.control import Control, control
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RefusedError
-from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport import keys, link, roles
+from tests.buffers.hub.place import DEADLINE_S, Actor, Place, until
 from tests.conftest import kept_port
 
-BOUND = Bound(groups_per_batch=4, max_staleness=1, num_groups=64, publish_every=1, window=1, exact=False)
 COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes")
 
 
 class Served:
-    """A hub in a thread, and questions to it by somebody who is allowed in."""
+    """A hub, and questions to it by somebody who is let in: over one connection, so that none of them is counted as an end."""
 
-    def __init__(self, directory: Path, key_directory: Path | None) -> None:
-        self._closing = ExitStack()
-        self.address = f"tcp://127.0.0.1:{self._closing.enter_context(kept_port())}"
-        self.connect = link.connector(key_directory)
-        access = None if key_directory is None else keys.load_hub(key_directory)
-        config = QueueConfig(max_frame_bytes=1 << 20)
-        self.hub = Hub(self.address, directory, config, BOUND, access=access)
-        self.thread = threading.Thread(target=self.hub.run)
-        self.thread.start()
-        # One connection for all questions, so that none of them is counted as an end.
-        self.asked = self._closing.enter_context(control(self.address, 60.0, self.connect))
+    def __init__(self, place: Place, asked: Control) -> None:
+        self.place, self.address, self.asked = place, place.address, asked
 
     def counters(self) -> dict[str, int]:
         status = self.asked.status()
@@ -52,32 +37,18 @@ class Served:
 
     def counted(self, enough: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """The counters once they say enough: what the monitor saw comes by another way than the messages."""
-        deadline = time.monotonic() + 30.0
-        while time.monotonic() < deadline:
-            if enough(counters := self.counters()):
-                return counters
-        pytest.fail(f"the counters stay at {counters}")
+        until(lambda: enough(self.counters()))
+        return self.counters()
 
-    @contextmanager
-    def peer(self, key_directory: Path, name: str) -> Iterator[ActorClient]:
+    def peer(self, key_directory: Path, name: str) -> Actor:
         """An actor that the hub has let in."""
-        actor = ActorClient(self.address, name, beat_s=5.0, timeout_s=20.0, connect=link.connector(key_directory))
-        try:
-            while not actor._welcome:
-                actor.poll(ActorState(capacity=2, fence=0, version=0, holding=()), {}, timeout_s=0.5)
-            yield actor
-        finally:
-            actor.close()
+        actor = self.place.actor(name, connect=link.connector(key_directory))
+        until(lambda: actor.client._welcome, actor)
+        return actor
 
     def saw_an_end(self, before: dict[str, int]) -> None:
         """A connection ended since `before`."""
         self.counted(lambda now: now["connections_ended"] > before["connections_ended"])
-
-    def close(self) -> None:
-        self.asked.halt()
-        self._closing.close()
-        self.thread.join(timeout=300)
-        assert not self.thread.is_alive()
 
 
 @pytest.fixture
@@ -94,16 +65,18 @@ def strangers(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[Path | None], Served]]:
-    served: list[Served] = []
-
+def serve(place: Callable[..., Place], stack: ExitStack) -> Callable[[Path | None], Served]:
     def start(key_directory: Path | None) -> Served:
-        served.append(Served(tmp_path / f"hub-{len(served)}", key_directory))
-        return served[-1]
+        address = f"tcp://127.0.0.1:{stack.enter_context(kept_port())}"
+        hub = place(Bound(4, 1, 64), address, keys=key_directory, max_frame_bytes=1 << 20)
+        return Served(hub, stack.enter_context(hub.control()))
 
-    yield start
-    for each in served:
-        each.close()
+    return start
+
+
+@pytest.fixture
+def served(serve: Callable[[Path | None], Served], key_directory: Path) -> Served:
+    return serve(key_directory)
 
 
 def refused(address: str, connect: link.Connect) -> str:
@@ -113,18 +86,21 @@ def refused(address: str, connect: link.Connect) -> str:
     return str(error.value)
 
 
-def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(
-    serve: Callable[..., Served], key_directory: Path
-) -> None:
-    served = serve(key_directory)
-    with served.peer(key_directory / "for-far", "far-0"):
-        status = served.asked.status()
+def mixed(public: Path, secret: Path) -> link.Connect:
+    """Expects the hub of the one directory, and has the secret of the other."""
+    known = keys.PeerKeys(keys.load_peer(public).hub_public, keys.load_peer(secret).secret)
+    return lambda address, name: link.SocketLink(address, name, keys=known)
+
+
+def test_an_actor_on_another_machine_is_welcome_with_the_keys_made_for_it(served: Served, key_directory: Path) -> None:
+    served.peer(key_directory / "for-far", "far-0")
+    status = served.asked.status()
     assert list(status["actors"]) == ["far-0"]
     assert status["connections"] == 2 and status["handshakes_failed"] == status["refused_handshakes"] == 0
 
 
 def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
-    serve: Callable[..., Served], key_directory: Path, caplog: pytest.LogCaptureFixture
+    served: Served, key_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others stay connected, with the keys that they have; a list that cannot be read still cuts whose entry is gone."""
 
@@ -132,14 +108,13 @@ def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
         served.counted(lambda now: text in caplog.text)
         caplog.clear()
 
-    with ExitStack() as stack, caplog.at_level(logging.INFO, "async_rlhf.buffers.transport.authenticator"):
-        served = serve(key_directory)
-        far = stack.enter_context(served.peer(key_directory / "for-far", "far-0"))
+    with caplog.at_level(logging.INFO, "async_rlhf.buffers.transport.authenticator"):
+        far = served.peer(key_directory / "for-far", "far-0")
         keys.add(key_directory, ["near", "third"], link.new_pair)
         reread("4 are let in")
-        near = stack.enter_context(served.peer(key_directory / "for-near", "near-0"))
+        near = served.peer(key_directory / "for-near", "near-0")
         third = link.connector(key_directory / "for-third")
-        assert far.stop_reason is None and near.stop_reason is None
+        assert far.client.stop_reason is None and near.client.stop_reason is None
 
         before = served.counters()
         revoked = link.connector(key_directory / "for-far")
@@ -163,12 +138,10 @@ def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
 
 
 def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
-    serve: Callable[..., Served], key_directory: Path, strangers: Path, caplog: pytest.LogCaptureFixture
+    served: Served, key_directory: Path, strangers: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = serve(key_directory)
-    stranger = keys.PeerKeys(keys.load_peer(key_directory).hub_public, keys.load_peer(strangers).secret)
     with caplog.at_level(logging.WARNING, "async_rlhf.buffers.hub.hub"):
-        said = refused(served.address, lambda address, name: link.SocketLink(address, name, keys=stranger))
+        said = refused(served.address, mixed(key_directory, strangers))
         counters = served.counted(lambda now: now["handshakes_failed"] > 0)
         served.counted(lambda now: "refused" in caplog.text)
     assert "the handshake failed" in said and "not allowed" in said
@@ -176,47 +149,40 @@ def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
     assert "127.0.0.1" in caplog.text
 
 
-def test_a_peer_without_keys_is_refused_by_a_hub_with_keys(serve: Callable[..., Served], key_directory: Path) -> None:
-    served = serve(key_directory)
-    assert "that hub asks for keys" in refused(served.address, link.SocketLink)
-    assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
-
-
-def test_a_peer_does_not_speak_to_a_hub_that_lacks_the_key_it_expects(
-    serve: Callable[..., Served], key_directory: Path, strangers: Path
+@pytest.mark.parametrize(
+    ("who", "keyed", "words"),
+    [
+        ("a peer without keys", True, "that hub asks for keys"),
+        ("a peer that expects another hub", True, "hub.public in security.keys is not the key of that hub"),
+        ("a peer with keys", False, "that hub has no keys"),
+    ],
+)
+def test_hub_and_peer_do_not_speak_where_one_lacks_what_the_other_expects(
+    serve: Callable[[Path | None], Served], key_directory: Path, strangers: Path, who: str, keyed: bool, words: str
 ) -> None:
-    served = serve(key_directory)
-    fooled = keys.PeerKeys(keys.load_peer(strangers).hub_public, keys.load_peer(key_directory).secret)
-    said = refused(served.address, lambda address, name: link.SocketLink(address, name, keys=fooled))
-    assert "hub.public in security.keys is not the key of that hub" in said
-    assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
-
-
-def test_a_peer_with_keys_does_not_speak_to_a_hub_without(serve: Callable[..., Served], key_directory: Path) -> None:
-    served = serve(None)
-    assert "that hub has no keys" in refused(served.address, link.connector(key_directory))
+    peers: dict[str, link.Connect] = {
+        "a peer without keys": link.SocketLink,
+        "a peer that expects another hub": mixed(strangers, key_directory),
+        "a peer with keys": link.connector(key_directory),
+    }
+    served = serve(key_directory if keyed else None)
+    assert words in refused(served.address, peers[who])
     assert served.counted(lambda now: now["handshakes_failed"] > 0)["refused_handshakes"] == 0
 
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without keys"])
 def test_a_peer_that_sends_too_much_is_cut_and_the_hub_goes_on(
-    serve: Callable[..., Served], key_directory: Path, keyed: bool
+    serve: Callable[[Path | None], Served], key_directory: Path, keyed: bool
 ) -> None:
     served = serve(key_directory if keyed else None)
-    loud = served.connect(served.address, "loud")
-    try:
-        loud.send(wire.encode(wire.GetStatus()))
-        # Nothing may come first: that the connection was made.
-        assert (loud.receive(20.0) or loud.receive(20.0)) is not None
-        before = served.counters()
-        loud.send([bytes(3 << 20)])
-        served.saw_an_end(before)
-    finally:
-        loud.close()
+    loud = served.place.stranger("loud")
+    loud.ask(wire.GetStatus(), timeout_s=DEADLINE_S)
+    before = served.counters()
+    loud.link.send([bytes(3 << 20)])
+    served.saw_an_end(before)
 
 
-def test_a_stranger_who_speaks_no_zeromq_is_cut_and_counted(serve: Callable[..., Served], key_directory: Path) -> None:
-    served = serve(key_directory)
+def test_a_stranger_who_speaks_no_zeromq_is_cut_and_counted(served: Served) -> None:
     host, port = served.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as raw:
         before = served.counters()
@@ -261,52 +227,41 @@ def test_no_secret_is_shown_in_a_text(key_directory: Path) -> None:
         assert secret.decode() not in f"{hub!r} {peer!r} {hub} {peer}"
 
 
-def _remove(name: str) -> Callable[[Path], object]:
-    return lambda directory: (directory / name).unlink()
+SPOILT: list[tuple[str, int | str | None, str]] = [
+    ("hub.secret", None, "hub.secret' cannot be read"),
+    ("hub.public", None, "hub.public' cannot be read"),
+    ("peer.secret", None, "peer.secret' cannot be read"),
+    ("allowed/*", None, "refuse every peer"),
+    ("hub.secret", 0o640, "can be read by others"),
+    ("peer.secret", 0o604, "can be read by others"),
+    ("hub.public", 0o666, "can be changed by others"),
+    ("allowed", 0o777, "can be changed by others"),
+    ("allowed/local.public", 0o664, "can be changed by others"),
+    ("hub.secret", "short", "is damaged"),
+    ("peer.secret", "#" * 40, "is damaged"),  # beyond 32 bits
+    ("allowed/far.public", '"' * 40, "is damaged"),
+    ("hub.public", "é" * 20, "is damaged"),
+    ("hub.public", "0" * 40 + "\nactor", "is damaged"),
+    ("allowed/far.public", "FAR\n\n", "far.public: roles = none; give one or more of actor, relay, learner, control"),
+    ("allowed/far.public", "FAR\nactor king\n", "far.public: roles = actor king; give one or more of"),
+    ("allowed/far-2.public", "FAR\nactor\n", "one key stands in two files"),
+]
 
 
-def _set_mode(name: str, mode: int) -> Callable[[Path], object]:
-    return lambda directory: (directory / name).chmod(mode)
-
-
-def _write(name: str, text: str) -> Callable[[Path], object]:
-    return lambda directory: (directory / name).write_text(text)
-
-
-def _entry(name: str, words: str, of: str = "") -> Callable[[Path], object]:
-    def spoil(directory: Path) -> None:
-        key = (directory / "allowed" / f"{of or name}.public").read_text().split()[0]
-        (directory / "allowed" / f"{name}.public").write_text(f"{key}\n{words}\n")
-
-    return spoil
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_remove("hub.secret"), "hub.secret' cannot be read"),
-        (_remove("hub.public"), "hub.public' cannot be read"),
-        (_remove("peer.secret"), "peer.secret' cannot be read"),
-        (lambda directory: [file.unlink() for file in (directory / "allowed").iterdir()], "refuse every peer"),
-        (_set_mode("hub.secret", 0o640), "can be read by others"),
-        (_set_mode("peer.secret", 0o604), "can be read by others"),
-        (_set_mode("hub.public", 0o666), "can be changed by others"),
-        (_set_mode("allowed", 0o777), "can be changed by others"),
-        (_set_mode("allowed/local.public", 0o664), "can be changed by others"),
-        (_write("hub.secret", "short"), "is damaged"),
-        (_write("peer.secret", "#" * 40), "is damaged"),  # beyond 32 bits
-        (_write("allowed/far.public", '"' * 40), "is damaged"),
-        (_write("hub.public", "é" * 20), "is damaged"),
-        (_write("hub.public", "0" * 40 + "\nactor"), "is damaged"),
-        (_entry("far", ""), "far.public: roles = none; give one or more of actor, relay, learner, control"),
-        (_entry("far", "actor king"), "far.public: roles = actor king; give one or more of"),
-        (_entry("far-2", "actor", of="far"), "one key stands in two files"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), SPOILT)
 def test_a_key_directory_that_is_incomplete_open_or_damaged_is_refused(
-    key_directory: Path, spoil: Callable[[Path], Any], message: str
+    key_directory: Path, name: str, change: int | str | None, message: str
 ) -> None:
-    spoil(key_directory)
+    """A file is removed, or has another mode, or another text, in which FAR is the public key of the machine."""
+    key = (key_directory / "allowed" / "far.public").read_text().split()[0]
+    for path in [*key_directory.glob(name)] or [key_directory / name]:
+        match change:
+            case None:
+                path.unlink()
+            case int():
+                path.chmod(change)
+            case _:
+                path.write_text(change.replace("FAR", key))
     with pytest.raises(ConfigError, match=message):
         keys.load_hub(key_directory)
         keys.load_peer(key_directory)
