@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.learner.step.controller import Controller
 
 TINY_SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 VOCABULARY = 24
@@ -36,6 +37,10 @@ CONFIGS = {
 def make_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+def weights(backend: Controller) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in backend.tensors().items()}
 
 
 def make_rollout(

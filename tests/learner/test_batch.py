@@ -47,11 +47,6 @@ ADVANTAGES: Advantages = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_trainer import Killed, Life, ScriptedHub, make_batches
-from test_trainer import model_dir as model_dir
-from test_trainer import one_thread as one_thread
 
 from async_rlhf.learner.loop.budget import Budget, Spent
 from async_rlhf.learner.loop.metrics import StepClock
+from tests.learner.lives import Killed, Life, Live, ScriptedHub, make_batches
 
 # Of `make_batches`: two groups of three completions with 3, 1 and 4 tokens.
 TOKENS = 16
@@ -66,11 +63,13 @@ class EndedHub(ScriptedHub):
 
 
 @pytest.fixture
-def life(tmp_path: Path, model_dir: Path) -> Callable[..., tuple[Life, EndedHub]]:
-    def make(faults: dict[tuple[str, int], str] | None = None, name: str = "life", **budget: Any) -> tuple[Life, EndedHub]:
+def limited(tmp_path: Path, live: Live) -> Live:
+    """`limited(faults, name="life", **budget)`: its hub offers eight batches."""
+
+    def make(faults: dict[tuple[str, int], str] | None = None, *, name: str = "life", **budget: Any) -> Life:
         hub = EndedHub(make_batches(8), faults)
         hub.directory = tmp_path / name
-        return Life(tmp_path / name, model_dir, hub, max_steps=budget.pop("max_steps", 8), save_every=5, believing=budget), hub
+        return live(hub=hub, name=name, max_steps=budget.pop("max_steps", 8), save_every=5, believing=budget)
 
     return make
 
@@ -79,42 +78,38 @@ def totals(life: Life) -> list[int]:
     return [record["num_tokens_total"] for record in life.metrics()]
 
 
-def test_the_step_that_reaches_the_tokens_is_the_last_saved_and_committed(life: Callable[..., Any]) -> None:
-    one, hub = life(max_trained_tokens=2 * TOKENS + 1)
+def test_the_step_that_reaches_the_tokens_is_the_last_saved_and_committed(limited: Live) -> None:
+    one = limited(max_trained_tokens=2 * TOKENS + 1)
     assert one.trainer.run() == "max_trained_tokens = 33 reached"
     assert totals(one) == [TOKENS, 2 * TOKENS, 3 * TOKENS] and one.saved() == [3]
-    assert [call for call in hub.calls if call[0] in ("publish", "finish", "commit")] == [
+    assert [call for call in one.hub.calls if call[0] in ("publish", "finish", "commit")] == [
         ("publish", 0), ("publish", 1), ("publish", 2), ("finish", 3), ("commit", 3),
     ]  # fmt: skip
-    other, hub = life(name="other", max_steps=3)
-    hub.batches = hub.batches[:3]
+    other = limited(name="other", max_steps=3)
+    other.hub.batches = other.hub.batches[:3]
     assert other.trainer.run() == "finished" and other.weights == one.weights
 
 
 @pytest.mark.parametrize("fault", [("trained", 1), ("finish", 0), ("commit", 0)], ids=lambda fault: str(fault[0]))
-def test_killed_at_its_end_it_ends_at_the_same_step_again(life: Callable[..., Any], fault: tuple[str, int]) -> None:
-    first, _ = life({fault: "kill"}, max_trained_tokens=2 * TOKENS)
+def test_killed_at_its_end_it_ends_at_the_same_step_again(limited: Live, fault: tuple[str, int]) -> None:
     with pytest.raises(Killed):
-        first.trainer.run()
-    second, hub = life(max_trained_tokens=2 * TOKENS)
+        limited({fault: "kill"}, max_trained_tokens=2 * TOKENS).trainer.run()
+    second = limited(max_trained_tokens=2 * TOKENS)
     assert second.trainer.run() == "max_trained_tokens = 32 reached"
-    assert totals(second) == [TOKENS, 2 * TOKENS] and hub.calls[-2:] == [("finish", 2), ("commit", 2)]
+    assert totals(second) == [TOKENS, 2 * TOKENS] and second.hub.calls[-2:] == [("finish", 2), ("commit", 2)]
 
 
-def test_a_hub_that_was_restarted_at_the_end_is_told_again(life: Callable[..., Any]) -> None:
-    one, hub = life({("finish", 0): "forget"}, max_trained_tokens=TOKENS)
-    one.trainer.run()
-    assert [call for call in hub.calls if call[0] in ("register", "finish")] == [
+def test_a_hub_that_was_restarted_at_the_end_is_told_again(limited: Live) -> None:
+    life = limited({("finish", 0): "forget"}, max_trained_tokens=TOKENS).ran()
+    assert [call for call in life.hub.calls if call[0] in ("register", "finish")] == [
         ("register", 0), ("finish", 1), ("register", 1), ("finish", 1),
     ]  # fmt: skip
 
 
-def test_seconds_are_those_of_the_steps_over_all_starts(life: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_those_of_the_steps_over_all_starts(limited: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = StepClock.measure
     monkeypatch.setattr(StepClock, "measure", lambda *given: measure(*given) | {"step_time": 0.5})
-    first, _ = life(max_seconds=1.0)
-    assert first.trainer.run() == "max_seconds = 1 reached"
-    second, hub = life(max_seconds=2.0)
-    second.trainer.run()
+    assert limited(max_seconds=1.0).trainer.run() == "max_seconds = 1 reached"
+    second = limited(max_seconds=2.0).ran()
     assert [record["step_time_total"] for record in second.metrics()] == [0.5, 1.0, 1.5, 2.0]
-    assert [step for call, step in hub.calls if call == "take"] == [2, 3]
+    assert [step for call, step in second.hub.calls if call == "take"] == [2, 3]

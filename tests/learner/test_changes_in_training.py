@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Asked, Ledger
 from async_rlhf.learner.loop.safeguards import StalenessController, beyond
 from async_rlhf.learner.loop.trainer import TrainerConfig
-from tests.learner.test_trainer import Killed, Life, ScriptedHub, make_batches, model_dir
+from tests.learner.lives import Killed, Live, make_batches
 
-__all__ = ["model_dir"]
 STEPS = 8
 
 
@@ -35,9 +35,10 @@ def changed(config: TrainerConfig, values: Mapping[str, Any]) -> TrainerConfig:
     )
 
 
-def live(run: Path, model_dir: Path, hub: ScriptedHub | None = None, **settings: Any) -> Life:
-    hub = hub or ScriptedHub(make_batches(STEPS))
-    return Life(run, model_dir, hub, max_steps=STEPS, changed=changed, **settings)
+@pytest.fixture
+def changing(live: Live) -> Live:
+    """Of eight steps, with whatever changes lie in its directory."""
+    return partial(live, make_batches(STEPS), max_steps=STEPS, changed=changed)
 
 
 def apply(run: Path, step: int, **values: Any) -> None:
@@ -50,45 +51,34 @@ def apply(run: Path, step: int, **values: Any) -> None:
 
 @pytest.mark.parametrize("killed_at", [("publish", 5), ("trained", 4)])
 def test_a_learner_that_dies_behind_a_change_ends_with_the_bits_of_one_that_lives(
-    tmp_path: Path, model_dir: Path, killed_at: tuple[str, int]
+    tmp_path: Path, changing: Live, killed_at: tuple[str, int]
 ) -> None:
-    change = {"learner__learning_rate": 5e-2, "rewards__weights__judge": 3.0}
-    apply(tmp_path / "whole", 4, **change)
-    whole = live(tmp_path / "whole", model_dir, save_every=3)
-    whole.trainer.run()
+    for name in ("whole", "killed"):
+        apply(tmp_path / name, 4, learner__learning_rate=5e-2, rewards__weights__judge=3.0)
+    whole = changing(name="whole", save_every=3).ran()
     assert [record["learning_rate"] for record in whole.metrics()] == [5e-4, 1e-3, 1e-3, *[5e-2] * 5]
     assert [record["changes/in_force"] for record in whole.metrics()] == [0, 0, 0, *[1] * 5]
     assert whole.metrics()[3]["reward"] == pytest.approx(3 * whole.metrics()[2]["reward"], rel=0.5)
 
-    run = tmp_path / "killed"
-    apply(run, 4, **change)
     with pytest.raises(Killed):
-        live(run, model_dir, ScriptedHub(make_batches(STEPS), {killed_at: "kill"}), save_every=3).trainer.run()
-    again = live(run, model_dir, save_every=3)
+        changing({killed_at: "kill"}, name="killed", save_every=3).trainer.run()
+    again = changing(name="killed", save_every=3)
     assert 3 <= again.trainer.step < 6
-    again.trainer.run()
-    assert again.weights == whole.weights
-
-    plain = live(tmp_path / "plain", model_dir, save_every=3)
-    plain.trainer.run()
-    assert plain.weights != whole.weights
+    assert again.ran().weights == whole.weights
+    assert changing(name="plain", save_every=3).ran().weights != whole.weights
 
 
-def test_other_checkpoints_are_made_and_kept_from_the_step_of_a_change_on(tmp_path: Path, model_dir: Path) -> None:
-    apply(tmp_path, 3, checkpoint__save_every=1, checkpoint__keep_last=1)
-    apply(tmp_path, 6, checkpoint__save_every=100, evaluation__every=3)
-    life = live(tmp_path, model_dir, save_every=2)
-    life.trainer.run()
-    assert life.saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
+def test_other_checkpoints_are_made_and_kept_from_the_step_of_a_change_on(tmp_path: Path, changing: Live) -> None:
+    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1)
+    apply(tmp_path / "life", 6, checkpoint__save_every=100, evaluation__every=3)
+    assert changing(save_every=2).ran().saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
 
 
-def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, model_dir: Path) -> None:
-    apply(tmp_path, 3, guard__target=0)
-    apply(tmp_path, 6, guard__target=None)
-    hub = ScriptedHub(make_batches(STEPS, lag=0))
-    life = live(tmp_path, model_dir, hub)
-    life.trainer.run()
-    assert hub.targets[:STEPS] == [None, None, 0, 0, 0, None, None, None]
+def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, live: Live) -> None:
+    apply(tmp_path / "life", 3, guard__target=0)
+    apply(tmp_path / "life", 6, guard__target=None)
+    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed).ran()
+    assert life.hub.targets[:STEPS] == [None, None, 0, 0, 0, None, None, None]
     assert [record["staleness/target"] for record in life.metrics()] == [1, 1, 0, 0, 0, 1, 1, 1]
 
 
@@ -108,18 +98,16 @@ def test_the_guard_goes_up_to_its_target_and_begins_at_a_new_one() -> None:
 
 
 def test_a_policy_beyond_a_limit_ends_the_run_after_so_many_steps_in_a_row_and_the_steps_are_recorded(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, changing: Live
 ) -> None:
-    guard = GuardConfig(min_reward=0.9, max_diverged_steps=2)
-    life = live(tmp_path, model_dir, believing={"guard": guard})
+    believing = {"guard": GuardConfig(min_reward=0.9, max_diverged_steps=2)}
+    life = changing(believing=believing)
     with pytest.raises(DivergedError, match=r"for 2 steps in a row .* step 2 had reward 0\.\d+ below guard\.min_reward = 0\.9"):
         life.trainer.run()
     assert [record["step"] for record in life.metrics()] == [1, 2] and life.saved() == []
 
-    apply(tmp_path, 1, guard__min_reward=0.0)  # the limit is moved, and the run goes on
-    again = live(tmp_path, model_dir, believing={"guard": guard})
-    again.trainer.run()
-    assert again.trainer.step == STEPS
+    apply(tmp_path / "life", 1, guard__min_reward=0.0)  # the limit is moved, and the run goes on
+    assert changing(believing=believing).ran().trainer.step == STEPS
 
 
 def test_each_limit_is_about_its_metric_and_what_is_not_measured_is_within() -> None:

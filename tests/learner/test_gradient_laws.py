@@ -19,12 +19,6 @@ ONE_STEP, FAR = policy.later(BEHAVIOUR, REWARD, 1), policy.later(BEHAVIOUR, REWA
 CURRENTS = {1: ONE_STEP, 16: FAR}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tensors are tiny: a second thread only waits."""
-    torch.set_num_threads(1)
-
-
 def expected(config: LossConfig, current: Tensor, behaviour: Tensor = BEHAVIOUR, temperature: float = 1.0) -> Tensor:
     """The expected ascent direction [P] over completions of `behaviour`; the advantage is the reward less its mean there."""
     weights = policy.probabilities(behaviour, temperature)

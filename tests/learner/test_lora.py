@@ -27,7 +27,6 @@ UPDATES = split_updates(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)
 
 @pytest.fixture(params=["llama", "llama-tied"])
 def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    torch.set_num_threads(1)
     make_model(request.param).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -26,11 +26,6 @@ from async_rlhf.learner.model.verification import check_policy
 ONE_A_ROW = ("bloom", "gpt_neo", "mamba", "mamba2", "minimax", "mpt", "olmo_hybrid", "recurrent_gemma", "rwkv")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def group(number: int, prompt: int, lengths: list[int]) -> Group:
     rng = np.random.default_rng(number)
 

@@ -78,7 +78,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama").save_pretrained(directory / "model")
     for name in SPLIT:
         make_model(name).save_pretrained(directory / f"{name}-model")
-    torch.set_num_threads(1)
     job = {"model": str(directory / "model")}
     for name, own in {
         "two": {"steps": 2},

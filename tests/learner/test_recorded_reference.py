@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import make_group, make_model
+from making import make_group, weights
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group
@@ -19,13 +19,6 @@ from async_rlhf.learner.step.controller import Controller, make_backend
 
 GROUPS = [make_group(n, [3, 1, 6], temperature=0.8) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama").save_pretrained(path)
-    return path
 
 
 def backend(path: Path, loss: LossConfig, *, recorded: bool) -> Controller:
@@ -40,10 +33,6 @@ def recorded(path: Path, loss: LossConfig) -> list[Group]:
         replace(group, rollouts=tuple(replace(r, reference=next(seen)[1].logp_reference) for r in group.rollouts))
         for group in GROUPS
     ]
-
-
-def weights(trained: Controller) -> dict[str, bytes]:
-    return {name: bytes(tensor.data) for name, tensor in trained.tensors().items()}
 
 
 @pytest.mark.parametrize(

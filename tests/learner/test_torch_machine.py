@@ -12,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from making import CONFIGS, TINY_SPELLER, make_group, make_model
+from making import CONFIGS, TINY_SPELLER, make_group, make_model, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,18 +32,6 @@ GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama").save_pretrained(path)
-    return path
-
-
 def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> Controller:
     config = {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 4, "micro_batch_tokens": 40, **settings}
     return controller.make_backend(path, LearnerConfig(**config), LossConfig(is_cap=is_cap))
@@ -51,10 +39,6 @@ def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> Con
 
 def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
     return split_updates(make_rows(groups, advantages, 512), num_updates)
-
-
-def weights(backend: Controller) -> dict[str, bytes]:
-    return {name: bytes(tensor.data) for name, tensor in backend.tensors().items()}
 
 
 def optimizer_state(backend: Controller) -> dict[str, Tensor]:
