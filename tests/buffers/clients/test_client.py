@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.place import a_group
 
 Sent = tuple[int, wire.Message]
 
@@ -72,40 +70,45 @@ def credit(number: int, attempt: int = 0) -> wire.Credits:
     return wire.Credits(credits=[wire.CreditItem(number=number, attempt=attempt, lowest_version=0)])
 
 
-def a_group(number: int, attempt: int = 0) -> Group:
-    ids, logprobs = np.array([1], np.int32), np.zeros(1, np.float32)
-    return Group(number, attempt, ids, (Rollout(ids, logprobs, (Span(1, 1),), "stop"),), Sampling())
-
-
 def joined() -> tuple[ActorClient, Wire]:
     link = Wire()
     client = ActorClient("nowhere", "anna", beat_s=1.0, timeout_s=10.0, connect=lambda address, name: link)
-    client.poll(STATE, wire.Telemetry())
+    look(client)
     ((request, _),) = link.heard(wire.Hello)
     link.say(WELCOME, request=request)
-    client.poll(STATE, wire.Telemetry())
+    look(client)
     return client, link
 
 
-def numbers(client: ActorClient) -> list[int]:
-    return [item.number for item in client.credits()]
+def look(client: ActorClient) -> None:
+    client.poll(STATE, wire.Telemetry())
+
+
+def say_set(link: Wire, weights: WeightSet, data: bytes) -> None:
+    """Its manifest, and its only chunk with these bytes."""
+    link.say(weights.manifest())
+    link.say(wire.Chunk(fence=weights.fence, version=weights.version, index=0), [data])
+
+
+def a_set(version: int, data: bytes) -> WeightSet:
+    return WeightSet.of(1, version, {"w": RawTensor("uint8", (3,), data)})
 
 
 def test_a_credit_given_before_the_hub_heard_the_hello_does_not_count() -> None:
     """The hello did not name it, so the hub gives it to somebody again."""
     client, link = joined()
     link.say(credit(1))
-    client.poll(STATE, wire.Telemetry())
+    look(client)
     link.remade = True
     link.say(credit(2))
-    client.poll(STATE, wire.Telemetry())
-    assert numbers(client) == []
+    look(client)
+    assert client.credits() == []
     ((request, _),) = link.heard(wire.Hello)
     link.say(credit(3))
     link.say(WELCOME, request=request)
     link.say(credit(4))
-    client.poll(STATE, wire.Telemetry())
-    assert numbers(client) == [4]
+    look(client)
+    assert [item.number for item in client.credits()] == [4]
 
 
 def test_refusals_of_what_was_sent_before_the_hello_bring_no_second_hello() -> None:
@@ -114,23 +117,23 @@ def test_refusals_of_what_was_sent_before_the_hello_bring_no_second_hello() -> N
         client.beat(STATE, {})
     beats = [request for request, _ in link.heard(wire.Beat)]
     link.say(UNKNOWN, request=beats[0])
-    client.poll(STATE, wire.Telemetry())
-    client.poll(STATE, wire.Telemetry())
+    look(client)
+    look(client)
     assert len(link.heard(wire.Hello)) == 1
     for request in beats[1:]:
         link.say(UNKNOWN, request=request)
-    client.poll(STATE, wire.Telemetry())
-    client.poll(STATE, wire.Telemetry())
+    look(client)
+    look(client)
     assert link.heard(wire.Hello) == []
 
 
 def test_a_hello_names_what_is_held_and_repeats_what_was_not_acknowledged() -> None:
     client, link = joined()
-    client.put(a_group(5))
-    client.put(a_group(6, attempt=1))
+    client.put(a_group(5, 0, 1, "anna"))
+    client.put(a_group(6, 1, 1, "anna"))
     link.say(wire.Ack(groups=[(5, 0)]))
     link.say(wire.Rejected(number=6, attempt=0, reason="superseded"))  # of an attempt before
-    client.poll(STATE, wire.Telemetry())
+    look(client)
     assert client.unacknowledged == [(6, 1)]
     assert list(client.refused) == [(6, "superseded")]
     link.heard(wire.Put)
@@ -146,38 +149,33 @@ def test_a_hello_names_what_is_held_and_repeats_what_was_not_acknowledged() -> N
 
 def test_a_damaged_set_is_fetched_again_and_at_last_given_up() -> None:
     client, link = joined()
-    good = WeightSet.of(1, 2, {"w": RawTensor("uint8", (3,), b"abc")})
+    good, other = a_set(2, b"abc"), a_set(3, b"xyz")
     link.say(wire.Adopt(fence=1, version=2))
     for _ in range(3):
-        link.say(good.manifest())
-        link.say(wire.Chunk(fence=1, version=2, index=0), [b"abX"])
-    client.poll(STATE, wire.Telemetry())
+        say_set(link, good, b"abX")
+    look(client)
     assert len(link.heard(wire.Fetch)) == 4
     assert client.weights() is None
-    link.say(good.manifest())
-    link.say(wire.Chunk(fence=1, version=2, index=0), [b"abc"])
-    client.poll(STATE, wire.Telemetry())
+    say_set(link, good, b"abc")
+    look(client)
     assert client.weights() == good
-    other = WeightSet.of(1, 3, {"w": RawTensor("uint8", (3,), b"xyz")})
     link.say(wire.Adopt(fence=1, version=3))
     for _ in range(4):
-        link.say(other.manifest())
-        link.say(wire.Chunk(fence=1, version=3, index=0), [b"abX"])
+        say_set(link, other, b"abX")
     with pytest.raises(WeightsError, match="tensor 'w' does not match its digest"):
-        client.poll(STATE, wire.Telemetry())
+        look(client)
 
 
 def test_parts_of_a_superseded_set_are_dropped() -> None:
     client, link = joined()
-    old, new = (WeightSet.of(1, version, {"w": RawTensor("uint8", (3,), data)}) for version, data in ((2, b"abc"), (3, b"xyz")))
+    old, new = a_set(2, b"abc"), a_set(3, b"xyz")
     link.say(wire.Adopt(fence=1, version=2))
     link.say(old.manifest())
     link.say(wire.Adopt(fence=1, version=3))
     link.say(wire.Chunk(fence=1, version=2, index=0), [b"abc"])
     link.say(wire.Refused(reason="weights", detail="version 2 is not here"))
-    link.say(new.manifest())
-    link.say(wire.Chunk(fence=1, version=3, index=0), [b"xyz"])
-    client.poll(STATE, wire.Telemetry())
+    say_set(link, new, b"xyz")
+    look(client)
     assert client.weights() == new
 
 
@@ -185,7 +183,7 @@ def test_a_silent_hub_ends_an_actor_and_so_does_a_full_link() -> None:
     client, link = joined()
     link.is_full = True
     with pytest.raises(DeadlineError, match="'put' cannot be sent"):
-        client.put(a_group(1))
+        client.put(a_group(1, 0, 1, "anna"))
     link.is_full = False
     with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
         for _ in range(11):
@@ -197,7 +195,7 @@ def test_the_time_in_which_a_process_was_stopped_is_no_silence_of_the_hub() -> N
     for _ in range(2):
         link.now += 1000.0  # stopped, or in an engine that loads weights: what waits is heard first
         link.say(wire.Done())
-        client.poll(STATE, wire.Telemetry())
+        look(client)
     link.now += 1000.0
     client.poll(STATE, wire.Telemetry())  # one look is not enough to know
     with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
@@ -229,13 +227,13 @@ def test_an_actor_whose_name_is_taken_claims_it_for_a_while_and_then_ends_with_t
     taken = wire.Refused(reason="name-taken", detail="an actor called 'anna' is in the run")
     for _ in range(3):
         link.say(taken)
-        client.poll(STATE, wire.Telemetry())
+        look(client)
         link.now += 1.0
     assert len({hello.life for _, hello in link.heard(wire.Hello) if isinstance(hello, wire.Hello)}) == 1
     with pytest.raises(RefusedError, match="name-taken: an actor called 'anna' is in the run"):
         for _ in range(20):
             link.say(taken)
-            client.poll(STATE, wire.Telemetry())
+            look(client)
             link.now += 1.0
 
 

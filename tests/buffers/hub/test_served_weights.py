@@ -54,17 +54,6 @@ def test_a_fetch_that_is_superseded_ends_with_the_newer_version(place: Callable[
     assert ben.tensors == {name: bytes(tensor.data) for name, tensor in tensors(1, SIZE).items()}
 
 
-def test_chunks_of_a_version_that_is_gone_are_refused(place: Callable[..., Place]) -> None:
-    hub = place(Bound(1, 1, 8))
-    anna, learner, ghost = hub.actor(), hub.learner(), hub.stranger("ghost")
-    manifest, _ = ghost.ask(wire.Fetch(fence=1, version=0), timeout_s=DEADLINE_S)
-    assert isinstance(manifest, wire.Manifest)
-    anna.makes(0)
-    train(learner, 0)
-    with pytest.raises(RefusedError, match=r"weights: version 0 is not here; there are \[1\]"):
-        ghost.ask(wire.FetchChunk(fence=1, version=0, index=0), timeout_s=DEADLINE_S)
-
-
 def test_a_set_that_is_replaced_while_it_is_fetched_is_fetched_again(place: Callable[..., Place]) -> None:
     """A restored learner publishes the same version with other bits: no actor serves a mixture."""
     hub = place(Bound(1, 1, 8))

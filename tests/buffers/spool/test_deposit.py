@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError, SpoolError
-from async_rlhf.buffers.files import Disk
+from async_rlhf.buffers.files import DISK, Disk, Files
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.deposit import END, Deposited, end, put
 from async_rlhf.buffers.spool.stream import Stream
@@ -42,6 +43,18 @@ class RefusingDisk(Disk):
     def _refuse(self, operation: str, path: Path) -> None:
         if self.reason and operation == self._operation and path.parent == self._directory:
             raise OSError(self.reason, os.strerror(self.reason), str(path))
+
+
+@contextmanager
+def running(folder: Path, files: Files = DISK) -> Iterator[Spool]:
+    """A run that takes every row of `spool` as it is."""
+    with closing(Stream(folder / "run", files=files)) as stream:
+        yield Spool(folder / "spool", folder / "run", stream, lambda lines: [line.decode() for line in lines], files)
+
+
+def claim_all(spool: Spool) -> None:
+    while spool.turn():
+        pass
 
 
 def test_rows_come_in_under_names_that_are_claimed_in_their_order(tmp_path: Path) -> None:
@@ -94,25 +107,22 @@ def test_a_full_or_read_only_spool_takes_all_rows_or_none_and_says_why(operation
 def test_a_run_names_a_spool_or_a_disk_that_takes_nothing_and_goes_on_when_it_does(
     operation: str, where: str, reason: int, tmp_path: Path
 ) -> None:
-    source, own = tmp_path / "spool", tmp_path / "run"
+    source = tmp_path / "spool"
     source.mkdir()
     put(source, [b'{"prompt": "a"}'])
     disk = RefusingDisk(operation, tmp_path / where, reason)
-    with closing(Stream(own, files=disk)) as stream:
-        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines], disk)
+    with running(tmp_path, disk) as spool:
         for _ in range(3):
             assert not spool.turn() and os.strerror(reason) in spool.status()["problem"], "it is tried again, and not at once"
-        assert stream.num_rows == 0
+        assert spool.stream.num_rows == 0
         disk.reason = 0
-        while spool.turn():
-            pass
+        claim_all(spool)
         assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""} and os.listdir(source) == []
 
 
 def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stays_in_it(tmp_path: Path) -> None:
-    source, own = tmp_path / "spool", tmp_path / "run"
-    with closing(Stream(own)) as stream:
-        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines])
+    source = tmp_path / "spool"
+    with running(tmp_path) as spool:
         assert not spool.turn() and "No such file or directory" in spool.status()["problem"]
         source.mkdir()
         (source / "folder").mkdir()
@@ -120,21 +130,18 @@ def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stay
         for name in (".written", "written.tmp"):
             (source / name).write_text("{}\n")
         put(source, [b'{"prompt": "a"}'])
-        while spool.turn():
-            pass
+        claim_all(spool)
         assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""}
         assert sorted(os.listdir(source)) == [".written", "folder", "pipe", "written.tmp"]
 
 
 def test_a_line_that_is_longer_than_a_row_may_be_is_set_aside_and_the_next_is_not(tmp_path: Path) -> None:
-    source, own = tmp_path / "spool", tmp_path / "run"
+    source = tmp_path / "spool"
     source.mkdir()
     (source / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"x" * (3 << 20) + b'"}\n{"prompt": "b"}')
-    with closing(Stream(own)) as stream:
-        spool = Spool(source, own, stream, lambda lines: [line.decode() for line in lines])
-        while spool.turn():
-            pass
-        assert [stream.row(number) for number in range(stream.num_rows)] == ['{"prompt": "a"}', '{"prompt": "b"}']
-    assert spool.status()["rejected"] == 1
-    (rejected,) = (own / "rejected").iterdir()
+    with running(tmp_path) as spool:
+        claim_all(spool)
+        assert [spool.stream.row(number) for number in (0, 1)] == ['{"prompt": "a"}', '{"prompt": "b"}']
+        assert (spool.status()["rows"], spool.status()["rejected"]) == (2, 1)
+    (rejected,) = (tmp_path / "run" / "rejected").iterdir()
     assert '"line": 2, "reason": "it is longer than 1048576 bytes", "row": "{' in rejected.read_text()
