@@ -1,20 +1,36 @@
-"""The real vLLM, started once for all tests that use it."""
+"""The real vLLM, started once for all tests that use it; rewards of a test file, scored in real processes."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rlhf.actors.rewards import resolve
+from tests.actors.scored import Bench
 from tests.actors.vllm_model import make_model, save_model
 from tests.workers import starts_vllm
 
 _running: list[Any] = []
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """`bench("one other", timeout_s=4.0)`: these rewards of the test file's JUDGES."""
+    (tmp_path / "judges.py").write_text(request.module.JUDGES)
+    with ExitStack() as made:
+
+        def make(rewards: str, by_source: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> Bench:
+            targets = [f"judges.py:{name}" for name in rewards.split()]
+            return made.enter_context(Bench(resolve(targets, tmp_path), by_source, **settings))
+
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.pool import Scored
 from async_rlhf.actors.scoring.reward_queue import PREFETCH_CALL_S, Prefetch
 from async_rlhf.buffers.errors import ConfigError
+from tests.actors.scored import Bench
 
-READER = """
+JUDGES = """
 from async_rlhf.actors.rewards import Score, Stream, reward
 
 seen, gone = {}, []
 
-def prefetch(completions, stream_ids, trouble=False):
-    if trouble: raise ValueError("cannot read")
+def prefetch(completions, stream_ids):
+    if "trouble" in completions: raise ValueError("cannot read")
     seen.update(zip(stream_ids, completions))
 
 def forget(stream_ids, **options):
@@ -31,7 +30,7 @@ def forget(stream_ids, **options):
     for stream in stream_ids: seen.pop(stream, None)
 
 @reward(stream=Stream(prefetch, forget), stream_tokens=4, workers=1, batch_size=4, batch_wait_s=0.0)
-def reader(completions, stream_ids, trouble=False):
+def reader(completions, stream_ids):
     read = [seen.pop(stream, "") for stream in stream_ids]
     assert all(whole.startswith(part) for whole, part in zip(completions, read))
     metrics = [{"read": len(part), "kept": len(seen), "gone": len(gone)} for part in read]
@@ -82,49 +81,28 @@ def test_so_much_is_shown_at_once_as_ends_soon() -> None:
     assert sizes == [1, 2, 4, 8, 8, 4, 2]
 
 
-class Reading:
-    """A pool whose answers are awaited, with a deadline."""
-
-    def __init__(self, directory: Path, *names: str, **options: Any) -> None:
-        (directory / "reader.py").write_text(READER)
-        targets = [f"{directory / 'reader.py'}:{name}" for name in names]
-        self._waker = threading.Event()
-        chosen = {"reader": options} if options else {}
-        self.pool = ScoringPool[str](resolve(targets, directory, {"answer"}, chosen), ScoringConfig(), self._waker.set)
-
-    def until(self, done: Any) -> None:
-        deadline = time.monotonic() + 300
-        while not done() and time.monotonic() < deadline:
-            self._waker.wait(0.02)
-            self._waker.clear()
-        assert done()
-
-    def score(self, key: str, text: str) -> Any:
-        found: dict[str, Any] = {}
-        self.pool.submit(key, {"prompt": "p", "completion": text})
-        self.until(lambda: found.update({each.key: each for each in self.pool.poll()}) or key in found)
-        return found[key]
-
-    def show(self, key: str, text: str) -> None:
-        """Until the reward has read it."""
-        shown = self.pool.counters["reader"].shown
-        self.pool.show(key, {"prompt": "p", "completion": text})
-        self.until(lambda: self.pool.poll() == [] and self.pool.counters["reader"].shown > shown)
+def show(reading: Bench, key: str, text: str) -> None:
+    """Until the reward has read it."""
+    shown = reading.pool.counters["reader"].shown
+    reading.pool.show(key, {"prompt": "p", "completion": text})
+    reading.until(lambda: reading.pool.poll() == [] and reading.pool.counters["reader"].shown > shown)
 
 
-def test_a_reward_is_shown_what_grows_and_scores_the_whole_by_the_same_name(tmp_path: Path) -> None:
-    reading = Reading(tmp_path, "reader", "plain")
-    try:
-        assert reading.pool.stream_tokens == 4
-        reading.show("a", "abcd")
-        reading.show("a", "abcdefgh")
-        done, never_shown = reading.score("a", "abcdefghij"), reading.score("b", "xyz")
-        reading.show("c", "abcd")
-        reading.pool.discard(["c"])
-        reading.show("d", "abcd")
-        last = reading.score("d", "abcde")
-    finally:
-        reading.pool.close(60.0)
+def score(reading: Bench, key: str, text: str) -> Scored[str]:
+    reading.submit(key, text)
+    return reading.wait()[key]
+
+
+def test_a_reward_is_shown_what_grows_and_scores_the_whole_by_the_same_name(bench: Callable[..., Bench]) -> None:
+    reading = bench("reader plain")
+    assert reading.pool.stream_tokens == 4
+    show(reading, "a", "abcd")
+    show(reading, "a", "abcdefgh")
+    done, never_shown = score(reading, "a", "abcdefghij"), score(reading, "b", "xyz")
+    show(reading, "c", "abcd")
+    reading.pool.discard(["c"])
+    show(reading, "d", "abcd")
+    last = score(reading, "d", "abcde")
     assert done.scores["reader"].value == 10 and done.scores["reader"].metrics["read"] == 8
     assert done.ahead_s["reader"] >= 0 and done.ahead_s.keys() == {"reader"} and done.scores["plain"].value == 1
     assert never_shown.scores["reader"].metrics["read"] == 0 and never_shown.ahead_s == {}
@@ -132,14 +110,11 @@ def test_a_reward_is_shown_what_grows_and_scores_the_whole_by_the_same_name(tmp_
     assert not reading.pool._streams and not reading.pool._ahead_s
 
 
-def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(tmp_path: Path) -> None:
-    reading = Reading(tmp_path, "reader", trouble=True)
-    try:
-        reading.show("a", "abcd")
-        done = reading.score("a", "abcdef")
-    finally:
-        reading.pool.close(60.0)
-    assert done.scores["reader"].value == 6 and done.scores["reader"].metrics["read"] == 0
+def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(bench: Callable[..., Bench]) -> None:
+    reading = bench("reader")
+    show(reading, "a", "trouble")
+    done = score(reading, "a", "trouble with it")
+    assert done.scores["reader"].value == 15 and done.scores["reader"].metrics["read"] == 0
     assert reading.pool.counters["reader"].not_read == 1
 
 
@@ -151,6 +126,6 @@ def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(tmp_path:
     ],
 )
 def test_reading_along_without_meaning_is_refused(tmp_path: Path, name: str, settings: dict[str, Any], message: str) -> None:
-    (tmp_path / "reader.py").write_text(READER)
+    (tmp_path / "reader.py").write_text(JUDGES)
     with pytest.raises(ConfigError, match=message):
         resolve([f"reader.py:{name}"], tmp_path, {"answer"}, None, {name: settings})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, Sample
 from async_rlhf.actors.scoring.model_stages import _prefetch_reference, reference
 from async_rlhf.actors.scoring.models import ReferenceModel
-from async_rlhf.actors.scoring.pool import Scored, ScoringPool, _plain, fields_of
-from async_rlhf.buffers.errors import RewardError
+from async_rlhf.actors.scoring.pool import Scored, _plain, fields_of
 from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask, pieces
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from tests.actors.scored import wait_scored
+from tests.actors.scored import Bench
 from tests.learner.making import make_group, make_model
 
 PLENTY = 1 << 30
@@ -69,23 +64,16 @@ def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[Rewar
 
 def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) -> list[Scored[int]]:
     """The completions of a group through a real pool, shown before in parts that end at `cuts`."""
-    answered = threading.Event()
-    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-    try:
+    with Bench(specs) as bench:
         for cut in cuts:
             for key, rollout in enumerate(group.rollouts):
-                pool.show(key, _fields(group, rollout, cut))
-            until = time.monotonic() + 300
-            while time.monotonic() < until and pool.counters["reference"].shown < len(group.rollouts):
-                pool.poll()
-                answered.wait(0.01)
+                bench.pool.show(key, _fields(group, rollout, cut))
+            bench.until(lambda: bench.pool.poll() or bench.pool.counters["reference"].shown >= len(group.rollouts))
         for key, rollout in enumerate(group.rollouts):
             mask = rollout.sampling_mask
             packed = None if mask is None else (mask.sizes.astype("<i4").tobytes(), mask.ids.astype("<i4").tobytes())
-            pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": packed})
-        found = wait_scored(pool, answered)
-    finally:
-        pool.close(60.0)
+            bench.pool.submit(key, {**_fields(group, rollout, None), "sampling_mask": packed})
+        found = bench.wait()
     return [found[key] for key in range(len(group.rollouts))]
 
 
@@ -172,13 +160,6 @@ def test_however_completions_are_cut_they_come_to_the_same(model: ReferenceModel
     assert not judge.streams
 
 
-def test_what_nobody_waits_for_is_let_go(model: ReferenceModel) -> None:
-    judge = IncrementalJudge(ReferenceHead(model, 1.0), PLENTY)
-    judge.prefetch([0, 1], [Sample([1, 2], [3, 4]), Sample([1, 2], [5, 6])])
-    judge.forget([0, 1, 99])
-    assert judge.cache.num_bytes == 0 and not judge.streams
-
-
 def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> None:
     broken = make_model("llama")
     broken.base_model.embed_tokens.weight.data[23] = float("nan")
@@ -192,11 +173,3 @@ def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> N
     assert failed.reference is None and good.reference is not None
     assert failed.scores["reference"].failure == "the reference's log-probabilities are not finite"
     assert good.scores["reference"].state == "not_applicable"
-
-
-def test_a_model_that_caps_its_logits_is_left_to_the_learner(tmp_path: Path) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-    config = Gemma2Config(vocab_size=16, num_key_value_heads=1, final_logit_softcapping=0.1, **shape)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(RewardError, match=r'scales or caps.*placement = "learner"'):
-        ReferenceModel(tmp_path)

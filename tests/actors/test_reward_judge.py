@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Score
-from tests.actors.scored import wait_scored
+from tests.actors.scored import Bench
 
 
 class Judge(ThreadingHTTPServer):
@@ -97,15 +95,8 @@ def scores(server: Judge) -> Callable[..., list[Score]]:
     def ask(*completions: str, options: dict[str, Any] | None = None, **settings: Any) -> list[Score]:
         chosen = {"url": server.url, "model": "m", "template": "{completion}", **(options or {})}
         specs = resolve(["judge"], Path.cwd(), {"answer"}, {"judge": chosen}, {"judge": settings})
-        answered = threading.Event()
-        pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-        try:
-            for key, completion in enumerate(completions):
-                pool.submit(key, {"completion": completion, "prompt": "p", "answer": "a"})
-            found = wait_scored(pool, answered)
-            return [found[key].scores["judge"] for key in range(len(completions))]
-        finally:
-            pool.close(60.0)
+        with Bench(specs) as bench:
+            return [each["judge"] for each in bench.score(*completions)]
 
     return ask
 

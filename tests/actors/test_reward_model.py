@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
-from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.buffers.errors import ConfigError
-from tests.actors.scored import wait_scored
+from tests.actors.scored import Bench
 
 SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
@@ -57,20 +54,15 @@ def test_a_text_that_is_too_long_keeps_its_end(judge: Path) -> None:
 def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) -> None:
     settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
     specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge)}}, settings)
-    answered = threading.Event()
-    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-    try:
+    with Bench(specs) as bench:
         for key, text in enumerate(TEXTS):
-            pool.submit(key, {"prompt": "Spell: ", "completion": text, "answer": "a"})
-        found = wait_scored(pool, answered)
-    finally:
-        pool.close(60.0)
+            bench.submit(key, text, prompt="Spell: ")
+        found = bench.wait()
     wanted = RewardModel(judge).score(["Spell: "] * 5, TEXTS, 64)
     assert [found[key].scores["reward_model"].value for key in range(5)] == pytest.approx(wanted, abs=1e-5)
     # Those of one batch were in one call.
-    assert [found[key].stages["reward_model"] == found[0].stages["reward_model"] for key in range(5)] == [True] * 3 + [
-        False
-    ] * 2
+    calls = [found[key].stages["reward_model"] for key in range(5)]
+    assert [call == calls[0] for call in calls] == [True, True, True, False, False]
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:

@@ -21,13 +21,12 @@ from async_rlhf.actors.scoring.messages import (
     pack,
     unpack,
 )
-from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.link import new_pair
-from tests.actors.scored import wait_scored
+from tests.actors.scored import Bench
 
 JUDGES = """
 from async_rlhf.actors.rewards import Score
@@ -64,42 +63,28 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ScoringServer]]:
 def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s: float = 60.0, retries: int = 3) -> list[Score]:
     options: dict[str, Any] = {"address": address, **({"keys": str(key_dir)} if key_dir else {})}
     settings = {"timeout_s": timeout_s, "retries": retries}
-    specs = resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})
-    answered = threading.Event()
-    pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(), wake=answered.set)
-    try:
-        for key, completion in enumerate(completions):
-            pool.submit(key, {"completion": completion, "prompt": "p", "answer": {1, 2}})
-        found = wait_scored(pool, answered)
-        return [found[key].scores["remote"] for key in range(len(completions))]
-    finally:
-        pool.close(60.0)
+    with Bench(resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})) as bench:
+        return [scores["remote"] for scores in bench.score(*completions, answer={1, 2})]
 
 
 def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., ScoringServer]) -> None:
     server = serve()
-    scores = ask(server.address, "4", "wrong", "none", *map(str, range(200)))
-    assert scores[0] == Score(8.0, metrics={"length": 1.0})
-    assert scores[1].failure == "ValueError: no number" and scores[2] == Score()
-    assert [score.value for score in scores[3:]] == [2.0 * n for n in range(200)]
-    assert server.counters["answered"] == 203
+    scores = ask(server.address, "4", "none", "wrong", "absurd", "half \ud800", *map(str, range(200)))
+    assert scores[:2] == [Score(8.0, metrics={"length": 1.0}), Score()]
+    assert [score.failure for score in scores[2:5]] == [
+        "ValueError: no number",
+        "returned 1e+308; a score must be finite and within +-1e+18",
+        "ValueError: half \ud800",
+    ]
+    assert [score.value for score in scores[5:]] == [2.0 * n for n in range(200)]
+    assert server.counters["answered"] == 205
 
 
-def test_absurd_scores_and_texts_of_a_served_reward_are_failures_and_the_server_goes_on(
+def test_without_keys_a_reward_is_served_on_this_machine_only_and_never_at_an_address_that_is_taken(
     serve: Callable[..., ScoringServer],
 ) -> None:
-    absurd, half, after = ask(serve().address, "absurd", "half \ud800", "4")
-    assert absurd.failure == "returned 1e+308; a score must be finite and within +-1e+18"
-    assert half.failure == "ValueError: half \ud800"
-    assert after.value == 8.0
-
-
-def test_without_keys_a_reward_is_served_on_this_machine_only(serve: Callable[..., ScoringServer]) -> None:
     with pytest.raises(ConfigError, match=r"served on this machine only.*--keys"):
         serve("tcp://0.0.0.0:*")
-
-
-def test_an_address_that_is_taken_is_refused(serve: Callable[..., ScoringServer]) -> None:
     server = serve()
     with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
         serve(server.address)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Place
 from async_rlhf.buffers.record import Score
-from tests.actors.scored import wait_scored
+from tests.actors.scored import Bench
 
 JUDGES = """
-import asyncio, os, re, time
+import asyncio, os, time
 from async_rlhf.actors.rewards import Score, TransientError, reward
 
 @reward(scope="group")
@@ -67,41 +62,6 @@ async def dies(completion):
 """
 
 
-class Bench:
-    def __init__(self, folder: Path, rewards: str, settings: dict[str, Any]) -> None:
-        specs = resolve([f"judges.py:{name}" for name in rewards.split()], folder)
-        self.answered = threading.Event()
-        self.pool: ScoringPool[int] = ScoringPool(specs, ScoringConfig(**settings), wake=self.answered.set)
-
-    def submit(self, key: int, completion: str, place: Place | None = None) -> None:
-        fields = {"prompt": "p", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", "answer": "a"}
-        self.pool.submit(key, {**fields, "completion": completion}, place)
-
-    def wait(self) -> dict[int, Scored[int]]:
-        """Everything that is pending, scored; fails after five minutes."""
-        found = wait_scored(self.pool, self.answered)
-        assert not self.pool.num_pending
-        return found
-
-    def one(self, completion: str = "1") -> dict[str, Score]:
-        self.submit(0, completion)
-        return dict(self.wait()[0].scores)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-    (tmp_path / "judges.py").write_text(JUDGES)
-
-    def make(rewards: str, **settings: Any) -> Bench:
-        made.append(Bench(tmp_path, rewards, settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.pool.close(60.0)
-
-
 def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_own(bench: Callable[..., Bench]) -> None:
     pool = bench("best measured")
     for member in (2, 0, 1):
@@ -149,17 +109,17 @@ def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench])
 
 
 def test_what_may_pass_is_tried_again_and_a_defect_is_not(bench: Callable[..., Bench]) -> None:
-    scores = bench("third_time defect").one()
+    scores = bench("third_time defect").score("1")[0]
     assert scores["third_time"] == Score(3.0)
     assert scores["defect"].failure == "KeyError: 'once is enough'"
 
 
 def test_a_reward_may_have_a_time_out_of_its_own(bench: Callable[..., Bench]) -> None:
-    assert "timed out after 0.2 s" in (bench("quick").one()["quick"].failure or "")
+    assert "timed out after 0.2 s" in (bench("quick").one("1").failure or "")
 
 
 def test_a_failure_may_be_returned_and_a_metric_must_be_finite(bench: Callable[..., Bench]) -> None:
-    scores = bench("said_no nan_metric").one()
+    scores = bench("said_no nan_metric").score("1")[0]
     assert scores["said_no"].failure == "the judge declined"
     assert "metric 'bad' of a score must be finite" in (scores["nan_metric"].failure or "")
 
@@ -169,7 +129,7 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, culprit: str, told: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        scores = bench(f"innocent {culprit}").one("7")
+        (scores,) = bench(f"innocent {culprit}").score("7")
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
     if culprit == "blocker":
         assert any("reward 'blocker' has kept the event loop to itself" in r.getMessage() for r in caplog.records)

@@ -1,4 +1,5 @@
-"""What a reward may take, and what is left of it: memory, output, programs, names. An actor of its own in each test."""
+"""What a reward may take, and what is left of it however its actor ends: memory, output, programs, names. An actor of its own
+in each test."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ import psutil
 import pytest
 
 from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
-from tests.conftest import gone, wait_for
+from tests.conftest import gone, has_ended, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")]
+pytestmark = pytest.mark.timeout(600)
+guarded = pytest.mark.skipif(sys.platform != "linux", reason="guards are for Linux")
 
 ACTOR = """
-import json, os, subprocess, sys, threading, time
+import json, os, re, subprocess, sys, threading, time
 from pathlib import Path
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve, spec_of
@@ -70,6 +72,13 @@ def shout(completion):
     subprocess.run(["sh", "-c", "head -c 1000000 /dev/zero >&2"])
     return 1.0
 
+def stuck(completion):
+    os.write(1, b"begun\\n")  # whole, whatever another process writes
+    re.match("(a+)+$", "a" * 60 + "b")  # keeps the interpreter lock
+
+async def stuck_async(completion):
+    stuck(completion)
+
 def main(name, settings, completions):
     answered = threading.Event()
     pool = ScoringPool(resolve([spec_of(globals()[name])], Path("/")), ScoringConfig(**json.loads(settings)), answered.set)
@@ -82,7 +91,7 @@ def main(name, settings, completions):
             scored = pool.poll()
         score = scored[0].scores[name]
         print("\\nscored", json.dumps([score.value, score.failure]), flush=True)
-    sys.stdin.readline()
+    if sys.stdin.readline() == "leave\\n": return
     pool.close(60.0)
     print("closed", flush=True)
     sys.stdin.readline()
@@ -121,9 +130,9 @@ def actor(tmp_path: Path) -> Iterator[Start]:
         each.communicate(timeout=300)
 
 
-def say(actor: subprocess.Popen[str]) -> None:
+def say(actor: subprocess.Popen[str], line: str = "") -> None:
     assert actor.stdin is not None
-    actor.stdin.write("\n")
+    actor.stdin.write(f"{line}\n")
     actor.stdin.flush()
 
 
@@ -149,6 +158,26 @@ def read(of_process: Callable[[], list[Any]]) -> list[Any]:
         return []
 
 
+def test_an_actor_that_ends_is_not_held_up_by_its_open_pool(actor: Start) -> None:
+    running = actor("hoard", ["3"])
+    assert score(running) == (3.0, "")
+    say(running, "leave")
+    assert running.wait(300) == 0
+
+
+@pytest.mark.parametrize("reward", ["stuck", "stuck_async"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_stuck_in_a_reward_ends_with_its_actor(actor: Start, reward: str, number: signal.Signals) -> None:
+    running = actor(reward, [""], timeout_s=600)
+    heard(running, "begun")
+    children = psutil.Process(running.pid).children(recursive=True)
+    assert children
+    running.send_signal(number)
+    running.wait(300)
+    wait_for(lambda: all(map(has_ended, children)), "the end of its workers")
+
+
+@guarded
 def test_a_program_that_left_its_session_and_its_parent_ends_with_the_call_that_is_killed(actor: Start, tmp_path: Path) -> None:
     running = actor("escape_and_hang", [str(tmp_path / "pid")], timeout_s=15.0)
     assert "timed out" in score(running)[1]
@@ -156,6 +185,7 @@ def test_a_program_that_left_its_session_and_its_parent_ends_with_the_call_that_
     wait_for(lambda: gone(pid), "the end of what the call started")
 
 
+@guarded
 @pytest.mark.parametrize("end", ["close", "kill the actor", "kill its group", "kill the guard"])
 @pytest.mark.parametrize("reward", ["escape", "escape_async"])
 def test_nothing_that_a_reward_started_outlives_its_worker(actor: Start, tmp_path: Path, reward: str, end: str) -> None:
@@ -182,6 +212,7 @@ def test_nothing_that_a_reward_started_outlives_its_worker(actor: Start, tmp_pat
     wait_for(lambda: gone(pid), "the end of what the reward started")
 
 
+@guarded
 @pytest.mark.parametrize("reward", ["hoard", "escape_async"])
 def test_a_group_that_is_killed_leaves_no_name_behind(actor: Start, tmp_path: Path, reward: str) -> None:
     running = actor(reward, ["3" if reward == "hoard" else str(tmp_path / "pid")])
@@ -194,6 +225,7 @@ def test_a_group_that_is_killed_leaves_no_name_behind(actor: Start, tmp_path: Pa
     assert list((tmp_path / "t").iterdir()) == []
 
 
+@guarded
 @pytest.mark.parametrize("reward", ["hoard", "hoard_async"])
 def test_a_reward_that_takes_too_much_memory_fails_with_the_limit_and_its_worker_is_replaced(actor: Start, reward: str) -> None:
     running = actor(reward, ["10", "4000", "10"], worker_memory_mb=256)
@@ -202,10 +234,12 @@ def test_a_reward_that_takes_too_much_memory_fails_with_the_limit_and_its_worker
     assert score(running) == (10.0, "")  # what was kept is gone with its worker
 
 
+@guarded
 def test_without_a_limit_a_reward_takes_what_it_needs(actor: Start) -> None:
     assert score(actor("hoard", ["300"], worker_memory_mb=None)) == (300.0, "")
 
 
+@guarded
 def test_a_worker_that_aborts_says_that_memory_may_be_the_cause(actor: Start) -> None:
     failure = score(actor("aborts", [""], worker_memory_mb=512))[1]
     assert failure == (
@@ -213,6 +247,7 @@ def test_a_worker_that_aborts_says_that_memory_may_be_the_cause(actor: Start) ->
     )
 
 
+@guarded
 def test_what_a_reward_prints_reaches_the_log_and_no_more_of_it_than_is_allowed(actor: Start, tmp_path: Path) -> None:
     running = actor("shout", ["1000", "50000000", "7"], timeout_s=60.0)
     assert heard(running, "heard") == "1000"
@@ -226,6 +261,7 @@ def test_what_a_reward_prints_reaches_the_log_and_no_more_of_it_than_is_allowed(
     assert sum(map(int, dropped)) > 50_000_000
 
 
+@guarded
 def test_a_reward_never_waits_for_a_log_that_is_not_read(actor: Start, tmp_path: Path) -> None:
     running = actor("shout", ["50000000", "50000000"], timeout_s=60.0)
     # Its standard output is a pipe that is read only after all of it was written.
