@@ -1,14 +1,13 @@
-"""A pool of episodes and a scripted model that answers it."""
+"""A pool of episodes, a scripted model that answers it, and how it writes a call of a tool."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
@@ -29,6 +28,12 @@ class Bench:
         self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set)
         self.fields: dict[Any, Mapping[str, Any]] = {}
         self.events: dict[Any, list[Event[Any]]] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.close(60.0)
 
     def begin(self, key: Any, **fields: Any) -> None:
         self.fields[key] = {"prompt": "", "seed": 1, "question": "?", "answer": "4", "act": "", "path": "", "n": 1, **fields}
@@ -77,6 +82,6 @@ class Bench:
         assert end is not None and end.reason == "failed" and end.score is not None, self.events[key]
         return end.score.failure or ""
 
-    def processes(self) -> Sequence[psutil.Process]:
-        """Those that run episodes, the guards beside them."""
-        return psutil.Process().children(recursive=True)
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

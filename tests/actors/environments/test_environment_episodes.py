@@ -101,16 +101,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
 def either(source: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    bench = Bench(source, request.param)
-    yield bench
-    bench.pool.close(60.0)
+    with Bench(source, request.param) as bench:
+        yield bench
 
 
 @pytest.fixture(scope="module")
 def bench(source: Path) -> Iterator[Bench]:
-    bench = Bench(source, "asynchronous")
-    yield bench
-    bench.pool.close(60.0)
+    with Bench(source, "asynchronous") as bench:
+        yield bench
 
 
 def end_of(events: list[Any]) -> Ended[Any]:
@@ -204,12 +202,11 @@ def test_failures_are_counted_by_kind_and_cleanups_apart(bench: Bench) -> None:
 
 
 def test_a_generator_that_yields_while_it_is_closed_has_failed_its_cleanup(source: Path) -> None:
-    bench = Bench(source, "synchronous")
-    bench.begin("a", act="stubborn")
-    bench.until(bench.heard(2), lambda key, turn: "x" if turn == 1 else None)
-    bench.pool.discard(["a"])
-    bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
-    bench.pool.close(60.0)
+    with Bench(source, "synchronous") as bench:
+        bench.begin("a", act="stubborn")
+        bench.until(bench.heard(2), lambda key, turn: "x" if turn == 1 else None)
+        bench.pool.discard(["a"])
+        bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
 
 
 def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> None:
@@ -219,53 +216,51 @@ def test_an_episode_that_ends_before_the_model_wrote_is_failed(source: Path) -> 
         ("never_yields", "it ended before the model wrote anything"),
         ("raises_first", "KeyError: '?'"),
     ]:
-        bench = Bench(source, name)
-        assert end_of(bench.play()).score == Score(failure=reason)
-        bench.pool.close(60.0)
+        with Bench(source, name) as bench:
+            assert end_of(bench.play()).score == Score(failure=reason)
 
 
 def test_what_raises_in_a_later_turn_fails_the_whole_episode(source: Path) -> None:
-    bench = Bench(source, "raises_in_turn_3")
-    *read, end = bench.play("a", "b", "c")
-    assert read == ["0", "1", "2"] and end.score == Score(failure="ValueError: no more")
-    assert bench.pool.counters.turns == 3 and bench.pool.counters.failed == {"raised": 1}
-    bench.pool.close(60.0)
+    with Bench(source, "raises_in_turn_3") as bench:
+        *read, end = bench.play("a", "b", "c")
+        assert read == ["0", "1", "2"] and end.score == Score(failure="ValueError: no more")
+        assert bench.pool.counters.turns == 3 and bench.pool.counters.failed == {"raised": 1}
 
 
 def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> None:
-    bench = Bench(source, "synchronous", max_concurrency=3)
-    for key in range(30):
-        bench.begin(key, act="together")
-    bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
-    observed = [event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)]
-    assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
-    bench.pool.close(60.0)
+    with Bench(source, "synchronous", max_concurrency=3) as bench:
+        for key in range(30):
+            bench.begin(key, act="together")
+        bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
+        observed = [
+            event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)
+        ]
+        assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
 
 
 def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> None:
-    bench = Bench(source, "asynchronous", workers=2)
-    for key in range(2000):
-        bench.begin(key, act="count", n=key % 4, question=str(key))
-    dropped = range(0, 2000, 50)
+    with Bench(source, "asynchronous", workers=2) as bench:
+        for key in range(2000):
+            bench.begin(key, act="count", n=key % 4, question=str(key))
+        dropped = range(0, 2000, 50)
 
-    def model(key: int, turn: int) -> str:
-        return f"{key}"
+        def model(key: int, turn: int) -> str:
+            return f"{key}"
 
-    bench.until(bench.heard(1), model)  # so that some have begun
-    bench.pool.discard(dropped)
-    bench.until(lambda: bench.pool.num_pending == 0, model)
-    for key, events in bench.events.items():
-        if key not in dropped:
-            *observed, end = events
-            assert [each.content for each in observed if isinstance(each, Observation)] == [
-                str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
-            assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
-    ends = bench.pool.counters.episodes
-    assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
-    assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
-    workers = bench.pool._workers
-    wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
-    bench.pool.close(60.0)
+        bench.until(bench.heard(1), model)  # so that some have begun
+        bench.pool.discard(dropped)
+        bench.until(lambda: bench.pool.num_pending == 0, model)
+        for key, events in bench.events.items():
+            if key not in dropped:
+                *observed, end = events
+                assert [each.content for each in observed if isinstance(each, Observation)] == [
+                    str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
+                assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
+        ends = bench.pool.counters.episodes
+        assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
+        assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
+        workers = bench.pool._workers
+        wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
@@ -286,10 +281,9 @@ def test_a_reply_that_is_not_due_and_a_second_beginning_are_refused(bench: Bench
 
 
 def test_closing_the_pool_lets_generators_clean_up(source: Path, tmp_path: Path) -> None:
-    bench = Bench(source, "asynchronous")
-    bench.begin("a", path=str(tmp_path / "log"))
-    bench.until(bench.heard(1))
-    bench.pool.close(60.0)
+    with Bench(source, "asynchronous") as bench:
+        bench.begin("a", path=str(tmp_path / "log"))
+        bench.until(bench.heard(1))
     assert (tmp_path / "log").read_text() == "closed"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,8 @@ async def asynchronous(act, path):
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
-    made: list[Bench] = []
-
-    def make(name: str, **settings: Any) -> Bench:
-        made.append(Bench(tmp_path / "environments.py", name, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.pool.close(60.0)
+    with ExitStack() as made:
+        yield lambda name, **settings: made.enter_context(Bench(tmp_path / "environments.py", name, **settings))
 
 
 def pid_of(bench: Bench, key: Any) -> int:
@@ -130,21 +124,43 @@ def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
     assert pid_of(played, "new") == pid_of(played, "other")
 
 
-def test_an_asynchronous_step_that_refuses_to_be_cancelled_retires_its_process(bench: Callable[..., Bench]) -> None:
-    played = bench("asynchronous", timeout_s=4.0)
-    played.begin("refuses", act="refuse")
-    played.until(lambda: played.ended("refuses") is not None, lambda key, turn: "")
-    assert played.failure("refuses") == "timed out after 4 s (timeout_s)"
+@pytest.mark.parametrize(
+    ("name", "act", "settings", "failure", "goes_on"),
+    [
+        ("asynchronous", "refuse", {}, "timed out after 4 s (timeout_s)", False),
+        (
+            "asynchronous",
+            "wait",
+            {"timeout_s": 1000, "episode_timeout_s": 1},
+            "the episode took longer than 1 s (episode_timeout_s)",
+            True,
+        ),
+        (
+            "synchronous",
+            "regex",
+            {},
+            "its process ended twice while it was in a step: its process did not answer for more than 4 s (timeout_s)",
+            False,
+        ),
+        (
+            "synchronous",
+            "memory",
+            {"worker_memory_mb": 1024},
+            "out of memory: limit 1024 MB (environment.worker_memory_mb)",
+            False,
+        ),
+    ],
+)
+def test_a_step_that_cannot_go_on_fails_with_the_reason_and_its_process_goes_where_it_must(
+    bench: Callable[..., Bench], name: str, act: str, settings: dict[str, Any], failure: str, goes_on: bool
+) -> None:
+    played = bench(name, **{"timeout_s": 4.0, **settings})
+    played.begin("bad", act=act)
+    played.until(lambda: played.ended("bad") is not None, lambda key, turn: "")
+    assert played.failure("bad") == failure
     played.begin("new")
     played.until(lambda: len(played.events["new"]) == 1)
-    assert pid_of(played, "new") != pid_of(played, "refuses")
-
-
-def test_an_episode_has_a_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:
-    played = bench("asynchronous", episode_timeout_s=1.0, timeout_s=1000.0)
-    played.begin("a", act="wait")
-    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
-    assert played.failure("a") == "the episode took longer than 1 s (episode_timeout_s)"
+    assert (pid_of(played, "new") == pid_of(played, "bad")) == goes_on
 
 
 def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_are_only_lost(
@@ -188,15 +204,6 @@ def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone
     played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Observation))
 
 
-def test_a_step_that_keeps_the_interpreter_to_itself_ends_its_process(bench: Callable[..., Bench]) -> None:
-    played = bench("synchronous", timeout_s=4.0)
-    played.begin("regex", act="regex")
-    played.until(lambda: played.ended("regex") is not None, lambda key, turn: "")
-    assert played.failure("regex") == (
-        "its process ended twice while it was in a step: its process did not answer for more than 4 s (timeout_s)"
-    )
-
-
 def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[..., Bench]) -> None:
     played = bench("asynchronous", workers=2)
     for key in range(6):
@@ -237,16 +244,6 @@ def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[...,
     wait_for(lambda: gone(pid), "the end of the program")
 
 
-def test_a_step_that_runs_out_of_memory_fails_and_its_process_is_replaced(bench: Callable[..., Bench]) -> None:
-    played = bench("synchronous", worker_memory_mb=1024)
-    played.begin("a", act="memory")
-    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
-    assert played.failure("a") == "out of memory: limit 1024 MB (environment.worker_memory_mb)"
-    played.begin("b")
-    played.until(lambda: len(played.events["b"]) == 1)
-    assert pid_of(played, "b") != pid_of(played, "a")
-
-
 def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callable[..., Bench]) -> None:
     played = bench("synchronous", timeout_s=4.0)
     played.begin("a", act="slow cleanup")
@@ -269,11 +266,10 @@ import multiprocessing, os
 if multiprocessing.parent_process() is not None: {act}
 def environment(question): text = yield question
 """)
-    played = Bench(path, "environment")
-    played.begin("a")
-    with pytest.raises(EpisodeError, match=f"ended 3 times in a row before they were ready: .*{reason}"):
-        played.until(lambda: False)
-    played.pool.close(60.0)
+    with Bench(path, "environment") as played:
+        played.begin("a")
+        with pytest.raises(EpisodeError, match=f"ended 3 times in a row before they were ready: .*{reason}"):
+            played.until(lambda: False)
 
 
 def test_closing_kills_what_hangs(bench: Callable[..., Bench]) -> None:

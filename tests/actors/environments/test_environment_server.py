@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Callable[[EnvironmentServer], Bench]]:
     """Plays as an actor does."""
-    benches: list[Bench] = []
-
-    def make(server: EnvironmentServer, **settings: Any) -> Bench:
-        benches.append(Bench(tmp_path, f"remote:{server.address}", **settings))
-        return benches[-1]
-
-    yield make
-    for each in benches:
-        each.pool.close(60.0)
+    with ExitStack() as made:
+        yield lambda server: made.enter_context(Bench(tmp_path, f"remote:{server.address}"))
 
 
 class Peer:
@@ -108,8 +102,8 @@ def fields(path: Path | None = None) -> dict[str, Any]:
 
 
 def test_a_served_environment_is_as_it_would_be_at_home(serve: Serve, bench: Callable[..., Bench], tmp_path: Path) -> None:
-    away, home = bench(serve()), Bench(tmp_path / "echoes.py", "echo")
-    try:
+    away = bench(serve())
+    with Bench(tmp_path / "echoes.py", "echo") as home:
         for texts in (("a", "stop"), ("bb", "c", "return"), ("raise",), ("a", "b", "c")):
             there, here = away.play(*texts), home.play(*texts)
             assert there[:-1] == here[:-1]
@@ -118,8 +112,6 @@ def test_a_served_environment_is_as_it_would_be_at_home(serve: Serve, bench: Cal
                 here[-1].reason,
                 [each.score for each in home.events[len(home.events) - 1][:-1]],
             )
-    finally:
-        home.pool.close(60.0)
 
 
 def test_what_a_run_must_know_of_it_is_asked_of_the_server(serve: Serve, tmp_path: Path) -> None:
@@ -186,9 +178,7 @@ def _is_free(address: str) -> bool:
 
 
 def test_what_exits_a_process_of_the_server_fails_after_a_second_try(serve: Serve, bench: Callable[..., Bench]) -> None:
-    played = bench(serve())
-    end = played.play("exit", "exit")[-1]
-    assert end.reason == "failed"
+    assert bench(serve()).play("exit", "exit")[-1].reason == "failed"
 
 
 def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_closed(serve: Serve, tmp_path: Path) -> None:
@@ -229,17 +219,11 @@ def test_with_keys_only_those_on_the_list_are_answered(serve: Serve, tmp_path: P
     keys.create(tmp_path / "keys", ["friend"], new_pair)
     keys.create(tmp_path / "other", ["stranger"], new_pair)
     server = serve(key_dir=tmp_path / "keys")
-    with_keys = {
-        name: {"keys": str(tmp_path / place)}
-        for name, place in (("friend", "keys/for-friend"), ("stranger", "other/for-stranger"))
-    }
-    friend = Bench(tmp_path, f"remote:{server.address}", options=with_keys["friend"])
-    try:
+    with_keys = {name: {"keys": str(tmp_path / name)} for name in ("keys/for-friend", "other/for-stranger")}
+    with Bench(tmp_path, f"remote:{server.address}", options=with_keys["keys/for-friend"]) as friend:
         assert friend.play("stop")[-1].score == Score(1.0, metrics={"right": 4.0})
-    finally:
-        friend.pool.close(60.0)
     monkeypatch.setattr(remote, "_DESCRIBE_S", 0.5)
-    for options in ({}, with_keys["stranger"]):
+    for options in ({}, with_keys["other/for-stranger"]):
         with pytest.raises(ConfigError, match="no environment answers"):
             EnvironmentConfig(function=f"remote:{server.address}", options=options).spec(tmp_path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from async_rlhf import Score, environment, tool_calls
 from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.buffers.errors import ConfigError
-from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
+from tests.actors.environments.played import call
+from tests.actors.environments.test_environment_rendering import CHATML, SHOWS_TOOLS, tokenizer
 
 SOURCE = '''
 from async_rlhf import Score, environment, tool_calls
@@ -48,7 +48,6 @@ def of_undescribed(prompt):
 def of_no_tool(prompt):
     yield prompt
 '''
-SHOWS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace("messages[0].role != 'system'", "false")
 
 
 @pytest.fixture
@@ -61,15 +60,11 @@ def spec_of(folder: Path, name: str) -> EnvironmentSpec:
     return resolve(f"tasks.py:{name}", folder, {"answer"})
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 @pytest.mark.parametrize("name", ["shop", "by_schema"])
 def test_the_template_is_given_the_tools_and_a_prompt_of_text_is_then_a_message(folder: Path, name: str) -> None:
     spec = spec_of(folder, name)
     assert [tool["function"]["name"] for tool in spec.tools] == ["price"]
-    shown = Renderer(tokenizer(SHOWS), chat=False, tools=spec.tools).prompt("What is tea?").text
+    shown = Renderer(tokenizer(SHOWS_TOOLS), chat=False, tools=spec.tools).prompt("What is tea?").text
     assert '"name": "price"' in shown and shown.endswith("<|im_start|>user\nWhat is tea?<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="leaves out the tool 'price'"):
         Renderer(tokenizer(CHATML), chat=False, tools=spec.tools).check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.resources
-import json
 import threading
 import warnings
 from pathlib import Path
@@ -23,8 +22,8 @@ from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.playing import environment_of
 from async_rlhf.run.preflight import preflight
-from tests.actors.environments.played import Bench
-from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
+from tests.actors.environments.played import Bench, call
+from tests.actors.environments.test_environment_rendering import CHATML, SHOWS_TOOLS, tokenizer
 
 SOURCE = '''
 class Counter:
@@ -102,10 +101,6 @@ MANY = {"counter": Counter}
 '''
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 SCRIPT = (
     call("add", by=1) + "\n" + call("wait") + "\n" + call("add", by=2),
     "<think>\nhm\n</think>\n\nlike so: " + call("nothing_of_that_name"),
@@ -113,7 +108,6 @@ SCRIPT = (
     call("wait"),
     "it is done",
 )
-SHOWS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace("messages[0].role != 'system'", "false")
 QUESTION = [{"role": "user", "content": "Count."}]
 
 
@@ -244,22 +238,22 @@ async def test_without_a_reward_of_its_own_it_leaves_the_judgement_to_others(fol
 
 
 def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_run(folder: Path) -> None:
-    bench = Bench(folder / "tasks.py", "Silent", function=f"trl:{folder / 'tasks.py'}:Silent", options={"rewards": ["moved"]})
-    try:
+    target = f"trl:{folder / 'tasks.py'}:Silent"
+    with Bench(folder / "tasks.py", "Silent", function=target, options={"rewards": ["moved"]}) as bench:
         for _ in range(2):
             _, read, end = bench.play(call("move", where="4") + call("look"), "there")
             assert read[1]["content"] == "environment 1"
             assert isinstance(end, Ended) and end.score is not None and end.score.value == 1.0
-    finally:
-        bench.pool.close(60.0)
 
 
 def test_the_template_gets_the_tools_and_one_that_leaves_them_out_is_refused(folder: Path) -> None:
     tools = spec_of(folder, "TOOLS").tools
-    assert '"name": "double"' in Renderer(tokenizer(SHOWS), chat=True, tools=tools).prompt(QUESTION).text
+    assert '"name": "double"' in Renderer(tokenizer(SHOWS_TOOLS), chat=True, tools=tools).prompt(QUESTION).text
     with pytest.raises(ConfigError, match="leaves out the tool 'double'"):
         Renderer(tokenizer(CHATML), chat=True, tools=tools).check()
-    refuses = SHOWS.replace("<|im_start|>{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
+    refuses = SHOWS_TOOLS.replace(
+        "<|im_start|>{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    )
     with pytest.raises(ConfigError, match=r"answers of tools cannot be rendered.*no tools"):
         Renderer(tokenizer(refuses), chat=True, tools=tools).check()
 
@@ -267,7 +261,7 @@ def test_the_template_gets_the_tools_and_one_that_leaves_them_out_is_refused(fol
 def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> None:
     (folder / "data.jsonl").write_text('{"prompt": "twice 4", "answer": "8"}\n')
     config = configuration(f"trl:{folder / 'tasks.py'}:TOOLS", str(folder / "data.jsonl"), None, {})
-    with environment_of(config, tokenizer(SHOWS)) as play:
+    with environment_of(config, tokenizer(SHOWS_TOOLS)) as play:
         assert play is not None and play.name == "TOOLS"
         assert '"name": "double"' in play.rendering.prompt(QUESTION).text
     with pytest.raises(ConfigError, match="'TOOLS' gives no score, and no reward is named"):
