@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +27,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.record import SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.doctor import families
+from tests.actors.torch_models import own_model
 from tests.actors.vllm_model import raw_weights, save_model
 
 ROW = Row("row", {"answer": "4"})
@@ -140,6 +139,17 @@ class Scene:
     def hear(self) -> list[Played]:
         return self.episodes.step()
 
+    def all_hear(self, said: str = "go") -> None:
+        """Every member's environment says the same first."""
+        for key in self.keys:
+            self.pool.says(key, said)
+        self.hear()
+
+    def writes(self, key: RolloutKey, *ids: int, **how: Any) -> list[Played]:
+        """The model ends a turn with these tokens."""
+        self.engine.end(key, ids, **how)
+        return self.hear()
+
 
 @pytest.fixture
 def scene() -> Scene:
@@ -159,18 +169,14 @@ def test_members_begin_together_with_what_their_environment_says_first(scene: Sc
 
 def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_version(scene: Scene) -> None:
     one, other = scene.keys
-    for key in scene.keys:
-        scene.pool.says(key, "go")
-    scene.hear()
-    scene.engine.end(one, [1, 2], version=4)
-    assert scene.hear() == [] and scene.pool.replies == [(one, "\x01\x02")]
+    scene.all_hear()
+    assert scene.writes(one, 1, 2, version=4) == [] and scene.pool.replies == [(one, "\x01\x02")]
     scene.pool.says(one, "xyz", score=0.5)
     scene.hear()
     again = scene.engine.submitted[-1]
     assert (again.key, again.prompt_ids, again.context) == (one, (103, 111), (1, 2, 120, 121, 122))
     assert again.seed == turn_seed(100, 1) != 100 and again.max_new_tokens == 5 and again.hold
-    scene.engine.end(one, [9], version=5, reason="length")
-    scene.hear()
+    scene.writes(one, 9, version=5, reason="length")
     scene.pool.ends(one)
     (played,) = scene.hear()
     completion = played.completion
@@ -187,20 +193,16 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
 def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
     scene = Scene(max_length=6)
     one, other = scene.keys
+    scene.all_hear()
     for key in scene.keys:
-        scene.pool.says(key, "go")
-    scene.hear()
-    for key in scene.keys:
-        scene.engine.end(key, [1, 2])
-    scene.hear()
+        scene.writes(key, 1, 2)
     scene.pool.says(one, "four")  # leaves no room for a token
     scene.pool.says(other, "abc")
     (full,) = scene.hear()
     assert (full.completion.finish_reason, full.score, full.completion.token_ids.tolist()) == ("context", Score(0.0), [1, 2])
     assert one not in scene.pool.live and scene.engine.held == set()
     assert scene.engine.submitted[-1].max_new_tokens == 1
-    scene.engine.end(other, [5], reason="length")
-    scene.hear()
+    scene.writes(other, 5, reason="length")
     scene.pool.ends(other, None, "max_turns")
     (late,) = scene.hear()
     assert (late.completion.finish_reason, late.score) == ("max_turns", Score(0.0))
@@ -209,10 +211,8 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
 def test_of_the_last_turn_that_there_may_be_nothing_is_held() -> None:
     scene = Scene(group_size=1, max_turns=2)
     (key,) = scene.keys
-    scene.pool.says(key, "go")
-    scene.hear()
-    scene.engine.end(key, [1])
-    scene.hear()
+    scene.all_hear()
+    scene.writes(key, 1)
     scene.pool.says(key, "on")
     scene.hear()
     assert [request.hold for request in scene.engine.submitted] == [True, False]
@@ -235,17 +235,14 @@ def test_a_member_without_a_prompt_is_sampled_for_one_token_and_failed(
     scene.hear()
     first, second = scene.engine.submitted
     assert (first.prompt_ids, first.max_new_tokens) == (second.prompt_ids, 5) and second.max_new_tokens == 1
-    scene.engine.end(other, [1], reason="length")
-    (played,) = scene.hear()
+    (played,) = scene.writes(other, 1, reason="length")
     assert played.score is not None and played.score.failure is not None and failure in played.score.failure
     assert scene.pool.live == {one}
 
 
 @pytest.mark.parametrize("said", ["much too long", ""])
 def test_where_no_member_has_a_usable_prompt_they_have_that_of_the_row(scene: Scene, said: str) -> None:
-    for key in scene.keys:
-        scene.pool.says(key, said)
-    scene.hear()
+    scene.all_hear(said)
     assert [(r.prompt_ids, r.max_new_tokens) for r in scene.engine.submitted] == [(PROMPT, 1)] * 2
     for key in scene.keys:
         scene.engine.end(key, [1], reason="length")
@@ -255,11 +252,8 @@ def test_where_no_member_has_a_usable_prompt_they_have_that_of_the_row(scene: Sc
 
 @pytest.mark.parametrize(("content", "failure"), [("", "empty"), ("?", "no template takes")])
 def test_an_observation_that_cannot_be_read_fails(scene: Scene, content: str, failure: str) -> None:
-    for key in scene.keys:
-        scene.pool.says(key, "go")
-    scene.hear()
-    scene.engine.end(scene.keys[0], [1])
-    scene.hear()
+    scene.all_hear()
+    scene.writes(scene.keys[0], 1)
     scene.pool.says(scene.keys[0], content)
     (played,) = scene.hear()
     assert played.score is not None and failure in str(played.score.failure) and scene.keys[0] not in scene.pool.live
@@ -267,19 +261,15 @@ def test_an_observation_that_cannot_be_read_fails(scene: Scene, content: str, fa
 
 def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> None:
     one, other = scene.keys
-    for key in scene.keys:
-        scene.pool.says(key, "go")
-    scene.hear()
-    scene.engine.end(one, [1, 2])
-    scene.hear()
+    scene.all_hear()
+    scene.writes(one, 1, 2)
     scene.pool.events.append(Lost(one))
     scene.hear()
     assert scene.pool.begun[-1] == scene.pool.begun[0]
     scene.pool.says(one, "go")
     scene.hear()
     assert scene.engine.submitted[-1] == scene.engine.submitted[0], "the same seeds, the same prompt"
-    scene.engine.end(one, [1])
-    scene.hear()
+    scene.writes(one, 1)
     scene.pool.ends(one)
     assert [played.completion.token_ids.tolist() for played in scene.hear()] == [[1]] and other in scene.engine.requests
 
@@ -300,11 +290,8 @@ def test_one_that_is_lost_before_its_turn_has_gone_to_the_engine_has_one_turn(sc
 
 def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
     one, _ = scene.keys
-    for key in scene.keys:
-        scene.pool.says(key, "go")
-    scene.hear()
-    scene.engine.end(one, [1, 2])
-    scene.hear()
+    scene.all_hear()
+    scene.writes(one, 1, 2)
     scene.pool.says(one, "late")
     assert scene.episodes.discard(scene.keys) == [2, 3], "tokens of turns that had ended, and of one that was being sampled"
     assert scene.hear() == [] and scene.pool.live == set() and scene.engine.held == set() and not scene.engine.requests
@@ -354,9 +341,10 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
 
 
 class Talker:
-    """An environment that says the same at once, and lets every episode have three turns."""
+    """An environment that says `go`, answers each turn at once, and ends behind the last answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Sequence[Content]) -> None:
+        self._answers = answers
         self._turns: dict[RolloutKey, int] = {}
         self._events: list[Event] = []
         self.counters = EpisodeCounters()
@@ -366,9 +354,9 @@ class Talker:
         self._events.append(Observation(key, "go", None, 0.0, 0.0))
 
     def reply(self, key: RolloutKey, text: str) -> None:
+        said = self._answers[self._turns[key] : self._turns[key] + 1]
         self._turns[key] += 1
-        done = self._turns[key] == 3
-        self._events.append(Ended(key, RIGHT, "scored", 0.0, 0.0) if done else Observation(key, "and on", 0.5, 0.0, 0.0))
+        self._events += [Observation(key, each, 0.5, 0.0, 0.0) for each in said] or [Ended(key, RIGHT, "scored", 0.0, 0.0)]
 
     def poll(self) -> list[Event]:
         events, self._events = self._events, []
@@ -377,12 +365,17 @@ class Talker:
     def discard(self, keys: Sequence[RolloutKey]) -> None: ...
 
 
-def of_family(kind: str, seed: int) -> PreTrainedModel:
-    made, drawn = copy.deepcopy(families.model(kind)), torch.Generator().manual_seed(seed)
-    for weights in made.parameters():
-        if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=0.15, generator=drawn)
-    return made
+def played_with_updates(episodes: Episodes, engine: Engine, models: Sequence[PreTrainedModel], count: int) -> list[Played]:
+    """What so many episodes become to which new weights come, between their turns and within them."""
+    done: list[Played] = []
+    for step in range(400):
+        if step in (6, 13):
+            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
+        done += episodes.step()
+        if len(done) == count:
+            break
+    assert len({played.completion.key for played in done}) == count and engine.num_unfinished == 0
+    return done
 
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
@@ -390,27 +383,19 @@ def of_family(kind: str, seed: int) -> PreTrainedModel:
 def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     kind: str, on_update: Any, top_k: int, tmp_path: Path
 ) -> None:
-    """The real engine; new weights come between turns and within them. An independent reading of the whole row, which is longer
-    than the window of the families that have one."""
-    models = [of_family(kind, seed) for seed in range(3)]
+    """The real engine. An independent reading of the whole row, which is longer than the window of the families that have
+    one."""
+    models = [own_model(kind, seed) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
-    play = Play("talk", cast(EpisodePool[RolloutKey], Talker()), cast(Renderer, Characters(64)), 6, 40, Score(0.0))
+    talker = cast(EpisodePool[RolloutKey], Talker(["and on", "and on"]))
+    play = Play("talk", talker, cast(Renderer, Characters(64)), 6, 40, Score(0.0))
     episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), play)
     sampling = Sampling(temperature=0.8, top_k=top_k)
-    keys = [RolloutKey(group, 0, member) for group in range(2) for member in range(3)]
     for group in range(2):
-        own = [
-            Request(key, PROMPT, 4 + key.member, sampling, seed=key.member + 9 * group) for key in keys if key.group == group
-        ]
+        keys = [RolloutKey(group, 0, member) for member in range(3)]
+        own = [Request(key, PROMPT, 4 + key.member, sampling, seed=key.member + 9 * group) for key in keys]
         episodes.begin([(ROW, 1, own)])
-    done: list[Played] = []
-    for step in range(400):
-        if step in (6, 13):
-            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
-        done += episodes.step()
-        if len(done) == len(keys):
-            break
-    assert sorted(played.completion.key for played in done) == keys and engine.num_unfinished == 0
+    done = played_with_updates(episodes, engine, models, 6)
     versions = {version for played in done for span in played.completion.spans if (version := span.version) is not None}
     assert len(versions) > 1
     for played in done:

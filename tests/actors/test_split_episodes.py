@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodePool, Lost
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
@@ -30,10 +30,9 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.policy import Policy
 from tests.actors.environments.test_environment_rendering import tokenizer
-from tests.actors.test_episodes import RIGHT, ROW, Characters, ScriptedEngine, ScriptedPool
-from tests.actors.vllm_model import SHIPPED, raw_weights, save_model
-
-Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
+from tests.actors.test_episodes import RIGHT, ROW, Characters, ScriptedEngine, ScriptedPool, Talker, played_with_updates
+from tests.actors.torch_models import own_model
+from tests.actors.vllm_model import save_model
 
 
 class Anew(Characters):
@@ -149,39 +148,6 @@ ANSWERS: list[Content] = [[{"role": "tool", "content": "4"}], "no", "sure?"]
 TEMPERATURE = 0.8
 
 
-class Talker:
-    """Says `ANSWERS`, one after the other."""
-
-    def __init__(self) -> None:
-        self._turns: dict[RolloutKey, int] = {}
-        self._events: list[Event] = []
-        self.counters = EpisodeCounters()
-
-    def begin(self, key: RolloutKey, fields: Any) -> None:
-        self._turns[key] = 0
-        self._events.append(Observation(key, "go", None, 0.0, 0.0))
-
-    def reply(self, key: RolloutKey, text: str) -> None:
-        turn = self._turns[key]
-        self._turns[key] += 1
-        more = turn < len(ANSWERS)
-        self._events.append(Observation(key, ANSWERS[turn], None, 0.0, 0.0) if more else Ended(key, RIGHT, "scored", 0.0, 0.0))
-
-    def poll(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    def discard(self, keys: Sequence[RolloutKey]) -> None: ...
-
-
-def model_of(seed: int, vocabulary: int) -> PreTrainedModel:
-    """Weights so large that a wrong cache, position or mask shows."""
-    torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(SHIPPED)
-    config.initializer_range, config.vocab_size = 0.1, vocabulary
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 def plain_passes(models: Sequence[PreTrainedModel], prompt_ids: Sequence[int], rollout: Rollout) -> list[float]:
     """Of each sampled token: one pass over the piece that it stands in, by its own version. Walks the spans by itself."""
     found, ids, at, text = list[float](), rollout.completion_ids.tolist(), 0, list(prompt_ids)
@@ -200,26 +166,19 @@ def plain_passes(models: Sequence[PreTrainedModel], prompt_ids: Sequence[int], r
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
 def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_says(on_update: Any, tmp_path: Path) -> None:
-    """New weights come between turns and within them; the learner reads siblings in one row, and each for itself."""
+    """The learner reads siblings in one row, and each for itself."""
     made = tokenizer(BRACKETS)
-    models = [model_of(seed, len(made)) for seed in range(3)]
+    models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=512) for seed in range(3)]
     directory = str(save_model(models[0], tmp_path / "model"))
     engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
-    play = Play("talk", cast(EpisodePool[RolloutKey], Talker()), renderer, 20, 400, Score(0.0))
+    play = Play("talk", cast(EpisodePool[RolloutKey], Talker(ANSWERS)), renderer, 20, 400, Score(0.0))
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
     episodes.begin([(Row("row", {}), 1, own)])
-    done: list[Played] = []
-    for step in range(400):
-        if step in (6, 13):
-            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
-        done += episodes.step()
-        if len(done) == len(keys):
-            break
-    assert sorted(played.completion.key for played in done) == keys and engine.num_unfinished == 0
+    done = played_with_updates(episodes, engine, models, len(keys))
     rollouts = tuple(
         Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
         for each in done
