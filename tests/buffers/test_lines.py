@@ -30,19 +30,22 @@ def write(path: Path, *numbers: int, padding: int = 0) -> None:
             file.write(json.dumps({"step": step, "text": "x" * padding}) + "\n")
 
 
+@pytest.mark.parametrize("there", [(1, 2, 3), ()], ids=["three lines", "no line"])
 @pytest.mark.parametrize("behind", [b"", b'{"step": 4, "te', b"\0" * PAGE, b"\0" * PAGE + b"\n", b"[4]\n", b"\xff\n", b"\n\n"])
-def test_what_is_behind_the_last_whole_line_is_cut_off_and_counted(tmp_path: Path, behind: bytes) -> None:
+def test_what_is_behind_the_last_whole_line_is_cut_off_and_counted(
+    tmp_path: Path, behind: bytes, there: tuple[int, ...]
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, 1, 2, 3)
+    write(path, *there)
     whole = path.read_bytes()
     path.write_bytes(whole + behind)
     file = LineFile(path)
     cut = file.cut()
-    assert (cut.last, cut.damaged) == ({"step": 3, "text": ""}, len(behind))
+    assert (cut.last, cut.damaged) == ({"step": 3, "text": ""} if there else None, len(behind))
     assert path.read_bytes() == whole
     file.write('{"step": 4}')
     file.close()
-    assert steps(path) == [1, 2, 3, 4]
+    assert steps(path) == [*there, 4]
 
 
 @pytest.mark.parametrize("step", range(6))
@@ -53,16 +56,6 @@ def test_a_file_is_cut_behind_the_last_line_that_is_wanted(tmp_path: Path, step:
     kept = [each for each in (1, 2, 2, 4) if each <= step]
     assert steps(path) == kept and cut.damaged == 0
     assert (cut.last or {}).get("step") == (kept[-1] if kept else None)
-
-
-def test_a_file_that_is_nothing_but_rubbish_begins_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\0" * PAGE)
-    file = LineFile(path)
-    assert file.cut().damaged == PAGE
-    file.write('{"step": 1}')
-    file.close()
-    assert path.read_bytes() == b'{"step": 1}\n'
 
 
 def test_a_hole_in_the_middle_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

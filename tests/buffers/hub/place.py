@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,11 @@ from async_rlhf.buffers.transport.link import Connect, connector
 
 class Closes(Protocol):
     def close(self) -> None: ...
+
+
+class Reached(Protocol):
+    address: str
+    connect: Connect
 
 
 Peer = TypeVar("Peer", bound=Closes)
@@ -127,7 +133,7 @@ def a_group(number: int, attempt: int, version: int, actor: str, text: str = "")
 class Actor:
     """An actor whose engine is the test: it adopts what is announced to it and holds what it is credited until `put`."""
 
-    def __init__(self, place: Place, name: str = "anna", capacity: int = 8, **options: Any) -> None:
+    def __init__(self, place: Reached, name: str = "anna", capacity: int = 8, **options: Any) -> None:
         self.name, self.capacity = name, capacity
         known = {"address": place.address, "connect": place.connect}
         given = known | {"beat_s": 0.05, "timeout_s": DEADLINE_S} | options
@@ -174,6 +180,18 @@ class Actor:
         if not self.is_gone:
             self.is_gone = True
             self.client.close()
+
+
+def shout(address: str, *pieces: bytes) -> None:
+    """Bytes at a hub's ipc socket, which are no message; the hub may hang up at any of them."""
+    with socket.socket(socket.AF_UNIX) as raw, suppress(OSError):
+        raw.settimeout(DEADLINE_S)
+        raw.connect(address.removeprefix("ipc://"))
+        for piece in pieces:
+            raw.sendall(piece)
+        raw.shutdown(socket.SHUT_WR)
+        while raw.recv(4096):
+            pass
 
 
 def until(what: Callable[[], Any], *actors: Actor) -> None:

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +18,9 @@ from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.place import a_group
 from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken
 from tests.buffers.protocol.any_message import MESSAGES, like
 
@@ -31,9 +29,7 @@ LARGE = st.sampled_from((1.0, 9e17, -9e17))
 
 
 def a_put(number: int, attempt: int, version: int) -> wire.Frames:
-    ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
-    rollout = Rollout(ids, logprobs, (Span(version, 2),), "stop")
-    header, arrays = packing.pack_group(Group(number, attempt, ids, (rollout,), Sampling()))
+    header, arrays = packing.pack_group(a_group(number, attempt, version, "anna"))
     return wire.encode(wire.Put(group=header), arrays, 1)
 
 

@@ -92,6 +92,7 @@ class Run:
         kind, chance = EVENTS[event % len(EVENTS)], Random(event // len(EVENTS))
         note(kind)
         getattr(self, kind)(chance)
+        self.pump()
         self.check()
 
     # -- what the hub's shell does after each event --------------------------------------------------------------------
@@ -163,7 +164,6 @@ class Run:
             name = one_of(self.processes, chance)
             del self.processes[name]
             self.hub.fleet.leave(name)
-            self.pump()
 
     def an_actor_is_silent_for_too_long(self, chance: Random) -> None:
         """The hub takes it for dead; it lives and goes on."""
@@ -176,7 +176,6 @@ class Run:
             counted = self.hub.num_quarantined, set(self.hub.fleet.failures.suspects)
             assert self.hub.fleet.expire(self.now) == [name]
             assert (self.hub.num_quarantined, self.hub.fleet.failures.suspects) == counted, "silence counted against a group"
-            self.pump()
 
     def an_actor_beats_and_makes_no_progress(self, chance: Random) -> None:
         self.hub.fleet.overdue(self.now, 60.0)  # looks at all of them
@@ -187,7 +186,6 @@ class Run:
             actor.heard_at = self.now
             actor.progressed([(number, 1 + int(self.now)) for number in moved], self.now)
         assert {number for _, number in self.hub.fleet.overdue(self.now, 60.0)} == held - moved
-        self.pump()
 
     def the_hub_stands_still(self, chance: Random) -> None:
         """Longer than any lease; what was not heard meanwhile ends nothing."""
@@ -202,7 +200,6 @@ class Run:
         for name, process in self.processes.items():
             if process.told and chance.random() < 0.7:
                 self.adopt(name, process)
-        self.pump()
 
     def adopt(self, name: str, process: Process) -> None:
         assert process.told is not None
@@ -223,13 +220,11 @@ class Run:
         if self.hub.fleet.actors:
             name = one_of(self.hub.fleet.actors, chance)
             self.processes[name].capacity = self.hub.fleet.actors[name].capacity = chance.randrange(-1, 13)
-            self.pump()
 
     def an_actor_puts_a_group(self, chance: Random) -> None:
         if busy := [name for name, process in self.processes.items() if process.work]:
             name = one_of(busy, chance)
             self.send(name, one_of(self.processes[name].work, chance), heard=chance.random() < 0.8)
-            self.pump()
 
     def send(self, name: str, number: int, heard: bool = True) -> None:
         """Put, or put again; what is not heard of is kept and repeated after the next hello."""
@@ -303,14 +298,12 @@ class Run:
             assert self.put(name, number, Entry(attempt, low - (reason == "stale"), newest, 1)) == reason
             assert self.hub.ledger.stale == before.stale + 1
             self.processes[name].work.pop(number, None)
-            self.pump()
 
     # -- learner -------------------------------------------------------------------------------------------------------
 
     def the_learner_registers(self, chance: Random) -> None:
         if not self.registered:
             self.register()
-            self.pump()
 
     def register(self) -> None:
         deleted = self.hub.register(self.hub.fence + 1, self.step, self.saved, self.another_life())
@@ -337,7 +330,6 @@ class Run:
     def the_learner_takes(self, chance: Random) -> None:
         if self.registered:
             self.take()
-            self.pump()
 
     def take(self) -> bool:
         step = self.step
@@ -404,7 +396,6 @@ class Run:
         self.trained_in.pop(number, None)  # by a learner that was restored since
         self.forget_removed()
         self.entries.pop(number, None)
-        self.pump()
 
     def check_staleness(self, number: int, step: int) -> None:
         entry = self.entries[number]
@@ -425,7 +416,6 @@ class Run:
     def the_learner_trains(self, chance: Random) -> None:
         if self.registered and self.holds_batch:
             self.train()
-            self.pump()
 
     def train(self) -> None:
         if any(self.is_poison(number) for number in self.batch_of[self.step]):
@@ -478,14 +468,12 @@ class Run:
     def the_operator_drains(self, chance: Random) -> None:
         if chance.random() < 0.1:
             self.hub.draining = True
-            self.pump()
 
     # -- everybody -----------------------------------------------------------------------------------------------------
 
     def all_is_well_for_a_while(self, chance: Random) -> None:
         if self.registered:
             self.all_do_their_work()
-            self.pump()
 
     def all_do_their_work(self) -> bool:
         """Actors adopt and put what they hold, the learner takes and trains; whether there was a batch."""

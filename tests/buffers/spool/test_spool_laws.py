@@ -69,15 +69,7 @@ class Run:
 
 
 def drop(disk: MemoryDisk, name: str, lines: Sequence[str]) -> None:
-    """As a producer does: written beside, durable, renamed in."""
-    fuse, full = disk.fuse, disk.full
-    disk.fuse, disk.full = None, False
-    file = disk.create(SPOOL / f".{name}.tmp")
-    file.write("\n".join(lines).encode())
-    disk.sync(file)
-    disk.replace(SPOOL / f".{name}.tmp", SPOOL / name)
-    disk.sync_path(SPOOL)
-    disk.fuse, disk.full = fuse, full
+    disk.deposit(SPOOL / name, "\n".join(lines).encode())
 
 
 EVENTS = st.lists(

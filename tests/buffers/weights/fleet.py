@@ -16,7 +16,7 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES
-from tests.buffers.hub.place import DEADLINE_S, Actor, Place, until
+from tests.buffers.hub.place import DEADLINE_S, Actor, Place, Reached, until
 
 SIZE = 3 * CHUNK_BYTES // 2
 WHOLE = 2 * SIZE + 4
@@ -40,7 +40,7 @@ def tensors(version: int) -> dict[str, RawTensor]:
 class Adopter(Actor):
     """Asks for nothing to do."""
 
-    def __init__(self, place: Any, name: str, weights: WeightsConfig = CHUNKS, **options: Any) -> None:
+    def __init__(self, place: Reached, name: str, weights: WeightsConfig = CHUNKS, **options: Any) -> None:
         super().__init__(place, name, 0, weights=weights, **options)
 
     def adopt(self, content: int) -> None:

@@ -18,8 +18,8 @@ from async_rlhf.buffers.weights.shared import HAS_SEALS
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import DEADLINE_S, until
 from tests.buffers.weights.fleet import CHUNKS, WHOLE, Adopter, Fleet, tensors
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 AUTO, SHARED = WeightsConfig(), WeightsConfig(transport="shared")
 sealed = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 # A process that holds a sealed set, says where it lies, and waits for its end.
 HOLDER = """
@@ -36,22 +38,24 @@ sys.stdin.read()
 """
 
 
-def holder(*arguments: str) -> tuple[subprocess.Popen[str], Place]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, *arguments], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    return process, Place.model_validate_json(process.stdout.readline())
+@contextmanager
+def holder(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Place]]:
+    command = [sys.executable, "-c", HOLDER, *arguments]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, Place.model_validate_json(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate(timeout=300)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=300)
+def sealed_set() -> WeightSet:
+    return WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
 
 
 def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
-    process, place = holder("sealed")
-    try:
+    with holder("sealed") as (process, place):
         memory = attach(place, 8)
         assert memory is not None
         process.send_signal(signal.SIGKILL)
@@ -61,16 +65,11 @@ def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
         again = attach(memory.place, 8)
         assert again is not None and bytes(again.view) == b"12345678"
         assert attach(place, 8) is None, "the name died with the process"
-    finally:
-        end(process)
 
 
 def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
-    process, place = holder()
-    try:
+    with holder() as (_, place):
         assert attach(place, 8) is None
-    finally:
-        end(process)
     mine = SealedMemory.make(8)
     mine.seal()
     assert mine.place is not None
@@ -87,7 +86,7 @@ def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
 
 
 def test_sealed_memory_cannot_be_changed_or_cut_short_by_anybody() -> None:
-    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    weights = sealed_set()
     assert weights.memory is not None and weights.memory.place is not None
     with pytest.raises(WeightsError, match="no room for 4 bytes"):
         weights.memory.write(0, b"x")
@@ -110,7 +109,7 @@ def test_a_set_dropped_gives_its_descriptors_and_mappings_back() -> None:
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("async-rlhf-weights")
 
     before = used()
-    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    weights = sealed_set()
     announced = weights.announcement()
     assert announced.place is not None
     given = attach(announced.place, 4)
@@ -122,7 +121,7 @@ def test_a_set_dropped_gives_its_descriptors_and_mappings_back() -> None:
 
 
 def test_mapped_bytes_that_are_not_what_their_digests_say_are_refused() -> None:
-    weights = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    weights = sealed_set()
     announced = weights.announcement()
     wrong = announced.tensors[0].model_copy(update={"digest": "0" * 32})
     with pytest.raises(WeightsError, match="tensor 'w' does not match its digest"):
@@ -174,7 +173,6 @@ def test_an_address_tells_whether_it_is_on_this_machine() -> None:
     assert not any(map(is_local, ("tcp://10.0.0.1:5", "hub")))
 
 
-@pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 def test_a_set_is_sealed_as_soon_as_the_kernel_lets_go_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SealedMemory.make(8)
     assert memory.place is not None
