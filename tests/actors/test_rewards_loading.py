@@ -21,8 +21,6 @@ from async_rlhf.buffers.errors import ConfigError, RewardError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-COLUMNS = {"answer", "level"}
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[str], Path]:
@@ -108,25 +106,25 @@ def test_a_missing_dependency_of_a_module_is_told_from_a_missing_module(
         resolve(["needs_much:f"], tmp_path)
 
 
-def test_an_unknown_required_parameter_is_refused_and_the_columns_are_named(
-    file: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["judge.py:f"], r"'f' asks for 'anser'.*column of every row \(answer, level\).*mean 'answer'"),
+        (["judge.py:trl"], r"requires TRL's 'trainer_state'.*default of None"),
+        (["exact", "judge.py:exact"], r"two rewards are called 'exact': exact and .*judge.py:exact.*@reward\(name="),
+        ([], "no reward"),
+    ],
+)
+def test_what_asks_for_no_column_or_has_the_name_of_another_is_refused(
+    file: Callable[[str], Path], tmp_path: Path, targets: list[str], message: str
 ) -> None:
-    file("def f(completion, anser, other=None): return 1.0\ndef trl(completions, trainer_state): return [1.0]\n")
-    with pytest.raises(ConfigError, match=r"'f' asks for 'anser'.*column of every row \(answer, level\).*mean 'answer'"):
-        resolve(["judge.py:f"], tmp_path, COLUMNS)
-    with pytest.raises(ConfigError, match=r"requires TRL's 'trainer_state'.*default of None"):
-        resolve(["judge.py:trl"], tmp_path, COLUMNS)
-
-
-def test_two_rewards_of_one_name_are_refused(file: Callable[[str], Path], tmp_path: Path) -> None:
-    file("def exact(completion): return 1.0")
-    with pytest.raises(ConfigError, match=r"two rewards are called 'exact': exact and .*judge.py:exact.*@reward\(name="):
-        resolve(["exact", "judge.py:exact"], tmp_path)
-
-
-def test_no_reward_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no reward"):
-        resolve([], tmp_path)
+    file(
+        "def f(completion, anser, other=None): return 1.0\n"
+        "def trl(completions, trainer_state): return [1.0]\n"
+        "def exact(completion): return 1.0\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve(targets, tmp_path, {"answer", "level"})
 
 
 # Functions to names.

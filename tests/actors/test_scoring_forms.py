@@ -13,7 +13,7 @@ from tests.actors.scored import Bench
 
 JUDGES = """
 import asyncio, os, time
-from async_rlhf.actors.rewards import Score, TransientError, reward
+from async_rlhf.actors.rewards import Score, reward
 
 @reward(scope="group")
 def best(completions, prompt, answer, completion_ids, finish_reasons):
@@ -25,25 +25,11 @@ def best(completions, prompt, answer, completion_ids, finish_reasons):
 @reward(scope="group")
 async def short_list(completions): return [1.0]
 
-@reward(batch_size=4, batch_wait_s=3.0)
-def batched(prompts, completions): return [Score(float(c), metrics={"batch": len(completions)}) for c in completions]
-
 @reward(scope="group", workers=1, timeout_s=1.0)
 def hangs(completions):
     while True: pass
 
-@reward(retries=2)
-async def third_time(completion, tries=[]):
-    tries.append(completion)
-    if len(tries) < 3: raise TransientError("busy")
-    return len(tries)
-
-@reward(retries=3)
-def defect(completion): raise KeyError("once is enough")
-
-@reward(timeout_s=0.2)
-async def quick(completion): await asyncio.sleep(100)
-
+def plain(completion): return 1.0
 async def measured(completion): return Score(1.0, metrics={"length": len(completion), "words": 2})
 async def said_no(completion): return Score(failure="the judge declined")
 def nan_metric(completion): return Score(1.0, metrics={"bad": float("nan")})
@@ -82,21 +68,12 @@ def test_a_group_that_gets_too_few_scores_fails_as_a_whole(bench: Callable[..., 
     }
 
 
-def test_a_hanging_reward_of_groups_with_workers_of_its_own_holds_up_nobody(bench: Callable[..., Bench]) -> None:
-    pool = bench("hangs batched")
+def test_a_hanging_reward_of_groups_with_workers_and_a_time_out_of_its_own_holds_up_nobody(bench: Callable[..., Bench]) -> None:
+    pool = bench("hangs plain")
     for member in range(2):
         pool.submit(member, "1", Place("g", member, 2))
     scores = pool.wait()[0].scores
-    assert "timed out" in (scores["hangs"].failure or "") and scores["batched"].value == 1.0
-
-
-def test_completions_are_gathered_into_batches(bench: Callable[..., Bench]) -> None:
-    pool = bench("batched")
-    for key in range(6):
-        pool.submit(key, str(key))
-    scored = pool.wait()
-    assert [scored[key].scores["batched"].value for key in range(6)] == [0, 1, 2, 3, 4, 5]
-    assert [scored[key].scores["batched"].metrics["batch"] for key in range(6)] == [4, 4, 4, 4, 2, 2]
+    assert "timed out after 1 s" in (scores["hangs"].failure or "") and scores["plain"].value == 1.0
 
 
 def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench]) -> None:
@@ -106,16 +83,6 @@ def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench])
     for member in range(2):
         pool.submit(member, "7", Place(("g", 0), member, 2))
     assert [each.scores["best"].value for each in pool.wait().values()] == [1.0, 1.0]
-
-
-def test_what_may_pass_is_tried_again_and_a_defect_is_not(bench: Callable[..., Bench]) -> None:
-    scores = bench("third_time defect").score("1")[0]
-    assert scores["third_time"] == Score(3.0)
-    assert scores["defect"].failure == "KeyError: 'once is enough'"
-
-
-def test_a_reward_may_have_a_time_out_of_its_own(bench: Callable[..., Bench]) -> None:
-    assert "timed out after 0.2 s" in (bench("quick").one("1").failure or "")
 
 
 def test_a_failure_may_be_returned_and_a_metric_must_be_finite(bench: Callable[..., Bench]) -> None:

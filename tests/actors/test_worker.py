@@ -71,8 +71,9 @@ class ScriptedHub:
 @contextmanager
 def worker(
     hub: ScriptedHub,
-    engine: Engine,
+    engine: Engine | None = None,
     *,
+    slots: int = 8,
     group_size: int = 2,
     length: int = 12,
     pool: ScoringPool[RolloutKey] | None = None,
@@ -89,6 +90,7 @@ def worker(
         sampling=sampling or Sampling(),
         **further,
     )
+    engine = engine or load_engine(str(MODEL), EngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
@@ -121,24 +123,27 @@ def credit(number: int, attempt: int = 0) -> CreditItem:
     return CreditItem(number=number, attempt=attempt, lowest_version=0)
 
 
-def test_a_group_credited_again_while_it_is_made_is_made_once_by_the_new_attempt() -> None:
-    hub = ScriptedHub([[credit(0), credit(1)], [], [credit(0, attempt=1)]], wanted=2)
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
+@pytest.mark.parametrize(
+    ("script", "made"),
+    [
+        ([[credit(0), credit(1)], [], [credit(0, attempt=1)]], [(0, 1), (1, 0)]),
+        ([[credit(0), credit(0, attempt=1)]], [(0, 1)]),
+    ],
+    ids=["while it is made", "at once"],
+)
+def test_a_group_credited_again_is_made_once_by_the_newest_attempt(
+    script: list[list[CreditItem]], made: list[tuple[int, int]]
+) -> None:
+    hub = ScriptedHub(script, wanted=len(made))
+    with worker(hub) as actor:
         assert actor.run() == "enough"
-    assert sorted((group.number, group.attempt) for group in hub.groups) == [(0, 1), (1, 0)]
+    assert sorted((group.number, group.attempt) for group in hub.groups) == made
     assert all(len(group.rollouts) == 2 for group in hub.groups)
-
-
-def test_a_group_credited_twice_at_once_is_made_by_the_newest_attempt() -> None:
-    hub = ScriptedHub([[credit(0), credit(0, attempt=1)]], wanted=1)
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
-        assert actor.run() == "enough"
-    assert [(group.number, group.attempt) for group in hub.groups] == [(0, 1)]
 
 
 def test_the_progress_of_a_group_rises_with_every_token_and_score_and_stands_still_with_the_engine() -> None:
     hub = ScriptedHub([[credit(0)]], wanted=1)
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0)) as actor:
+    with worker(hub) as actor:
         actor.run()
     amounts = [amount for state in hub.works for number, amount in state.progress if number == 0]
     assert len(set(amounts)) > 3 and amounts == sorted(amounts), amounts
@@ -212,7 +217,7 @@ class Letters:
 def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones() -> None:
     play = Play("game", cast(Any, Answers()), cast(Any, Letters()), 8, 200, Score(0.0))
     hub = ScriptedHub([[credit(0)], *([[]] * 20), [credit(0, attempt=1)]], wanted=1)
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=8), version=0), length=4, play=play) as actor:
+    with worker(hub, length=4, play=play) as actor:
         assert actor.run() == "enough"
     (group,) = hub.groups
     assert group.attempt == 1 and all(len(rollout.turn_lengths) == 1 for rollout in group.rollouts)
@@ -223,9 +228,7 @@ def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones()
 
 def test_how_completions_were_sampled_is_in_the_record() -> None:
     hub = ScriptedHub([[credit(0)]], wanted=1)
-    with worker(
-        hub, load_engine(str(MODEL), EngineConfig(slots=4), version=0), group_size=3, sampling=Sampling(top_k=4)
-    ) as actor:
+    with worker(hub, group_size=3, sampling=Sampling(top_k=4)) as actor:
         actor.run()
     (group,) = hub.groups
     assert group.sampling == Sampling(top_k=4)
@@ -271,10 +274,8 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
 
     # The second attempt drops what was begun: what was read of that is let go.
     hub = Patient([[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6)
-    engine = load_engine(str(MODEL), EngineConfig(slots=4), version=0)
-    with worker(
-        hub, engine, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=Sampling(temperature=3.0)
-    ) as actor:
+    sampling = Sampling(temperature=3.0)
+    with worker(hub, slots=4, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=sampling) as actor:
         actor.run()
     rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
     assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)
@@ -290,7 +291,7 @@ def test_what_environments_have_makes_room_for_others_but_what_has_not_begun_onl
     hub, environments = ScriptedHub([[credit(number) for number in range(20)]], wanted=1), SilentPool()
     rendering = Renderer(AutoTokenizer.from_pretrained(MODEL), chat=False)
     play = Play("game", cast(EpisodePool[RolloutKey], environments), rendering, 8, 30, Score(0.0))
-    with worker(hub, load_engine(str(MODEL), EngineConfig(slots=40), version=0), play=play) as actor:
+    with worker(hub, slots=40, play=play) as actor:
         actor.turn()
         assert hub.works[-1].capacity == 4 + 4
         environments.talks = True
