@@ -33,17 +33,28 @@ from tests.conftest import REPOSITORY, kept_port, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
 TENSOR = {"tensor_parallel": 2, "ranks": 2}
+SEQUENCE = {"sequence_parallel": 2, "ranks": 2}
 # With and without norms over split heads and tied embeddings; at ZeRO-1, 2 and 3.
 SPLIT = ("llama", "qwen3", "llama-tied")
 CLIPPED = {"max_grad_norm": 1.0}
-# With a reference: held by every rank, and shared out.
-REFERENCE = {"updates": {}, "updates-zero-3": ZERO["zero-3"], "updates-tensor": ZERO["zero-3"] | TENSOR}
 RATES = {"1": 1e-2}  # from the second step on
 LORA = {"lora": {"rank": 2, "alpha": 4.0}}
 # Sums in another order: far below what one step of AdamW moves a weight by (1e-3).
 WEIGHTS, MOMENTS = 1e-6, 1e-6
 # Where a product is summed in two halves and the gradient is next to nothing, AdamW divides rounding by rounding.
 ODD = 1e-4
+# Jobs that `make test` has others like.
+FURTHER = {
+    "zero-2", "zero-2-on", "zero-1-on", "torch-from-one", "zero-1-poisoned", "zero-2-poisoned", "lora-zero-1", "lora-zero-2",
+    "lora-on", "sequence-zero-2", "tensor-qwen3", "tensor-llama-tied", "tensor-poisoned", "tensor-from-zero",
+    "zero-from-tensor", "updates-zero-3", "updates-tensor", "reference-bfloat16",
+}  # fmt: skip
+
+
+def each(*names: str) -> Any:
+    """Of the further ones a test is made by `make test-all`."""
+    marked = [pytest.param(name, marks=pytest.mark.rest) if name in FURTHER else name for name in names]
+    return pytest.mark.parametrize("name", marked)
 
 
 @contextmanager
@@ -92,74 +103,67 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def together(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks make of them."""
-    directory = tmp_path_factory.mktemp("together")
-    model = str(alone / "model")
-    plan = [
-        {"name": "torch", "model": model, "steps": 2, "rehearse": True},
-        {"name": "rates", "model": model, "steps": 3, "rates": RATES},
-        *(
-            {"name": name, "model": model, "steps": 2, "updates": 2, "reference": True, "settings": settings}
-            for name, settings in REFERENCE.items()
-        ),
-        {
-            "name": "reference-bfloat16",
-            "model": model,
-            "steps": 1,
-            "reference": True,
-            "settings": ZERO["zero-3"] | {"reference_dtype": "bfloat16"},
-        },
-        *({"name": name, "model": model, "steps": 2, "settings": own, "rehearse": True} for name, own in ZERO.items()),
-        *(
-            {"name": f"{name}-{i}", "model": model, "steps": 3, "first": 2, "settings": ZERO[name], "load": str(source)}
-            for i, (name, source) in enumerate(
-                [("zero-3", directory / "zero-1"), ("zero-2", alone / "two"), ("zero-1", directory / "zero-3")]
-            )
-        ),
-        {"name": "torch-3", "model": model, "steps": 3, "first": 2, "load": str(directory / "zero-3")},
-        {"name": "torch-from-one", "model": model, "steps": 3, "first": 2, "load": str(alone / "two")},
-        *(
-            {"name": f"{name}-poisoned", "model": model, "steps": 3, "poison": 1, "settings": settings}
-            for name, settings in ZERO.items()
-        ),
-        *({"name": f"lora-{name}", "model": model, "steps": 2, "settings": ZERO[name] | LORA} for name in ZERO),
-        *(
-            {
-                "name": f"sequence-{name}",
-                "model": model,
-                "steps": 2,
-                "settings": ZERO[name] | {"sequence_parallel": 2, "ranks": 2},
-            }
-            for name in ("zero-2", "zero-3")
-        ),
-        {
-            "name": "lora-on",
-            "model": model,
-            "steps": 3,
-            "first": 2,
-            "settings": ZERO["zero-3"] | {"lora": LORA["lora"] | {"publish": "adapter"}},
-            "load": str(alone / "lora"),
-        },
-        *(
-            {"name": f"tensor-{name}", "model": str(alone / f"{name}-model"), "steps": 2, "settings": zero | TENSOR | CLIPPED}
+def jobs(alone: Path, directory: Path) -> dict[str, dict[str, Any]]:
+    """What two ranks are asked for, in order: some go on from what others before them have saved."""
+    zero_3 = ZERO["zero-3"]
+    loaded = {"steps": 3, "first": 2}
+    return {
+        "torch": {"rehearse": True},
+        "rates": {"steps": 3, "rates": RATES},
+        # with a reference: held by every rank, and shared out
+        "updates": {"updates": 2, "reference": True},
+        "updates-zero-3": {"updates": 2, "reference": True, "settings": zero_3},
+        "updates-tensor": {"updates": 2, "reference": True, "settings": zero_3 | TENSOR},
+        "reference-bfloat16": {"steps": 1, "reference": True, "settings": zero_3 | {"reference_dtype": "bfloat16"}},
+        **{name: {"settings": own, "rehearse": True} for name, own in ZERO.items()},
+        "zero-3-on": loaded | {"settings": zero_3, "load": str(directory / "zero-1")},
+        "zero-2-on": loaded | {"settings": ZERO["zero-2"], "load": str(alone / "two")},
+        "zero-1-on": loaded | {"settings": ZERO["zero-1"], "load": str(directory / "zero-3")},
+        "torch-3": loaded | {"load": str(directory / "zero-3")},
+        "torch-from-one": loaded | {"load": str(alone / "two")},
+        **{f"{name}-poisoned": {"steps": 3, "poison": 1, "settings": own} for name, own in ZERO.items()},
+        **{f"lora-{name}": {"settings": own | LORA} for name, own in ZERO.items()},
+        "lora-on": loaded | {"settings": zero_3 | {"lora": LORA["lora"] | {"publish": "adapter"}}, "load": str(alone / "lora")},
+        **{f"sequence-{name}": {"settings": ZERO[name] | SEQUENCE} for name in ("zero-2", "zero-3")},
+        **{
+            f"tensor-{name}": {"model": str(alone / f"{name}-model"), "settings": zero | TENSOR | CLIPPED}
             for name, zero in zip(SPLIT, ZERO.values(), strict=True)
-        ),
-        {"name": "tensor-poisoned", "model": model, "steps": 3, "poison": 1, "settings": ZERO["zero-1"] | TENSOR},
-        *(
-            {"name": name, "model": model, "steps": 3, "first": 2, "settings": settings, "load": str(source)}
-            for name, settings, source in [
-                ("tensor-from-zero", ZERO["zero-1"] | TENSOR, directory / "zero-3"),
-                ("zero-from-tensor", ZERO["zero-2"], directory / "tensor-poisoned"),
-            ]
-        ),
-    ]
+        },
+        "tensor-poisoned": {"steps": 3, "poison": 1, "settings": ZERO["zero-1"] | TENSOR},
+        "tensor-from-zero": loaded | {"settings": ZERO["zero-1"] | TENSOR, "load": str(directory / "zero-3")},
+        "zero-from-tensor": loaded | {"settings": ZERO["zero-2"], "load": str(directory / "tensor-poisoned")},
+    }
+
+
+def made(alone: Path, directory: Path, *, further: bool) -> None:
+    """Those jobs, or the others, in two processes."""
+    default = {"model": str(alone / "model"), "steps": 2}
+    plan = [{"name": name, **default, **job} for name, job in jobs(alone, directory).items() if (name in FURTHER) == further]
     with processes(directory, plan) as started:
         wait_for(lambda: all(p.poll() == 0 for p in started) or any(p.poll() for p in started), "the ranks", timeout_s=600)
         logs = "".join((directory / f"{rank}.log").read_text() for rank in range(2))
         assert [process.poll() for process in started] == [0, 0], logs
+
+
+@pytest.fixture(scope="module")
+def usual(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("together")
+    made(alone, directory, further=False)
     return directory
+
+
+@pytest.fixture(scope="module")
+def further(alone: Path, usual: Path) -> Path:
+    made(alone, usual, further=True)
+    return usual
+
+
+@pytest.fixture
+def together(request: pytest.FixtureRequest, usual: Path) -> Path:
+    """What two ranks have made; for a test of `make test-all` the further jobs too."""
+    if request.node.get_closest_marker("rest") is not None:
+        request.getfixturevalue("further")
+    return usual
 
 
 def report(directory: Path) -> dict[str, Any]:
@@ -198,15 +202,18 @@ def assert_same_reference(one: Path, other: Path, within: float) -> None:
         assert ours[member] == pytest.approx(logps, abs=within)
 
 
-@pytest.mark.parametrize("name", ["torch", *ZERO])
+@each("torch", *ZERO, "sequence-zero-2", "sequence-zero-3", *(f"tensor-{name}" for name in SPLIT))
 def test_two_ranks_make_the_steps_of_one(alone: Path, together: Path, name: str) -> None:
-    assert_same_state(together / name, alone / "two")
-    ours, theirs = report(together / name), report(alone / "two")
+    """Also where they share the positions of every row, and where they share every layer and the step is clipped."""
+    one, odd = (alone / name.removeprefix("tensor-"), ODD) if name.startswith("tensor-") else (alone / "two", WEIGHTS)
+    assert_same_state(together / name, one, odd)
+    ours, theirs = report(together / name), report(one)
     for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
         assert mine.keys() == other.keys()
+        assert (mine["grad_norm"] > CLIPPED["max_grad_norm"]) or odd == WEIGHTS
         for metric in ("loss", "grad_norm", "entropy", "is/ess", "is/ratio_max", "kl/behaviour"):
             assert mine[metric] == pytest.approx(other[metric], rel=1e-4, abs=1e-6)
-    assert ours["applied"] == [True, True]
+    assert ours["applied"] == [True, True] and ours["shapes"] == theirs["shapes"]
     assert ours["canary"] == pytest.approx(theirs["canary"], abs=1e-4)
     assert ours["members"] == [pytest.approx(each, rel=1e-4) for each in theirs["members"]]
     assert ours["observed"].keys() == theirs["observed"].keys()
@@ -220,63 +227,35 @@ def test_another_learning_rate_reaches_every_rank_with_the_step_it_is_for(alone:
     assert np.abs(rates - usual).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
-def test_two_ranks_that_share_the_positions_of_every_row_make_the_steps_of_one(alone: Path, together: Path, name: str) -> None:
-    assert_same_state(together / f"sequence-{name}", alone / "two")
-    ours, theirs = report(together / f"sequence-{name}"), report(alone / "two")
-    for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
-        for metric in ("loss", "grad_norm", "entropy", "is/ess", "kl/behaviour"):
-            assert mine[metric] == pytest.approx(other[metric], rel=1e-4, abs=1e-6)
-    assert ours["observed"].keys() == theirs["observed"].keys()
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_two_ranks_that_share_every_layer_make_the_clipped_steps_of_one(alone: Path, together: Path, name: str) -> None:
-    assert_same_state(together / f"tensor-{name}", alone / name, ODD)
-    ours, theirs = report(together / f"tensor-{name}"), report(alone / name)
-    for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
-        assert mine["grad_norm"] > CLIPPED["max_grad_norm"]
-        for metric in ("loss", "grad_norm", "entropy", "is/ess", "kl/behaviour"):
-            assert mine[metric] == pytest.approx(other[metric], rel=1e-4, abs=1e-6)
-    assert ours["shapes"] == theirs["shapes"]
-    assert ours["canary"] == pytest.approx(theirs["canary"], abs=1e-4)
-    assert ours["observed"].keys() == theirs["observed"].keys()
-    for member, logps in theirs["observed"].items():
-        assert ours["observed"][member] == pytest.approx(logps, abs=1e-5)
-
-
-@pytest.mark.parametrize("name", REFERENCE)
+@each("updates", "updates-zero-3", "updates-tensor")
 def test_two_ranks_make_the_updates_of_one_with_a_reference(alone: Path, together: Path, name: str) -> None:
     assert_same_state(together / name, alone / "updates", WEIGHTS if name == "updates" else ODD)
     assert_same_reference(together / name, alone / "updates", 1e-5)
 
 
+@pytest.mark.rest
 def test_under_zero_3_each_rank_holds_its_part_of_the_reference_in_the_type_it_is_to_have(alone: Path, together: Path) -> None:
     assert_same_reference(together / "reference-bfloat16", alone / "updates", 0.2)
     whole = report(alone / "updates")["reference_bytes"]
-    held = {name: report(together / name)["reference_bytes"] / whole for name in (*REFERENCE, "reference-bfloat16")}
     expected = {"updates": 1.0, "updates-zero-3": 0.5, "updates-tensor": 0.5, "reference-bfloat16": 0.25}
+    held = {name: report(together / name)["reference_bytes"] / whole for name in expected}
     assert held == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["zero-3-0", "zero-2-1", "zero-1-2", "torch-3", "torch-from-one"])
+@each("zero-3-on", "zero-2-on", "zero-1-on", "torch-3", "torch-from-one", "tensor-from-zero", "zero-from-tensor")
 def test_what_one_stage_or_number_of_ranks_saved_another_goes_on_from(alone: Path, together: Path, name: str) -> None:
-    assert_same_state(together / name, alone / "three")
+    """Those of `tensor-poisoned` were made with a refused step between them."""
+    assert_same_state(together / name, alone / "three", ODD if "tensor" in name else WEIGHTS)
 
 
-@pytest.mark.parametrize("name", ["tensor-from-zero", "zero-from-tensor"])
-def test_ranks_that_share_layers_and_ranks_that_do_not_go_on_from_each_other(alone: Path, together: Path, name: str) -> None:
-    """Two steps were made before; those of `tensor-poisoned` with a refused one between them."""
-    assert_same_state(together / name, alone / "three", ODD)
-
-
-@pytest.mark.parametrize("name", ["torch", "zero-3", "tensor-poisoned"])
+@each("torch", "zero-3", "tensor-poisoned")
 def test_one_rank_goes_on_from_what_two_saved(alone: Path, together: Path, tmp_path: Path, name: str) -> None:
     job = {"model": str(alone / "model"), "first": 2, "steps": 3, "load": str(together / name)}
     control(Controller(make(job, None)), job, tmp_path / "out")
     assert_same_state(tmp_path / "out", alone / "three", ODD)
 
 
+@pytest.mark.rest
 def test_a_lone_rank_of_deepspeed_goes_on_from_what_two_saved(alone: Path, together: Path, tmp_path: Path) -> None:
     job = {"model": str(alone / "model"), "first": 2, "steps": 3, "load": str(together / "zero-2")}
     plan = [job | {"name": name, "settings": ZERO[name]} for name in ("zero-1", "zero-3")]
@@ -286,20 +265,21 @@ def test_a_lone_rank_of_deepspeed_goes_on_from_what_two_saved(alone: Path, toget
         assert_same_state(tmp_path / name, alone / "three")
 
 
-@pytest.mark.parametrize("name", [*ZERO, "tensor"])
+@each("zero-1-poisoned", "zero-2-poisoned", "zero-3-poisoned", "tensor-poisoned")
 def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_and_leaves_nothing_behind(
     alone: Path, together: Path, name: str
 ) -> None:
-    assert report(together / f"{name}-poisoned")["applied"] == [True, False, True]
-    assert_same_state(together / f"{name}-poisoned", alone / "two", ODD)
+    assert report(together / name)["applied"] == [True, False, True]
+    assert_same_state(together / name, alone / "two", ODD)
 
 
-@pytest.mark.parametrize("name", ZERO)
+@each("lora-zero-1", "lora-zero-2", "lora-zero-3")
 def test_two_ranks_learn_the_adapters_of_one(alone: Path, together: Path, name: str) -> None:
-    assert_same_state(together / f"lora-{name}", alone / "lora")
-    assert_same_tensors(together / f"lora-{name}" / "model", alone / "lora" / "model")
+    assert_same_state(together / name, alone / "lora")
+    assert_same_tensors(together / name / "model", alone / "lora" / "model")
 
 
+@pytest.mark.rest
 def test_adapters_go_on_from_a_checkpoint_of_another_backend_and_leave_alone(alone: Path, together: Path) -> None:
     assert_same_tensors(together / "lora-on" / "adapter", alone / "lora-three" / "adapter")
     published, base = report(together / "lora-on")["weights"], load_file(alone / "model" / "model.safetensors")
