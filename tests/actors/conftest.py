@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.actors.rewards import resolve
 from tests.actors.scored import Bench
-from tests.actors.vllm_model import make_model, save_model
+from tests.actors.vllm_model import SHIPPED, make_model, save_model
 from tests.workers import starts_vllm
 
 _running: list[Any] = []
@@ -31,6 +33,19 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[.
             return made.enter_context(Bench(resolve(targets, tmp_path), by_source, **settings))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def judge_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with a random head of one number."""
+    directory = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(SHIPPED, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -7,79 +7,63 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.scored import Bench
-
-SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model with a random head of one number."""
-    directory = tmp_path_factory.mktemp("judge")
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(SPELLER, num_labels=1)
-    tokenizer = AutoTokenizer.from_pretrained(SPELLER)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
+from tests.actors.vllm_model import SHIPPED
 
 TEXTS = ["a", "backward", "nus", "x" * 40, "sun sun"]
 
 
-def test_a_score_is_the_models_logit_alone_or_in_a_batch(judge: Path) -> None:
-    model = RewardModel(judge)
+def test_a_score_is_the_models_logit_alone_or_in_a_batch(judge_directory: Path) -> None:
+    model = RewardModel(judge_directory)
     together = model.score(["Spell: "] * 5, TEXTS, 64)
     alone = [model.score(["Spell: "], [text], 64)[0] for text in TEXTS]
     assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 5
-    plain = AutoModelForSequenceClassification.from_pretrained(judge)
-    ids = AutoTokenizer.from_pretrained(judge)("Spell: nus", return_tensors="pt")["input_ids"]
+    plain = AutoModelForSequenceClassification.from_pretrained(judge_directory)
+    ids = AutoTokenizer.from_pretrained(judge_directory)("Spell: nus", return_tensors="pt")["input_ids"]
     assert together[2] == pytest.approx(plain(input_ids=ids).logits[0, 0].item(), abs=1e-5)
 
 
-def test_a_text_that_is_too_long_keeps_its_end(judge: Path) -> None:
-    model = RewardModel(judge)
-    tokenizer = AutoTokenizer.from_pretrained(judge)
+def test_a_text_that_is_too_long_keeps_its_end(judge_directory: Path) -> None:
+    model = RewardModel(judge_directory)
+    tokenizer = AutoTokenizer.from_pretrained(judge_directory)
     assert len(tokenizer("abcdef")["input_ids"]) == 6  # one token a letter
     assert model.score(["ab" * 50], ["sun"], 10) == pytest.approx(model.score([("ab" * 50)[-7:]], ["sun"], 64), abs=1e-5)
 
 
-def test_the_pool_gathers_completions_into_batches_for_the_model(judge: Path) -> None:
+def test_the_pool_gathers_completions_into_batches_for_the_model(judge_directory: Path) -> None:
     settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
-    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge)}}, settings)
+    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}}, settings)
     with Bench(specs) as bench:
         for key, text in enumerate(TEXTS):
             bench.submit(key, text, prompt="Spell: ")
         found = bench.wait()
-    wanted = RewardModel(judge).score(["Spell: "] * 5, TEXTS, 64)
+    wanted = RewardModel(judge_directory).score(["Spell: "] * 5, TEXTS, 64)
     assert [found[key].scores["reward_model"].value for key in range(5)] == pytest.approx(wanted, abs=1e-5)
     # Those of one batch were in one call.
     calls = [found[key].stages["reward_model"] for key in range(5)]
     assert [call == calls[0] for call in calls] == [True, True, True, False, False]
 
 
-def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_directory: Path, tmp_path: Path) -> None:
     def refuse(path: Path, message: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=message):
             resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(path), **options}})
 
     refuse(tmp_path / "nowhere", "is no Hugging Face model")
-    refuse(SPELLER, "holds LlamaForCausalLM, not a model with a sequence-classification head")
-    refuse(judge, "label = 1, the model has 1; highest: 0", label=1)
+    refuse(SHIPPED, "holds LlamaForCausalLM, not a model with a sequence-classification head")
+    refuse(judge_directory, "label = 1, the model has 1; highest: 0", label=1)
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((judge / name).read_bytes())
+        (tmp_path / name).write_bytes((judge_directory / name).read_bytes())
     refuse(tmp_path, "has no tokenizer")
-    config = json.loads((judge / "config.json").read_text())
+    config = json.loads((judge_directory / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    for name in judge.iterdir():
+    for name in judge_directory.iterdir():
         (tmp_path / name.name).write_bytes(name.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")

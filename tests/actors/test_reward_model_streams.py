@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -28,7 +26,6 @@ from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.score import Score
 
-SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 PLENTY = 1 << 30
 LONG = 512
 
@@ -72,12 +69,8 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
 
 
 @pytest.fixture(scope="module")
-def speller(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
-    directory = tmp_path_factory.mktemp("speller")
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_pretrained(SPELLER, num_labels=1).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(SPELLER).save_pretrained(directory)
-    return RewardModel(directory)
+def speller(judge_directory: Path) -> RewardModel:
+    return RewardModel(judge_directory)
 
 
 @given(data=st.data())

@@ -22,6 +22,7 @@ from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
+from tests.actors.torch_models import finished
 
 VOCABULARY, MAX_LENGTH = 300, 900
 SHAPES = {
@@ -74,12 +75,8 @@ def bits(completion: Completion) -> tuple[object, ...]:
 def alone(shape: str, dtype: torch.dtype) -> dict[RolloutKey, tuple[object, ...]]:
     """Every request by itself, its prompt computed at once."""
     engine = TorchEngine(make_model(shape, dtype), slots=1, max_length=MAX_LENGTH, batch_invariant=True)
-    done = {}
-    for request in make_requests():
-        engine.submit([request])
-        while engine.num_unfinished:
-            done.update({completion.key: bits(completion) for completion in engine.step()})
-    return done
+    done = [finished(engine, [request])[request.key] for request in make_requests()]
+    return {completion.key: bits(completion) for completion in done}
 
 
 def in_company(engine: TorchEngine, draw: random.Random, interrupts: bool) -> dict[RolloutKey, tuple[object, ...]]:
@@ -144,11 +141,7 @@ def test_a_long_completion_has_the_same_bits_in_any_company(shape: str) -> None:
         model = make_model(shape, torch.float32)
         sizes_of = {"slots": slots, "max_length": MAX_LENGTH, "prefill_tokens": prefill_tokens}
         engine = TorchEngine(model, **sizes_of, batch_invariant=True)
-        engine.submit(requests)
-        done = {}
-        while engine.num_unfinished:
-            done.update({completion.key: bits(completion) for completion in engine.step()})
-        found.append(done)
+        found.append({key: bits(completion) for key, completion in finished(engine, requests).items()})
     assert found[0] == found[1]
 
 
