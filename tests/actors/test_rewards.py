@@ -53,34 +53,25 @@ def test_open_keywords_get_every_field_and_column() -> None:
     assert Signature.of(takes_all).fields is None
 
 
-def test_coroutines_are_asked_the_same_way() -> None:
-    async def waits(completion: str) -> float:
-        await asyncio.sleep(0)
-        return float(completion)
-
-    assert ask(waits) == Answer(4.0)
-
-
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0)])
-def test_any_single_number_is_a_value(value: Any) -> None:
+def test_any_single_number_is_a_value_and_none_is_not_applicable(value: Any) -> None:
     assert ask(lambda completion: value) == Answer(1.0)
-
-
-def test_none_is_not_applicable() -> None:
     assert ask(lambda completion: None) == Answer(None)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -(10**19)])
-def test_a_number_that_is_not_finite_or_beyond_reason_is_a_failure(value: float) -> None:
-    answer = ask(lambda completion: value)
-    assert answer.value is None and answer.failure == f"returned {float(value)}; a score must be finite and within +-1e+18"
+ABSURD = (math.nan, math.inf, -math.inf, 1e308, -(10**19))
 
 
-@pytest.mark.parametrize("value", ["1.0", [1.0], {"score": 1}, np.ones(2)])
-def test_what_is_no_number_is_a_failure_that_says_what_it_was(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        *((value, f"returned {float(value)}; a score must be finite and within +-1e+18") for value in ABSURD),
+        *((value, f"returned {type(value).__name__} ") for value in ("1.0", [1.0], {"score": 1}, np.ones(2))),
+    ],
+)
+def test_what_is_no_number_or_beyond_reason_is_a_failure_that_says_what_it_was(value: Any, said: str) -> None:
     answer = ask(lambda completion: value)
-    assert answer.value is None
-    assert answer.failure is not None and answer.failure.startswith(f"returned {type(value).__name__} ")
+    assert answer.value is None and answer.failure is not None and answer.failure.startswith(said)
 
 
 def test_a_coroutine_from_a_plain_function_is_a_failure() -> None:
@@ -88,14 +79,6 @@ def test_a_coroutine_from_a_plain_function_is_a_failure() -> None:
         return 1.0
 
     assert "async def" in (ask(lambda completion: inner()).failure or "")
-
-
-def test_trl_functions_get_lists_and_their_list_is_unwrapped() -> None:
-    def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
-        assert prompts == ["2 + 2"] and kwargs["completion_ids"] == [[4, 0]] and kwargs["level"] == [3]
-        return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
-
-    assert ask(trl) == Answer(1.0)
 
 
 def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl_has() -> None:

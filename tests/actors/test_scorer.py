@@ -61,11 +61,8 @@ async def waits(completion, gate):
 
 def near(completion): return float(os.getpid())
 
-def quotes(completion, column): raise ValueError(column)
-
 def column(completion, column): return float(column["a"][1])
 """
-NAMES = ("together", "longest", "tokens", "waits", "near", "quotes", "column")
 CONFIG = ScoringConfig.model_validate({"placement": "process", "stages": {"near": {"placement": "actor"}}})
 
 
@@ -213,15 +210,6 @@ def test_what_an_actor_asked_that_is_gone_is_dropped(machine: Machine) -> None:
     found = machine.answers(left)
     assert all(found[key].scores["waits"].state == "value" for key in "cdef")
     assert [found[key].scores["together"].metrics["batch"] for key in "cdef"] == [4.0] * 4, "none of what was dropped"
-
-
-def test_a_failure_that_quotes_half_a_surrogate_pair_is_a_failure_like_any_other(machine: Machine) -> None:
-    machine.start("quotes")
-    pool = machine.pool("quotes")
-    for key in ("half \ud800", "whole"):
-        pool.submit(key, fields("x", column=key))
-    found = machine.answers(pool)
-    assert {scored.scores["quotes"].failure for scored in found.values()} == {f"ValueError: {key}" for key in found}
 
 
 def test_an_actor_that_was_taken_for_gone_and_is_not_asks_again(machine: Machine) -> None:

@@ -61,6 +61,18 @@ class Bench:
         begun = max((at for at, event in enumerate(events) if isinstance(event, Lost)), default=-1)
         return sum(isinstance(event, Observation) for event in events[begun + 1 :])
 
+    def opens(self, *keys: Any, **fields: Any) -> None:
+        """Begin these episodes, until each has said something."""
+        for key in keys:
+            self.begin(key, **fields)
+        self.until(lambda: all(self.events[key] for key in keys))
+
+    def fails(self, key: Any, **fields: Any) -> str:
+        """The reason for which it fails in its first step, though the others are not answered."""
+        self.begin(key, **fields)
+        self.until(lambda: self.ended(key) is not None, lambda of, turn: "" if of == key else None)
+        return self.failure(key)
+
     def heard(self, count: int) -> Callable[[], bool]:
         """Whether so many events came in all."""
         return lambda: sum(map(len, self.events.values())) >= count

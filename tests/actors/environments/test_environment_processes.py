@@ -88,8 +88,7 @@ def test_a_synchronous_step_that_hangs_is_failed_and_its_process_goes_when_the_o
     played.until(lambda: played.ended("hangs") is not None)
     assert played.failure("hangs") == "timed out after 4 s (timeout_s)"
     assert played.pool.counters.failed == {"timed out": 1}
-    played.begin("new")
-    played.until(lambda: len(played.events["new"]) == 1)
+    played.opens("new")
     assert pid_of(played, "new") != old.pid == pid_of(played, "other") and not has_ended(old)
     played.pool.reply("other", "")
     played.until(lambda: played.ended("other") is not None, lambda key, turn: "")
@@ -114,13 +113,10 @@ def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     played = bench("asynchronous", timeout_s=4.0)
-    played.begin("waits", act="wait", path=str(tmp_path / "log"))
-    played.begin("other")
-    played.until(lambda: played.ended("waits") is not None, lambda key, turn: "" if key == "waits" else None)
-    assert played.failure("waits") == "timed out after 4 s (timeout_s)"
+    played.opens("other")
+    assert played.fails("waits", act="wait", path=str(tmp_path / "log")) == "timed out after 4 s (timeout_s)"
     assert (tmp_path / "log").read_text() == "closed"
-    played.begin("new")
-    played.until(lambda: len(played.events["new"]) == 1)
+    played.opens("new")
     assert pid_of(played, "new") == pid_of(played, "other")
 
 
@@ -155,11 +151,8 @@ def test_a_step_that_cannot_go_on_fails_with_the_reason_and_its_process_goes_whe
     bench: Callable[..., Bench], name: str, act: str, settings: dict[str, Any], failure: str, goes_on: bool
 ) -> None:
     played = bench(name, **{"timeout_s": 4.0, **settings})
-    played.begin("bad", act=act)
-    played.until(lambda: played.ended("bad") is not None, lambda key, turn: "")
-    assert played.failure("bad") == failure
-    played.begin("new")
-    played.until(lambda: len(played.events["new"]) == 1)
+    assert played.fails("bad", act=act) == failure
+    played.opens("new")
     assert (pid_of(played, "new") == pid_of(played, "bad")) == goes_on
 
 
@@ -167,16 +160,11 @@ def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_ar
     bench: Callable[..., Bench],
 ) -> None:
     played = bench("synchronous")
-    played.begin("other")
-    played.until(played.heard(1))
-    played.begin("exits", act="exit")
-    played.until(
-        lambda: played.ended("exits") is not None and lost(played, "other") == 2,
-        lambda key, turn: "" if key == "exits" else None,
-    )
-    assert played.failure("exits") == (
+    played.opens("other")
+    assert played.fails("exits", act="exit") == (
         "its process ended twice while it was in a step: its worker process ended with exit code 7"
     )
+    played.until(lambda: lost(played, "other") == 2)
     assert lost(played, "exits") == 1
     assert played.pool.counters.failed == {"died": 1}
     played.until(lambda: isinstance(played.events["other"][-1], Observation))
@@ -196,18 +184,14 @@ def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone
     bench: Callable[..., Bench], act: str, reason: str
 ) -> None:
     played = bench("asynchronous", timeout_s=4.0)
-    played.begin("other")
-    played.until(played.heard(1))
-    played.begin("cause", act=act)
-    played.until(lambda: played.ended("cause") is not None, lambda key, turn: "" if key == "cause" else None)
-    assert played.failure("cause").startswith(reason) and lost(played, "cause") == 0
+    played.opens("other")
+    assert played.fails("cause", act=act).startswith(reason) and lost(played, "cause") == 0
     played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Observation))
 
 
 def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[..., Bench]) -> None:
     played = bench("asynchronous", workers=2)
-    for key in range(6):
-        played.begin(key)
+    played.opens(*range(6))
 
     def all_wait() -> bool:
         return all(isinstance(each, Observation) for events in played.events.values() for each in events[-1:] or [None])
@@ -226,8 +210,7 @@ def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[...
 
 def test_an_observation_of_an_episode_that_is_lost_before_it_is_polled_is_not_shown(bench: Callable[..., Bench]) -> None:
     played = bench("synchronous")
-    played.begin("a")
-    played.until(played.heard(1))
+    played.opens("a")
     played.pool.reply("a", "")
     inbox = played.pool._inbox
     wait_for(lambda: inbox.qsize() == 1, "the observation")
@@ -237,10 +220,8 @@ def test_an_observation_of_an_episode_that_is_lost_before_it_is_polled_is_not_sh
 
 
 def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    played, path = bench("synchronous", timeout_s=8.0), tmp_path / "pid"
-    played.begin("a", act="program", path=str(path))
-    played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
-    pid = int(path.read_text())
+    assert "timed out" in bench("synchronous", timeout_s=8.0).fails("a", act="program", path=str(tmp_path / "pid"))
+    pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: gone(pid), "the end of the program")
 
 
@@ -249,8 +230,7 @@ def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callabl
     played.begin("a", act="slow cleanup")
     played.until(lambda: played.ended("a") is not None, lambda key, turn: "")
     played.until(lambda: played.pool.counters.cleanups_failed == 1)
-    played.begin("b")
-    played.until(lambda: len(played.events["b"]) == 1)
+    played.opens("b")
     assert pid_of(played, "b") != pid_of(played, "a")
     assert played.ended("a") is not None and played.ended("a").reason == "scored"  # type: ignore[union-attr]
 
