@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import oracles
 import pytest
@@ -17,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.buffers.attention import Reach
-from async_rlhf.buffers.record import Group
+from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, attention_mask, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -111,20 +114,14 @@ def test_the_gradient_is_that_of_one_plain_forward_pass_per_completion(model: Pr
 
 
 @pytest.mark.parametrize(("micro_batch_tokens", "row_tokens"), [(1, 1), (30, 512), (8192, 10), (8192, 1)])
-def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path: Path, micro_batch_tokens: int, row_tokens: int) -> None:
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_and_ordered(
+    tmp_path: Path, micro_batch_tokens: int, row_tokens: int
+) -> None:
     whole = gradient(make_backend(tmp_path, make_model("llama")), GROUPS, ADVANTAGES)
-    cut = gradient(make_backend(tmp_path, make_model("llama"), micro_batch_tokens, row_tokens), GROUPS, ADVANTAGES)
-    assert_same_gradient(cut, whole)
-
-
-def test_the_gradient_does_not_depend_on_the_order_of_groups(tmp_path: Path) -> None:
-    order = list(range(len(GROUPS)))
-    random.Random(1).shuffle(order)
-    straight = gradient(make_backend(tmp_path, make_model("llama"), 40), GROUPS, ADVANTAGES)
-    mixed = gradient(
-        make_backend(tmp_path, make_model("llama"), 40), [GROUPS[i] for i in order], [ADVANTAGES[i] for i in order]
-    )
-    assert_same_gradient(mixed, straight)
+    mixed = list(zip(GROUPS, ADVANTAGES, strict=True))
+    random.Random(1).shuffle(mixed)
+    backend = make_backend(tmp_path, make_model("llama"), micro_batch_tokens, row_tokens)
+    assert_same_gradient(gradient(backend, [group for group, _ in mixed], [advantages for _, advantages in mixed]), whole)
 
 
 def test_a_member_without_an_advantage_leaves_no_trace_but_its_number() -> None:
@@ -149,11 +146,6 @@ def test_each_token_is_predicted_by_the_position_before_it() -> None:
     assert batch.version_N.tolist() == [0, 0, 0, 0]
 
 
-def test_siblings_start_at_the_same_position() -> None:
-    (batch,) = make_micro_batches(make_rows([make_group(0, [3, 4], prompt_length=2)], [[1.0, 1.0]], 512), Packing(8192))
-    assert batch.positions_RL.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
-
-
 def test_a_row_that_begins_anew_stands_beside_its_prompt_or_in_a_row_of_its_own() -> None:
     group = make_group(0, [6, 2], prompt_length=2, observed=[(2, 4)], anew=[0])
     p0, p1 = group.prompt_ids.tolist()
@@ -171,114 +163,84 @@ def test_a_row_that_begins_anew_stands_beside_its_prompt_or_in_a_row_of_its_own(
     assert alone.source_N.tolist() == [1, 2, 4, 5] and alone.member_N.tolist() == [0] * 4
 
 
-lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 # what is sampled, then what is read before it is gone on, and whether the row begins anew
 turns = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), max_size=3)
+# tokens of the first turn, the others, and the advantage
+members = st.tuples(st.integers(1, 6), st.just([]) | turns, st.none() | st.floats(-2, 2))
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+def episode(version: int, first: int, later: list[tuple[int, int, bool]]) -> Rollout:
+    spans: list[tuple[int | None, int]] = [(version, first)]
+    for sampled, read, _ in later:
+        spans += [(None, read), (version, sampled)]
+    whole = make_rollout(sum(count for _, count in spans), seed=version, spans=spans)
+    return begun_anew(whole, [at for at, (_, _, restarts) in enumerate(later) if restarts])
+
+
+def pasts(group: Group, rollout: Rollout) -> Iterator[tuple[int, list[int]]]:
+    """Of the record: each token that was sampled, and what stood before it since the row last began."""
+    past, ids = group.prompt_ids.tolist(), iter(rollout.completion_ids.tolist())
+    for span in rollout.spans:
+        past = [] if span.restarts else past
+        for token in islice(ids, span.num_tokens):
+            if span.version is not None:
+                yield token, past
+            past = [*past, token]
+
+
+@settings(max_examples=100)
 @given(
-    shape=st.lists(st.tuples(st.integers(1, 4), st.lists(turns, min_size=1, max_size=3)), min_size=1, max_size=3),
+    shape=st.lists(st.tuples(st.integers(1, 5), st.lists(members, min_size=1, max_size=5)), min_size=1, max_size=4),
     row_tokens=st.integers(1, 60),
     micro_batch_tokens=st.integers(1, 120),
     window=st.none() | st.integers(1, 6),
 )
-def test_every_token_sees_its_piece_alone_as_far_back_as_a_layer_reaches(
-    shape: list[tuple[int, list[list[tuple[int, int, bool]]]]], row_tokens: int, micro_batch_tokens: int, window: int | None
+def test_every_token_that_counts_is_there_once_and_sees_its_piece_alone_as_far_back_as_a_layer_reaches(
+    shape: list[tuple[int, list[Any]]], row_tokens: int, micro_batch_tokens: int, window: int | None
 ) -> None:
-    """By brute force: one key after the other, from the record."""
-    groups = []
-    for number, (prompt, members) in enumerate(shape):
-        rollouts = []
-        for made in members:
-            spans: list[tuple[int | None, int]] = [(0, 2)]
-            for sampled, read, _ in made:
-                spans += [(None, read), (0, sampled)]
-            whole = make_rollout(sum(count for _, count in spans), seed=number, spans=spans)
-            rollouts.append(begun_anew(whole, [at for at, (_, _, restarts) in enumerate(made) if restarts]))
-        groups.append(replace(make_group(number, [1], prompt_length=prompt), rollouts=tuple(rollouts)))
-    everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
-    rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups], row_tokens)
-    seen: list[int] = []
-    for batch in make_micro_batches(rows, Packing(micro_batch_tokens)):
-        num_rows, width = batch.ids_RL.shape
-        mask = attention_mask(batch.segments_RL, batch.positions_RL, Reach(window=window))
-        assert bool(mask.any(-1).all())
-        # without a mask of ours a query sees all before it
-        plain = torch.ones(width, width, dtype=torch.bool).tril().expand(num_rows, -1, -1)
-        for member in batch.member_N.unique_consecutive().tolist():
-            group, rollout = everyone[member]
-            seen.append(member)
-            own, number = batch.source_N[batch.member_N == member].tolist(), 0
-            past = group.prompt_ids.tolist()
-            ids, at = rollout.completion_ids.tolist(), 0
-            for span in rollout.spans:
-                past = [] if span.restarts else past
-                for token in ids[at : at + span.num_tokens]:
-                    if span.version is not None:
-                        row, query = divmod(own[number], width)
-                        keys = mask[row, query].nonzero()[:, 0]
-                        assert batch.ids_RL[row, keys].tolist() == (past if window is None else past[-window:])
-                        assert batch.positions_RL[row, query] == len(past) - 1
-                        if not batch.is_packed:
-                            assert batch.ids_RL[row, plain[row, query]].tolist() == past
-                        number += 1
-                    past = [*past, token]
-                at += span.num_tokens
-            assert number == rollout.num_tokens
-    assert sorted(seen) == list(range(len(everyone)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    shape=st.lists(st.tuples(st.integers(1, 5), lengths), min_size=1, max_size=4),
-    row_tokens=st.integers(1, 30),
-    micro_batch_tokens=st.integers(1, 80),
-    data=st.data(),
-)
-def test_every_token_that_counts_is_there_once_and_sees_its_prompt_and_its_own_past(
-    shape: list[tuple[int, list[int]]], row_tokens: int, micro_batch_tokens: int, data: st.DataObject
-) -> None:
-    groups = [make_group(n, sizes, prompt_length=prompt, version=n) for n, (prompt, sizes) in enumerate(shape)]
-    maybe = st.one_of(st.none(), st.floats(-2, 2))
-    advantages: Advantages = [[data.draw(maybe) for _ in group.rollouts] for group in groups]
-    rows = make_rows(groups, advantages, row_tokens)
-    assert all(len(row.members) == 1 or row.length <= row_tokens for row in rows)
+    groups = [
+        replace(make_group(n, [1], prompt_length=prompt), rollouts=tuple(episode(n, *each[:2]) for each in drawn))
+        for n, (prompt, drawn) in enumerate(shape)
+    ]
+    flat = [advantage for _, drawn in shape for *_, advantage in drawn]
+    rows = make_rows(groups, [[advantage for *_, advantage in drawn] for _, drawn in shape], row_tokens)
     batches = make_micro_batches(rows, Packing(micro_batch_tokens))
-    assert all(len(batch.ids_RL) == 1 or batch.ids_RL.numel() <= micro_batch_tokens for batch in batches)
     everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
-    flat = [advantage for values in advantages for advantage in values]
+    begins_anew = any(span.restarts for _, rollout in everyone for span in rollout.spans)
+    assert all(len(row.members) == 1 or row.length <= row_tokens for row in rows)
+    assert begins_anew or all(len(batch.ids_RL) == 1 or batch.ids_RL.numel() <= micro_batch_tokens for batch in batches)
     seen: list[int] = []
     for batch in batches:
         num_rows, width = batch.ids_RL.shape
         of_row: Counter[int] = Counter()
         assert batch.positions_RL.shape == batch.segments_RL.shape == (num_rows, width)
         assert len({len(tensor) for name, tensor in batch.tensors().items() if name.endswith("_N")}) == 1
-        for member in sorted(set(batch.member_N.tolist())):
+        mask = attention_mask(batch.segments_RL, batch.positions_RL, Reach(window=window))
+        assert bool(mask.any(-1).all())  # an empty softmax would be NaN, padding or not
+        for member in batch.member_N.unique_consecutive().tolist():
             seen.append(member)
             group, rollout = everyone[member]
             own = batch.member_N == member
             of_row[int(batch.source_N[own][0]) // width] += 1
-            assert batch.target_N[own].tolist() == rollout.completion_ids.tolist()
+            sampled = list(pasts(group, rollout))
+            assert batch.target_N[own].tolist() == [token for token, _ in sampled]
             assert batch.logp_behaviour_N[own].tolist() == rollout.logprobs.tolist()
             assert batch.version_N[own].tolist() == rollout.versions.tolist()
-            assert batch.advantage_N[own].tolist() == pytest.approx([flat[member]] * rollout.num_tokens)
-            past = group.prompt_ids.tolist()
-            for token, source in zip(rollout.completion_ids.tolist(), batch.source_N[own].tolist(), strict=True):
+            assert batch.advantage_N[own].tolist() == pytest.approx([flat[member]] * len(sampled))
+            for source, (_, past) in zip(batch.source_N[own].tolist(), sampled, strict=True):
                 row, query = divmod(source, width)
-                keys = attention_mask(batch.segments_RL, batch.positions_RL)[row, query].nonzero()[:, 0]
-                # exactly the prompt and what this completion said before, in order, at positions 0, 1, 2, ...
-                assert batch.ids_RL[row, keys].tolist() == past
-                assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))
+                keys = mask[row, query].nonzero()[:, 0]
+                # exactly what stood before it, in order, at positions 0, 1, 2, ...
+                assert batch.ids_RL[row, keys].tolist() == (past if window is None else past[-window:])
+                assert batch.positions_RL[row, keys].tolist() == list(range(len(past)))[-len(keys) :]
                 assert query == keys[-1]
-                past = [*past, token]
+                if not batch.is_packed:  # without a mask of ours a query sees all before it
+                    assert batch.ids_RL[row, : query + 1].tolist() == past
         # completions share all rows of it or none, so a mask has no more numbers than the settings say
-        assert {count > 1 for count in of_row.values()} == {batch.is_packed}
-        assert not batch.is_packed or num_rows * width**2 <= max(micro_batch_tokens, row_tokens) * row_tokens
+        assert {count > 1 for count in of_row.values()} == {batch.is_packed} or begins_anew
+        assert not batch.is_packed or begins_anew or num_rows * width**2 <= max(micro_batch_tokens, row_tokens) * row_tokens
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
-    assert all(
-        bool(attention_mask(batch.segments_RL, batch.positions_RL).any(-1).all()) for batch in batches
-    )  # an empty softmax would be NaN, padding or not
 
 
 @given(
