@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,22 +17,26 @@ import numpy as np
 import psutil
 import zmq
 
-from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import SocketLink
+from tests.buffers.hub.place import Actor, shout
 from tests.fuzz.mutants import FENCE, MAX_FRAME_BYTES, at_the_bounds, mutants
 
 _STRANGERS = 4
 _DEADLINE_S = 60.0
 _LAST = 1 << 40  # number of the question that a stranger ends with
-_GREETINGS = (b"", b"\x01\x00", b"\x01\x00\x05\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL")
+_GREETINGS = (
+    b"",
+    b"\x01\x00",
+    b"\x01\x00\x05\x00",
+    *(b"\xff" + bytes(8) + rest for rest in (b"\x7f\x03\x00NULL", b"\x7f\x01\x05")),
+)
 _BOUND = Bound(groups_per_batch=1, max_staleness=1, num_groups=1 << 40)
 
 
@@ -66,10 +68,11 @@ def run(num_frames: int, seed: int, progress: Callable[[int], None] = lambda sen
                     answers += strangers.send(frames)
                     if sent == num_frames // 10:
                         before = hub.memory_info().rss
+                    if sent % 100 == 0:
+                        strangers.shout()
                     if sent % 1000 == 0:
                         assert process.is_alive(), f"the hub died within the {sent} frames before"
                         honest.check()
-                        strangers.shout()
                         progress(sent)
                 strangers.finish()
                 after = hub.memory_info().rss
@@ -97,7 +100,7 @@ class _Strangers:
     """A few connections that send in turn and read what comes back."""
 
     def __init__(self, address: str, seed: int) -> None:
-        self._path, self._rng = address.removeprefix("ipc://"), Random(seed)
+        self._address, self._rng = address, Random(seed)
         self._context = zmq.Context()
         self._sockets = [self._context.socket(zmq.DEALER) for _ in range(_STRANGERS)]
         for each in self._sockets:
@@ -113,13 +116,7 @@ class _Strangers:
 
     def shout(self) -> None:
         """Bytes that are no ZeroMQ, or one of long ago."""
-        with socket.socket(socket.AF_UNIX) as raw, suppress(OSError):
-            raw.settimeout(_DEADLINE_S)
-            raw.connect(self._path)
-            raw.sendall(self._rng.choice(_GREETINGS) + self._rng.randbytes(self._rng.choice((4, 60, 3000))))
-            raw.shutdown(socket.SHUT_WR)
-            while raw.recv(4096):
-                pass
+        shout(self._address, self._rng.choice(_GREETINGS) + self._rng.randbytes(self._rng.choice((1, 4, 60, 3000))))
 
     def finish(self) -> None:
         """Returns when the hub has taken in all: it answers a connection in order."""
@@ -147,7 +144,7 @@ class Honest:
     """An actor and a learner, a thread each: every group must come back as it was made, once, in order."""
 
     def __init__(self, address: str) -> None:
-        self._address, self._ending = address, threading.Event()
+        self.address, self.connect, self._ending = address, SocketLink, threading.Event()
         self._failed: BaseException | None = None
         self._threads = [threading.Thread(target=self._guard, args=(role,)) for role in (self._act, self._learn)]
         self.steps = 0
@@ -182,20 +179,15 @@ class Honest:
             self._failed = error
 
     def _act(self) -> None:
-        client = ActorClient(self._address, "honest", beat_s=0.2, timeout_s=_DEADLINE_S)
-        fence, version, holding = 0, -1, dict[int, int]()
+        actor = Actor(self, "honest", 4, beat_s=0.2)
         while not self._ending.is_set():
-            client.poll(ActorState(4, fence, version, tuple(holding.items())), wire.Telemetry(), timeout_s=0.02)
-            if (weights := client.weights()) is not None:
-                fence, version = weights.fence, weights.version
-                client.beat(ActorState(4, fence, version, tuple(holding.items())), wire.Telemetry())
-            for credit in client.credits():
-                client.put(_a_group(credit.number, credit.attempt, version))
-            assert not client.refused, f"an honest put was refused: {client.refused}"
-        client.close()
+            actor.look()
+            actor.put(*actor.begun)
+            assert not actor.client.refused, f"an honest put was refused: {actor.client.refused}"
+        actor.close()
 
     def _learn(self) -> None:
-        learner = LearnerClient(self._address, timeout_s=_DEADLINE_S)
+        learner = LearnerClient(self.address, timeout_s=_DEADLINE_S)
         for _ in range(FENCE):
             learner.register(0, 0)
         assert learner.fence == FENCE
@@ -204,11 +196,9 @@ class Honest:
             batch = learner.take(self.steps)
             assert not isinstance(batch, str), batch
             (group,) = batch.groups
-            made = _a_group(self.steps, group.attempt, group.newest_version)
-            assert (
-                group.number == self.steps
-                and group.rollouts[0].completion_ids.tolist() == made.rollouts[0].completion_ids.tolist()
-            )
+            assert group.number == self.steps
+            for rollout in group.rollouts:
+                assert rollout.completion_ids.tolist() == [self.steps, group.newest_version, 7]
             learner.trained(self.steps)
             self.steps += 1
             learner.publish(self.steps, _weights(self.steps))
@@ -218,8 +208,3 @@ class Honest:
 
 def _weights(version: int) -> dict[str, RawTensor]:
     return {"w": RawTensor("int32", (1,), np.array([version], "<i4").tobytes())}
-
-
-def _a_group(number: int, attempt: int, version: int) -> Group:
-    ids, logprobs = np.array([number % 1000, 5], np.int32), np.array([-0.5, -1.0], np.float32)
-    return Group(number, attempt, np.array([1], np.int32), (Rollout(ids, logprobs, (Span(version, 2),), "stop"),), Sampling())

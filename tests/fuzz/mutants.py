@@ -16,9 +16,7 @@ import numpy as np
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.buffers.score import Score
+from tests.buffers.hub.place import a_group
 
 MAX_FRAME_BYTES = 1 << 20
 FENCE = 2
@@ -43,20 +41,8 @@ _VALUES = (
     {"a": 1},
 )
 _ABSURD = (
-    (1 << 63) - 1,
-    (1 << 64) - 1,
-    (1 << 31) - 1,
-    1 << 31,
-    -(1 << 31) - 1,
-    1e308,
-    -1e308,
-    5e-324,
-    1e18,
-    2.0,
-    "1" * 30,
-    "-1",
-    "nan",
-    False,
+    *((1 << 63) - 1, (1 << 64) - 1, (1 << 31) - 1, 1 << 31, -(1 << 31) - 1),
+    *(1e308, -1e308, 5e-324, 1e18, 2.0, "1" * 30, "-1", "nan", False),
 )
 """Valid in form, absurd in size, or of a type that a careless reader takes for another."""
 _DEPTHS = (5, 40, 500, 1000)
@@ -65,12 +51,10 @@ _ORDERS = (wire.Register, wire.Halt, wire.Drain, wire.Gone, wire.Quarantine)
 
 
 def a_put(number: int) -> wire.Frames:
-    ids, logprobs = np.array([3, 5, 7], np.int32), np.array([-0.5, -1.5, -2.5], np.float32)
-    plain = Rollout(ids, logprobs, (Span(0, 3),), "stop", {"right": Score(1.0)}, "text")
-    rollouts = (plain, replace(plain, reference=logprobs))
-    header, arrays = packing.pack_group(
-        Group(number, 0, np.array([1, 2], np.int32), rollouts, Sampling(), "stranger", "p", {"a": [1]})
-    )
+    group = a_group(0, 0, 0, "stranger")
+    plain = group.rollouts[0]
+    changed = replace(group, number=number, rollouts=(plain, replace(plain, reference=plain.logprobs)))
+    header, arrays = packing.pack_group(changed)
     return wire.encode(wire.Put(group=header), arrays, 5)
 
 

@@ -136,16 +136,8 @@ class HubRole:
 
     def feed(self, name: str, first: int, num_rows: int) -> None:
         """A producer's file comes into the spool, whole and durable, with the rows of these numbers."""
-        fuse, full = self.disk.fuse, self.disk.full
-        self.disk.fuse, self.disk.full = None, False
-        temporary = SPOOL / f".{name}"
-        file = self.disk.create(temporary)
         rows = (json.dumps({"prompt": "p", "n": number}) + "\n" for number in range(first, first + num_rows))
-        file.write("".join(rows).encode())
-        self.disk.sync(file)
-        self.disk.replace(temporary, SPOOL / name)
-        self.disk.sync_path(SPOOL)
-        self.disk.fuse, self.disk.full = fuse, full
+        self.disk.deposit(SPOOL / name, "".join(rows).encode())
 
     def stand_still(self, seconds: float) -> None:
         self._stands_until = self.world.now + seconds

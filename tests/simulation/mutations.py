@@ -250,22 +250,23 @@ def go_on_while_a_version_may_be_lost() -> AbstractContextManager[Any]:
     return patch.object(LearnerRole, "_publish", lambda self, *, whole: honest(self, whole=whole and not self._registered))
 
 
-MUTATIONS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
-    skip_an_fsync,
-    forget_a_dedup,
-    count_staleness_at_completion,
-    free_a_slot_at_take,
-    commit_a_label_before_the_load,
-    ignore_the_fence,
-    serve_another_set_under_the_name,
-    write_what_others_map,
-    forget_what_was_filtered,
-    give_up_what_was_trained,
-    count_silence,
-    let_two_hold_a_name,
-    wait_for_a_stuck_actor,
-    call_a_missing_page_damage,
-    blame_the_first_of_the_batch,
-    finish_a_step_before_the_weights_are_there,
-    go_on_while_a_version_may_be_lost,
-)
+MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
+    skip_an_fsync: {"lost", "restart", "refused"},
+    forget_a_dedup: {"ledger", "memory", "twice"},
+    count_staleness_at_completion: {"bound"},
+    free_a_slot_at_take: {"memory"},
+    commit_a_label_before_the_load: {"truth", "crash"},  # before its first weights an engine has no tokens to give
+    ignore_the_fence: {"refused", "twice", "ledger", "replay"},
+    serve_another_set_under_the_name: {"truth"},
+    write_what_others_map: {"truth", "crash", "refused"},
+    forget_what_was_filtered: {"lost"},
+    give_up_what_was_trained: {"refused", "lost"},
+    count_silence: {"guilt"},
+    let_two_hold_a_name: {"guilt"},
+    wait_for_a_stuck_actor: {"progress"},
+    call_a_missing_page_damage: {"restart"},
+    blame_the_first_of_the_batch: {"guilt"},
+    finish_a_step_before_the_weights_are_there: {"refused"},
+    go_on_while_a_version_may_be_lost: {"progress"},
+}
+"""With the rules that each may break."""

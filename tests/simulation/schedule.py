@@ -26,27 +26,10 @@ from tests.simulation.world import ViolationError, World
 PATIENCE_S = 120.0
 """Virtual seconds a run may go on after the last fault."""
 _KINDS = (
-    "hub",
-    "hub",
-    "hub",
-    "learner",
-    "learner",
-    "zombie",
-    "zombie",
-    "actor",
-    "actor",
-    "cut",
-    "cut",
-    "freeze",
-    "full",
-    "slow",
-    "still",
-    "load",
-    "stuck",
-    "double",
-    "publication",
-    "publication",
+    *("hub", "hub", "hub", "learner", "learner", "zombie", "zombie", "actor", "actor", "cut", "cut"),
+    *("freeze", "full", "slow", "still", "load", "stuck", "double", "publication", "publication"),
 )
+"""Each as often as it is named."""
 
 
 @dataclass(frozen=True)
@@ -203,17 +186,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     violation = None
     with patch.object(weights, "CHUNK_BYTES", 60), machine.planted(), quiet_logs():
         try:
-            world.after(0, "hub starts", hub.start)
+            begin(world, hub, actors, shape.fed, shape.fed[-1][0] if shape.fed else None)
             if shape.relayed:
                 world.after(0, "relay starts", relay.start)
-            for actor in actors:
-                world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
-            first = 0
-            for number, (at, rows) in enumerate(shape.fed):
-                world.after(at, f"{rows} prompts", partial(hub.feed, f"{number:03d}.jsonl", first, rows))
-                first += rows
-            if shape.fed:
-                world.after(shape.fed[-1][0], "the last prompts", partial(hub.feed, END, 0, 0))
             for fault in planned:
                 world.after(fault.at, f"FAULT {fault}", partial(_strike, fault, world, hub, relay, actors, learner))
             if shape.wild:
@@ -225,6 +200,21 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     state = hub.exchange.status() if hub.exchange is not None else {}
     places = tuple(hub.places) if shape.chosen and violation is None else ()
     return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest(), places)
+
+
+def begin(
+    world: World, hub: HubRole, actors: Sequence[ActorRole], files: Sequence[tuple[float, int]], end_at: float | None
+) -> None:
+    """All start, and files with so many rows come into the spool, which ends then, if it does."""
+    world.after(0, "hub starts", hub.start)
+    for actor in actors:
+        world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
+    first = 0
+    for number, (at, rows) in enumerate(files):
+        world.after(at, f"{rows} prompts", partial(hub.feed, f"{number:03d}.jsonl", first, rows))
+        first += rows
+    if end_at is not None:
+        world.after(end_at, "the last prompts", partial(hub.feed, END, 0, 0))
 
 
 @contextmanager

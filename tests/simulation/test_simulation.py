@@ -8,37 +8,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.simulation import mutations, schedule, sweep
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = 1000
-# Found only after hundreds of schedules.
-LATE = {"call_a_missing_page_damage", "go_on_while_a_version_may_be_lost"}
 REST = pytest.mark.rest
-FOUND_BY = {
-    "skip_an_fsync": {"lost", "restart", "refused"},
-    "forget_a_dedup": {"ledger", "memory", "twice"},
-    "count_staleness_at_completion": {"bound"},
-    "free_a_slot_at_take": {"memory"},
-    "commit_a_label_before_the_load": {"truth", "crash"},  # before its first weights an engine has no tokens to give
-    "ignore_the_fence": {"refused", "twice", "ledger", "replay"},
-    "forget_what_was_filtered": {"lost"},
-    "give_up_what_was_trained": {"refused", "lost"},
-    "count_silence": {"guilt"},
-    "let_two_hold_a_name": {"guilt"},
-    "wait_for_a_stuck_actor": {"progress"},
-    "call_a_missing_page_damage": {"restart"},
-    "blame_the_first_of_the_batch": {"guilt"},
-    "serve_another_set_under_the_name": {"truth"},
-    "finish_a_step_before_the_weights_are_there": {"refused"},
-    "go_on_while_a_version_may_be_lost": {"progress"},
-    "write_what_others_map": {"truth", "crash", "refused"},
-}
+# Found only after hundreds of schedules.
+LATE = {mutations.call_a_missing_page_damage, mutations.go_on_while_a_version_may_be_lost}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +32,7 @@ def test_no_schedule_breaks_a_rule(seeds: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    [pytest.param(plant, marks=REST if plant.__name__ in LATE else ()) for plant in mutations.MUTATIONS],
+    [pytest.param(plant, marks=REST if plant in LATE else ()) for plant in mutations.MUTATIONS],
     ids=lambda plant: plant.__name__,
 )
 def test_a_planted_defect_is_found_within_a_thousand_schedules(plant: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -60,7 +40,7 @@ def test_a_planted_defect_is_found_within_a_thousand_schedules(plant: Callable[[
         with plant():
             result = schedule.run(seed)
         if result.violation is not None:
-            assert result.violation.rule in FOUND_BY[plant.__name__], result.violation
+            assert result.violation.rule in mutations.MUTATIONS[plant], result.violation
             return
     pytest.fail(f"{plant.__name__} broke no rule in {BLOCK} schedules")
 

@@ -26,7 +26,6 @@ from async_rlhf.buffers.hub import sessions
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group
-from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.stages import unpack
 from async_rlhf.buffers.weights import weight_set
 from tests.simulation.actor_role import ActorRole
@@ -34,7 +33,7 @@ from tests.simulation.hub_role import HubRole, Pace
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
 from tests.simulation.memory import Machine
-from tests.simulation.schedule import PATIENCE_S, quiet_logs
+from tests.simulation.schedule import PATIENCE_S, begin, quiet_logs
 from tests.simulation.world import ViolationError, World
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -112,14 +111,7 @@ def run(seed: int, *, kills: int, days: int = DAYS) -> Weeks:
     violation = None
     with planted(world, wall), machine.planted(), quiet_logs():
         try:
-            world.after(0, "hub starts", hub.start)
-            for actor in actors:
-                world.after(world.rng.uniform(0, 0.1), f"{actor.name} starts", actor.start)
-            first = 0
-            for number, (at, count) in enumerate(zip(files, rows, strict=True)):
-                world.after(at, f"{count} prompts", partial(hub.feed, f"{number:03d}.jsonl", first, count))
-                first += count
-            world.after(whole_s, "the last prompts", partial(hub.feed, END, 0, 0))
+            begin(world, hub, actors, list(zip(files, rows, strict=True)), whole_s)
             for kind, at in sorted(plan, key=lambda fault: fault[1]):
                 world.after(at, f"FAULT {kind}", partial(faults.strike, kind, rng.random(), rng.randrange(ACTORS)))
             world.after(PACE.tick_s, "look", looks.look)

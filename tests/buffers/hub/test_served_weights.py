@@ -1,4 +1,4 @@
-"""Weight sets that are damaged, superseded or gone while actors fetch them."""
+"""Weight sets that are damaged or superseded while actors fetch them, some of which have slow links."""
 
 from __future__ import annotations
 
@@ -100,3 +100,32 @@ def test_in_exact_mode_older_versions_are_served_again_after_a_restart(place: Ca
         assert [group.oldest_version for group in batch.groups] == [number - 1]
         learner.trained(number)
         learner.publish(number + 1, tensors(number + 1))
+
+
+def test_a_slow_actor_is_told_of_a_newer_set_only_when_the_one_it_fetches_can_earn_nothing_more(
+    place: Callable[..., Place],
+) -> None:
+    hub = place(Bound(groups_per_batch=1, max_staleness=4, num_groups=40))
+    fast, slow, learner = hub.actor("fast", capacity=1), hub.stranger("slow"), hub.learner(publishes=False)
+    told: list[int] = []
+
+    def listen() -> bool:
+        while (received := slow.receive(0.0)) is not None:
+            if isinstance(received[1], wire.Adopt):
+                told.append(received[1].version)
+        return bool(told)
+
+    hello = wire.Hello(actor="slow", life="1", capacity=1, fence=0, version=-1)
+    assert isinstance(slow.ask(hello, timeout_s=DEADLINE_S)[0], wire.Welcome)
+    learner.publish(0, tensors(0))
+    for step in range(12):
+        until(listen, fast)
+        fast.makes(step)
+        assert train(learner, step) == [step]
+        slow.send(wire.Beat(capacity=1, fence=0, version=-1))
+        asked = wire.Fetch(fence=learner.fence, version=told[-1])
+        if told[-1] >= step - 1:  # within the bound of what is begun next
+            assert isinstance(slow.ask(asked, timeout_s=DEADLINE_S)[0], wire.Manifest), "the set is still there"
+    listen()
+    assert told == sorted(set(told)) and told[0] == 0
+    assert 2 <= len(told) <= 5, f"of 12 versions it was told of {told}"
