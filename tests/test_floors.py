@@ -45,7 +45,7 @@ ROOMS = {
     ),
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/step/deepspeed_machine.py",),
-    "ray": ("async_rlhf/launch/ray.py", "experiments/staleness/on_ray.py", "experiments/throughput/launchers.py"),
+    "ray": ("async_rlhf/launch/ray.py", "experiments/staleness/on_ray.py"),
     "reasoning_gym": ("actors/gym_tasks.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pyarrow": ("actors/data/files.py",),
