@@ -41,7 +41,7 @@ def assert_no_orphans(family: list[psutil.Process]) -> None:
     assert not alive, f"orphans: {alive}"
 
 
-def test_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
+def test_fork_server_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     num_steps = 150
@@ -50,7 +50,7 @@ def test_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
     )
     started = command(*arguments)
     run = tmp_path / "runs" / "quick"
-    for role, at in (("actor", 3), ("hub", 12), ("learner", 24)):
+    for role, at in (("fork_server", 1), ("actor", 3), ("hub", 12), ("learner", 24)):
         wait_for(lambda at=at: steps(run) >= at, f"step {at}")
         victim = started.child(role)
         victim.kill()
