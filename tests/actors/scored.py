@@ -19,10 +19,14 @@ class Bench:
     """Submits completions to a pool and waits for their scores; fails after five minutes."""
 
     def __init__(
-        self, specs: Sequence[RewardSpec], by_source: Mapping[str, Collection[str]] | None = None, **settings: Any
+        self,
+        specs: Sequence[RewardSpec],
+        by_source: Mapping[str, Collection[str]] | None = None,
+        scorer: str = "",
+        **settings: Any,
     ) -> None:
         self._answered = threading.Event()
-        self.pool = ScoringPool[Any](specs, ScoringConfig(**settings), self._answered.set, by_source=by_source)
+        self.pool = ScoringPool[Any](specs, ScoringConfig(**settings), self._answered.set, scorer, by_source)
 
     def __enter__(self) -> Bench:
         return self

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, load
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+from async_rlhf.buffers.score import Score
 
 COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
 
@@ -97,3 +98,13 @@ class Bench:
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def walk(spec: EnvironmentSpec, *texts: str, **row: Any) -> tuple[list[Any], Score]:
+    """What an environment says to a row and to these turns, without any pool, and its score."""
+    episode = load(spec)(seed=1, **row)
+    sends = episode.asend if spec.kind == "async" else episode.send
+    said = [await sends(text) if spec.kind == "async" else sends(text) for text in (None, *texts)]
+    *read, score = said
+    assert isinstance(score, Score)
+    return read, score

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
+from async_rlhf.actors.environments import EnvironmentSpec, resolve
 from async_rlhf.actors.environments.pool import Ended
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.environments.tool_calls import read_turn
@@ -22,7 +22,7 @@ from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.playing import environment_of
 from async_rlhf.run.preflight import preflight
-from tests.actors.environments.played import Bench, call
+from tests.actors.environments.played import Bench, call, walk
 from tests.actors.environments.test_environment_rendering import CHATML, SHOWS_TOOLS, tokenizer
 
 SOURCE = '''
@@ -109,6 +109,7 @@ SCRIPT = (
     "it is done",
 )
 QUESTION = [{"role": "user", "content": "Count."}]
+ROW = {"prompt": QUESTION, "answer": "3"}
 
 
 @pytest.fixture
@@ -121,24 +122,11 @@ def spec_of(folder: Path, name: str, **options: Any) -> EnvironmentSpec:
     return resolve(f"trl:tasks.py:{name}", folder, {"answer"}, options)
 
 
-async def played(spec: EnvironmentSpec, *texts: str, prompt: Any = QUESTION, answer: str = "3") -> tuple[list[Any], Score]:
-    """What the environment said, and its score."""
-    made = load(spec)(prompt=prompt, seed=1, answer=answer)
-    sends = made.asend if spec.kind == "async" else made.send
-    said = []
-    for text in (None, *texts):
-        step = sends(text)
-        said.append(await step if spec.kind == "async" else step)
-    *read, score = said
-    assert isinstance(score, Score)
-    return read, score
-
-
 async def test_an_environment_of_trl_is_played_with_its_tools_and_scored_by_itself(folder: Path) -> None:
     spec = spec_of(folder, "Counter")
     assert (spec.name, spec.kind, spec.required) == ("Counter", "async", ("answer",))
     assert [tool["function"]["name"] for tool in spec.tools] == ["add", "wait"]
-    read, score = await played(spec, *SCRIPT)
+    read, score = await walk(spec, *SCRIPT, **ROW)
     assert read[0] == [{"role": "user", "content": "Count. Reach 3."}]
     assert [message["content"] for message in read[1]] == ["count 1", "count 3", "waited"]
     assert read[2] == [
@@ -162,7 +150,7 @@ async def test_its_loop_gives_the_same_messages_and_tokens(folder: Path) -> None
 
     spec = spec_of(folder, "Counter")
     renderer = Renderer(model, chat=True, tools=spec.tools, render="by_message")
-    read, _ = await played(spec, *SCRIPT)
+    read, _ = await walk(spec, *SCRIPT, **ROW)
     ids = [*renderer.prompt(read[0]).ids]
     for turn, observed in zip(turns, [*read[1:], []], strict=True):
         ids += turn + (renderer.observation(read[0], observed, turn).ids if observed else [])
@@ -200,7 +188,9 @@ async def test_its_loop_gives_the_same_messages_and_tokens(folder: Path) -> None
 
 
 async def test_a_call_that_cannot_be_parsed_ends_the_episode_and_is_counted(folder: Path) -> None:
-    _, score = await played(spec_of(folder, "Counter"), '<tool_call>{"name": "add", "arguments"</tool_call>', answer="0")
+    _, score = await walk(
+        spec_of(folder, "Counter"), '<tool_call>{"name": "add", "arguments"</tool_call>', prompt=QUESTION, answer="0"
+    )
     assert score == Score(1.0, metrics={"tool_calls": 0, "tool_failures": 0, "unparsed_turns": 1})
 
 
@@ -211,14 +201,14 @@ async def test_a_model_may_write_its_calls_in_another_form(folder: Path) -> None
         "content": {"close": "[stop]", "content": "text"},
     }
     spec = spec_of(folder, "TOOLS", response_template={"start_anchor": "[model]", "fields": fields})
-    read, _ = await played(spec, 'so: [call]{"name": "double", "arguments": {"a": 21}}[end]', "42")
+    read, _ = await walk(spec, 'so: [call]{"name": "double", "arguments": {"a": 21}}[end]', "42", **ROW)
     assert read[1][0]["content"] == "42"
 
 
 async def test_rewards_beside_it_get_the_environment(folder: Path) -> None:
     spec = spec_of(folder, "Silent", rewards=["moved"])
     assert spec.kind == "sync" and spec.required == ("answer",)
-    read, score = await played(spec, call("move", where="north") + call("look"), "there", prompt="Walk.", answer="north")
+    read, score = await walk(spec, call("move", where="north") + call("look"), "there", prompt="Walk.", answer="north")
     assert [[(message["role"], message["content"]) for message in each] for each in read] == [
         [("user", "Walk.")],
         [("tool", "north"), ("tool", "environment 1")],
@@ -232,7 +222,7 @@ def test_a_function_may_make_the_environments(folder: Path) -> None:
 
 
 async def test_without_a_reward_of_its_own_it_leaves_the_judgement_to_others(folder: Path) -> None:
-    read, score = await played(spec_of(folder, "TOOLS"), call("double", a=4), "8")
+    read, score = await walk(spec_of(folder, "TOOLS"), call("double", a=4), "8", **ROW)
     assert read[1] == [{"role": "tool", "name": "double", "content": "8"}]
     assert score == Score(metrics={"tool_calls": 1, "tool_failures": 0, "unparsed_turns": 0})
 

@@ -14,8 +14,8 @@ from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
+from tests.actors.environments.played import call, walk
 
 with warnings.catch_warnings(action="ignore"):
     pytest.importorskip("verifiers")
@@ -96,18 +96,6 @@ def rows_of(folder: Path, env: Any) -> list[dict[str, Any]]:
     ]
 
 
-async def played(spec: EnvironmentSpec, row: dict[str, Any], *texts: str) -> tuple[list[Any], Score]:
-    """What the environment said, and its score."""
-    made = load(spec)(**row, seed=1)
-    *read, score = [await made.asend(text) for text in (None, *texts)]
-    assert isinstance(score, Score)
-    return read, score
-
-
-def call(**arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': 'multiply', 'arguments': arguments})}</tool_call>"
-
-
 def response(text: str) -> Any:
     """As a server with a tool parser gives it."""
     content, *found = text.split("<tool_call>")
@@ -131,7 +119,11 @@ def said(messages: list[Any]) -> list[tuple[str, str]]:
 
 
 SCRIPTS = {
-    "tools": [call(a=6, b=7) + call(a="x"), '<tool_call>{"name": "divide"}</tool_call>', "<think>so</think>42"],
+    "tools": [
+        call("multiply", a=6, b=7) + call("multiply", a="x"),
+        '<tool_call>{"name": "divide"}</tool_call>',
+        "<think>so</think>42",
+    ],
     "guess": ["1", "41", "42"],
     "single": ["42"],
 }
@@ -150,7 +142,7 @@ async def test_an_environment_says_and_scores_what_it_does_in_its_own_rollout(fo
     env.get_model_response = get_model_response
     state = await env.rollout(env.get_dataset()[0], None, "", {})
     await env.rubric.score_rollout(state, score_sem=contextlib.nullcontext())
-    read, score = await played(spec, row, *script)
+    read, score = await walk(spec, *script, **row)
     assert read[0] == state["prompt"] and score.value == state["reward"] != 0
     assert {name: value for name, value in score.metrics.items() if name != "unparsed_turns"} == state["metrics"]
     theirs = [message for message in said(state["completion"]) if message[0] != "assistant"]
@@ -161,13 +153,13 @@ async def test_its_limit_of_turns_is_kept_and_its_options_are_given(folder: Path
     spec = spec_of(folder, "tools", max_turns=2)
     assert (spec.name, spec.max_turns, spec.kind) == ("tasks", 2, "async")
     assert [tool["function"]["name"] for tool in spec.tools] == ["multiply"]
-    _, score = await played(spec, {"prompt": "?", "answer": "4"}, call(a=2, b=2), call(a=1, b=4))
+    _, score = await walk(spec, call("multiply", a=2, b=2), call("multiply", a=1, b=4), prompt="?", answer="4")
     assert score.value == pytest.approx(0.2) and score.metrics["num_turns"] == 2
 
 
 async def test_its_last_word_and_an_early_end_run_its_cleanup_once(folder: Path) -> None:
     spec = spec_of(folder, "guess")
-    read, score = await played(spec, {"prompt": "?", "answer": "4"}, "give up")
+    read, score = await walk(spec, "give up", prompt="?", answer="4")
     assert len(read) == 1 and score.value == 0.5
     made = load(spec)(prompt="?", answer="4", seed=1)
     await made.asend(None)
