@@ -35,6 +35,13 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[.
         yield make
 
 
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """With the test file's SOURCE as `tasks.py`."""
+    (tmp_path / "tasks.py").write_text(request.module.SOURCE)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def judge_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model with a random head of one number."""

@@ -24,6 +24,14 @@ def make_request(number: int, *context: int) -> Request:
     return Request(RolloutKey(number, 0, 0), PROMPT, 8, Sampling(), number, context=context, hold=True)
 
 
+def planned(slots: int, *numbers: int) -> Scheduler:
+    """These requests came together, and as many as there are slots run."""
+    scheduler = Scheduler(slots)
+    scheduler.submit([make_request(number) for number in numbers])
+    scheduler.plan(version=0)
+    return scheduler
+
+
 def hold_one(scheduler: Scheduler, row: int, token: int, room: int = 100) -> None:
     """The row ended with one token; its cache are its tokens but this one."""
     scheduler.hold(row, [token], scheduler.request(row).prefix_ids, room)
@@ -35,9 +43,7 @@ def groups(scheduler: Scheduler, version: int = 0) -> list[int]:
 
 
 def test_a_continuation_gets_its_cache_back_and_only_what_is_new_is_computed() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(0)])
-    scheduler.plan(version=0)
+    scheduler = planned(2, 0)
     hold_one(scheduler, 0, token=7)
     assert scheduler.num_unfinished == 0
     scheduler.submit([make_request(0, 7, 8, 9)])
@@ -47,9 +53,7 @@ def test_a_continuation_gets_its_cache_back_and_only_what_is_new_is_computed() -
 
 
 def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> None:
-    scheduler = Scheduler(3)
-    scheduler.submit([make_request(number) for number in range(3)])
-    scheduler.plan(version=0)
+    scheduler = planned(3, 0, 1, 2)
     for row in range(3):
         hold_one(scheduler, row, token=7, room=6)
     scheduler.submit([make_request(9)])
@@ -66,9 +70,7 @@ def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> N
 
 
 def test_siblings_whose_caches_are_gone_compute_their_prompt_once() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(number) for number in range(2)])
-    scheduler.plan(version=0)
+    scheduler = planned(2, 0, 1)
     for row in range(2):
         hold_one(scheduler, row, token=7)
     scheduler.release_caches()
@@ -79,9 +81,7 @@ def test_siblings_whose_caches_are_gone_compute_their_prompt_once() -> None:
 
 
 def test_a_sibling_of_the_same_weights_copies_its_prompt_from_a_continuation() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(0), make_request(1), make_request(2)])
-    scheduler.plan(version=0)
+    scheduler = planned(2, 0, 1, 2)
     hold_one(scheduler, 0, token=7)
     scheduler.submit([make_request(0, 7)])
     assert groups(scheduler) == [0]
@@ -90,9 +90,7 @@ def test_a_sibling_of_the_same_weights_copies_its_prompt_from_a_continuation() -
 
 
 def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(0), make_request(1)])
-    scheduler.plan(version=0)
+    scheduler = planned(2, 0, 1)
     hold_one(scheduler, 0, token=7)
     scheduler.suspend([(1, Progress(np.array([7], np.int32), np.zeros(1, np.float32), (Span(0, 1),)))])
     scheduler.submit([make_request(0, 7)])

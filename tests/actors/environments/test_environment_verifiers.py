@@ -78,12 +78,6 @@ def broken(): raise OSError("no licence")
 '''
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(SOURCE)
-    return tmp_path
-
-
 def spec_of(folder: Path, name: str, **options: Any) -> EnvironmentSpec:
     return resolve(f"verifiers:{folder / 'tasks.py'}:{name}", folder, {"answer"}, options)
 
