@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Partial, Request, RolloutKey
@@ -30,7 +29,16 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.policy import Policy
 from tests.actors.environments.test_environment_rendering import tokenizer
-from tests.actors.test_episodes import RIGHT, ROW, Characters, ScriptedEngine, ScriptedPool, Talker, played_with_updates
+from tests.actors.test_episodes import (
+    RIGHT,
+    ROW,
+    Characters,
+    ScriptedEngine,
+    ScriptedPool,
+    Talker,
+    plain_passes,
+    played_with_updates,
+)
 from tests.actors.torch_models import own_model
 from tests.actors.vllm_model import save_model
 
@@ -148,22 +156,6 @@ ANSWERS: list[Content] = [[{"role": "tool", "content": "4"}], "no", "sure?"]
 TEMPERATURE = 0.8
 
 
-def plain_passes(models: Sequence[PreTrainedModel], prompt_ids: Sequence[int], rollout: Rollout) -> list[float]:
-    """Of each sampled token: one pass over the piece that it stands in, by its own version. Walks the spans by itself."""
-    found, ids, at, text = list[float](), rollout.completion_ids.tolist(), 0, list(prompt_ids)
-    for span in rollout.spans:
-        own, at = ids[at : at + span.num_tokens], at + span.num_tokens
-        if span.restarts:
-            text = []
-        if span.version is not None:
-            with torch.no_grad():
-                logits = models[span.version](input_ids=torch.tensor([text + own]), use_cache=False).logits[0]
-            logp = torch.log_softmax(logits.float() / TEMPERATURE, -1)
-            found += [float(logp[len(text) + i - 1, token]) for i, token in enumerate(own)]
-        text += own
-    return found
-
-
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
 def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_says(on_update: Any, tmp_path: Path) -> None:
     """The learner reads siblings in one row, and each for itself."""
@@ -187,11 +179,9 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     assert {2} <= {len(rollout.restarts) for rollout in rollouts} <= {2, 3}
     assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
     group = Group(0, 0, np.array(done[0].prompt_ids, np.int32), rollouts, Sampling(temperature=TEMPERATURE))
-    exact = np.concatenate(
-        [np.repeat([s.cache_version is None for s in r.spans], [s.num_tokens for s in r.spans])[r.sampled] for r in rollouts]
-    )
+    passes = [plain_passes(models, each, TEMPERATURE) for each in done]
+    wanted, exact = (np.concatenate(parts) for parts in zip(*passes, strict=True))
     assert exact.any() and (on_update == "keep" or exact.all())
-    wanted = np.concatenate([plain_passes(models, group.prompt_ids.tolist(), rollout) for rollout in rollouts])
     sampled = np.concatenate([rollout.logprobs for rollout in rollouts])
     np.testing.assert_allclose(sampled[exact], wanted[exact], atol=2e-4)
     versions = np.concatenate([rollout.versions for rollout in rollouts])
