@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 
 from async_rlhf.experiments.kv_policy.arms import ARMS, FULL, policy, settings, usual_chunk
 from async_rlhf.experiments.kv_policy.cost import cost_rows
@@ -15,11 +13,6 @@ from async_rlhf.experiments.kv_policy.prose import prose_rows
 from async_rlhf.experiments.kv_policy.rows import Row, read_csv, write_csv
 from async_rlhf.run.config import load
 from tests.conftest import QUICK
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_every_arm_keeps_as_much_as_the_window_alone_and_none_is_the_engines_default() -> None:

@@ -115,13 +115,11 @@ def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_w
 
 def test_seconds_are_compared_only_where_no_cell_ever_shared_the_machine(sweep: Path) -> None:
     heading = "## Time, against queue.max_staleness = 1"
-    report(sweep, None, [].append)
-    assert heading in (sweep / "report.md").read_text()
+    assert heading in page_of(sweep)
     config = read_sweep(sweep).sweep.model_copy(update={"results": str(sweep)})
     assert not keep_sweep(config, COMMAND, 2)
     assert not keep_sweep(config, COMMAND, 1), "some of its cells shared it"
-    report(sweep, None, [].append)
-    assert heading not in (sweep / "report.md").read_text()
+    assert heading not in page_of(sweep)
 
 
 def test_cells_without_a_result_and_cells_that_failed_are_named(sweep: Path) -> None:
@@ -149,9 +147,7 @@ def test_cells_kept_before_a_number_was_kept_are_read_without_it(tmp_path: Path)
     assert archive.results[0].samples[-1] == pytest.approx(12_800) and archive.results[0].tokens is None
     frame = curves(tmp_path)
     assert len(frame) == 1200 and "num_tokens" not in frame and frame["tokens"].isna().all()
-    pages = report(tmp_path, tmp_path / "page.html", [].append)
-    assert pages[-1] == tmp_path / "page.html" and pages[-1].exists() and not (tmp_path / "report.html").exists()
-    page = (tmp_path / "report.md").read_text()
+    page = page_of(tmp_path)
     assert "With one seed a setting no difference of any size can be told from chance" in page
     assert f"    async-rlhf report {tmp_path}\n" in page and "Base:" not in page
 
@@ -178,11 +174,12 @@ def test_without_matplotlib_the_pages_are_there_and_say_how_to_get_pictures(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plot", "trade_offs"):
         monkeypatch.delitem(sys.modules, f"async_rlhf.experiments.staleness.{name}", raising=False)
-    for directory in (sweep, run.path):
+    for directory, html in ((sweep, sweep / "page.html"), (run.path, None)):
         said = list[str]()
-        report(directory, None, said.append)
+        *_, shown = report(directory, html, said.append)
+        assert shown == (html or directory / "report.html") and (directory / "report.html").exists() == (html is None)
         assert "pip install 'async-rlhf[experiments]'" in said[0]
-        assert "<svg" not in (directory / "report.html").read_text() and "![" not in (directory / "report.md").read_text()
+        assert "<svg" not in shown.read_text() and "![" not in (directory / "report.md").read_text()
 
 
 def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(small: Any, sweep: Path, tmp_path: Path) -> None:

@@ -37,12 +37,6 @@ SHORT = Recipe(num_updates=32)
 UNTRUNCATED = LossConfig(is_cap=1e9, is_level="sequence", sequence_ratio="product")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    """Tensors are tiny: a second thread only waits."""
-    torch.set_num_threads(1)
-
-
 def gradient(
     worlds: world.Worlds, loss: LossConfig, proximal: Tensor, behaviour: Tensor, num_groups: int = 8, luck: int = 0
 ) -> Tensor:
@@ -122,7 +116,7 @@ def test_a_critic_comes_to_know_the_value_of_a_policy_that_stands_still(arm: str
 
 @pytest.fixture(scope="module")
 def stale() -> tuple[list[Row], list[Finding]]:
-    rows = corrections(range(8), num_updates=128)
+    rows = corrections(range(5), num_updates=128)
     return rows, findings(QUESTION["corrections"], rows)
 
 

@@ -35,11 +35,6 @@ TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @given(st.text(PRINTABLE, max_size=80))
 def test_the_tokenizer_gives_printable_text_back_one_token_per_character(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
