@@ -10,7 +10,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
-from async_rlhf.run.config import dump, load
+from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
@@ -18,6 +18,12 @@ from tests.conftest import QUICK, REPOSITORY
 STALENESS = REPOSITORY / "experiments" / "staleness"
 HEAD = f'[sweep]\nname = "s"\nbase = "{QUICK}"\noutput_dir = "sweeps"\nseeds = [0, 1]\n'
 VALUES = '[sweep.values]\n"queue.max_staleness" = [0, 2]\n'
+
+
+AXIS = """[sweep.axes.correction]
+none = { "loss.kind" = "ppo_clip", "loss.dual_clip" = "none" }
+clipped = { loss = { kind = "ppo_clip", dual_clip = 3.0 } }
+"""
 
 
 def write(directory: Path, text: str) -> Path:
@@ -98,8 +104,28 @@ def test_an_experiment_is_a_valid_grid_that_keeps_its_results_beside_it(
     assert all(cell.config.queue.exact for cell in cells) == (name in ("ages", "corrections", "critics"))
 
 
+OVERRIDES = "[sweep.overrides]\n"
+# what stands between the head of a sweep and its values
+ADDED = {
+    "unknown key": ("seed = [1]\n", "unknown key 'seed': did you mean 'seeds'"),
+    "swept and overridden": (OVERRIDES + "queue.max_staleness = 1\n", "swept and overridden with 1"),
+    "seed overridden": (OVERRIDES + "seed = 4\n", "'seed' is decided by the sweep; set sweep.seeds"),
+    "a cell that would hang": (OVERRIDES + "learner.publish_every = 3\n", "= 0, seed = 0: .*would hang"),
+    "two budgets": ("samples = 64\ntokens = 9\n", "sweep.samples = 64 and sweep.tokens = 9: a sweep has one budget"),
+    "tokens and seconds": ("tokens = 9\nseconds = 9\n", "sweep.tokens = 9 and sweep.seconds = 9.0: a sweep has one budget"),
+    "no tokens": ("tokens = 0\n", "tokens = 0: Input should be greater than or equal to 1"),
+    "half a second": ("seconds = 0.5\n", "seconds = 0.5: Input should be greater than or equal to 1"),
+    "tokens and a limit": ("tokens = 9\n" + OVERRIDES + "max_seconds = 9\n", "'max_seconds' is another .* sweep.tokens = 9"),
+    "samples and a limit": (
+        "samples = 64\n" + OVERRIDES + "max_trained_tokens = 9\n",
+        "another budget beside sweep.samples = 64",
+    ),
+    "a run of no time": (OVERRIDES + "max_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
+    "no end": (OVERRIDES + "max_steps = 'none'\n", "over the same steps and prompts, and .* has no max_steps"),
+    "a spool": ("samples = 64\n" + OVERRIDES + "data = { source = 'spool:x', options = {} }\n", "has data.source = 'spool:"),
+}
 REFUSED = {
-    "unknown key": (HEAD + 'seed = [1]\n' + VALUES, "unknown key 'seed': did you mean 'seeds'"),
+    **{name: (HEAD + text + VALUES, message) for name, (text, message) in ADDED.items()},
     "unknown table": (HEAD + VALUES + "[swep]\n", "unknown key 'swep': did you mean 'sweep'"),
     "no sweep": ("", r"has no table \[sweep\]"),
     "no values": (HEAD, "has no axis; give"),
@@ -109,17 +135,27 @@ REFUSED = {
     "a single value": (HEAD + VALUES.replace("[0, 2]", "2"), "'queue.max_staleness' = 2; give a list"),
     "a value twice": (HEAD + VALUES.replace("[0, 2]", "[2, 2]"), "hold one twice"),
     "a seed twice": (HEAD.replace("[0, 1]", "[3, 3]") + VALUES, "values of 'seeds' = .*hold one twice"),
-    "swept and overridden": (HEAD + "[sweep.overrides]\nqueue.max_staleness = 1\n" + VALUES, "swept and overridden with 1"),
-    "seed overridden": (HEAD + "[sweep.overrides]\nseed = 4\n" + VALUES, "'seed' is decided by the sweep; set sweep.seeds"),
     "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed = 0: unknown key .*did you mean"),
-    "a cell that would hang": (HEAD + "[sweep.overrides]\nlearner.publish_every = 3\n" + VALUES, "= 0, seed = 0: .*would hang"),
     "one directory for two": (HEAD + '[sweep.values]\n"data.template" = ["{prompt}!", "{prompt}?"]\n', "share the directory"),
     "one run under two names": (
         HEAD + "[sweep.axes.clip]\nlow = { loss.clip_low = 0.1 }\nless = { loss.clip_low = 1e-1 }\n",
         "the cells with clip = low, seed = 0 and with clip = less, seed = 0 have the same configuration",
     ),
     "no base": (HEAD.replace("quick.toml", "quack.toml") + VALUES, "quack.toml' does not exist"),
-}  # fmt: skip
+    "not whole": (
+        HEAD + AXIS + "other = { loss.kind = 'cispo' }\n",
+        "axis 'correction': 'other' does not set 'loss.dual_clip'",
+    ),
+    "one value": (HEAD + "[sweep.axes.kind]\nnone = { loss.kind = 'ppo_clip' }\n", "'kind': it has fewer than two values"),
+    "a key of two axes": (
+        HEAD + AXIS + "[sweep.values]\n'loss.kind' = ['ppo_clip']\n",
+        "'loss.kind' is set by the axes correction and loss.kind",
+    ),
+    "steps beside samples": (
+        HEAD + "samples = 64\n" + OVERRIDES + "max_steps = 3\n" + AXIS,
+        "'max_steps' follows from sweep.samples = 64",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -136,85 +172,74 @@ def test_a_sweep_that_does_not_exist_names_those_that_are_shipped(tmp_path: Path
         load_sweep(Path("quik"))
 
 
-class TestHowFarACellIs:
-    @pytest.fixture
-    def cell(self, small: Any) -> Cell:
-        return Cell(small(**{"evaluation.at_end": True}), {"queue.max_staleness": 1})
+END = '{"label": "end"}\n'
+FOUR = "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+AT_END = {"evaluation.at_end": True}
+SPENT = '{"step": 1, "num_tokens_total": 39}\n', '{"step": 2, "num_tokens_total": 61}\n'
 
-    def wrote(self, cell: Cell, steps: int, evaluations: str = "") -> None:
-        run = RunDir.create(cell.config)
-        run.retire()
-        run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
-        run.evaluations.write_text(evaluations)
-
-    def test_without_a_directory_it_is_new(self, cell: Cell) -> None:
-        assert state_of(cell, 64) == "new"
-
-    def test_with_fewer_steps_it_is_unfinished(self, cell: Cell) -> None:
-        self.wrote(cell, 3, '{"label": "end"}\n')
-        assert state_of(cell, 64) == "unfinished"
-
-    def test_without_its_evaluation_it_is_unfinished(self, cell: Cell) -> None:
-        self.wrote(cell, 4, '{"label": "start"}\n')
-        assert state_of(cell, 64) == "unfinished"
-
-    def test_with_all_steps_and_its_evaluation_it_is_finished(self, cell: Cell) -> None:
-        self.wrote(cell, 4, '{"label": "end"}\n')
-        assert state_of(cell, 64) == "finished"
-
-    def test_it_is_finished_when_the_data_ended_before_max_steps(self, small: Any) -> None:
-        cell = Cell(small(**{"data.epochs": 1, "max_steps": 100}), {})
-        self.wrote(cell, 16)  # 64 prompts of 4 groups a step
-        assert state_of(cell, 64) == "finished"
-
-    def test_it_is_finished_when_its_last_step_has_used_up_the_tokens(self, small: Any) -> None:
-        cell = Cell(small(max_trained_tokens=40, max_steps=100), {})
-        self.wrote(cell, 3)
-        lines = ['{"step": 1, "num_tokens_total": 39}\n', '{"step": 2, "num_tokens_total": 61}\n']
-        cell.config.run_dir.joinpath("metrics.jsonl").write_text(lines[0])
-        assert state_of(cell, 64) == "unfinished"
-        cell.config.run_dir.joinpath("metrics.jsonl").write_text("".join(lines))
-        assert state_of(cell, 64) == "finished"
-
-    def test_other_settings_are_refused_even_those_a_resume_may_change(self, cell: Cell, small: Any) -> None:
-        self.wrote(cell, 4, '{"label": "end"}\n')
-        longer = Cell(small(**{"evaluation.at_end": True, "max_steps": 5}), cell.setting)
-        with pytest.raises(
-            ConfigError,
-            match=r"run with other settings \(max_steps: 4 -> 5\)\. Restore them, those of --set too; or keep both",
-        ):
-            state_of(longer, 64)
-
-    def test_how_a_run_is_watched_is_no_setting(self, cell: Cell, small: Any) -> None:
-        self.wrote(cell, 4, '{"label": "end"}\n')
-        patient = Cell(small(**{"evaluation.at_end": True, "stall_timeout_s": 7.0}), cell.setting)
-        assert state_of(patient, 64) == "finished"
-
-    def test_a_removed_option_is_a_changed_setting(self, small: Any) -> None:
-        self.wrote(Cell(small(**{"rewards.weights": {"a": 2.0, "b": 1.0}}), {}), 1)
-        with pytest.raises(ConfigError, match="run with other settings"):
-            state_of(Cell(small(**{"rewards.weights": {"a": 2.0}}), {}), 64)
-
-    def test_what_a_reward_says_of_itself_is_no_changed_setting(self, small: Any, tmp_path: Path) -> None:
-        (tmp_path / "judge.py").write_text(
-            "from async_rlhf import reward\n\n@reward(weight=2.0)\ndef judge(completion):\n    return 1.0\n"
-        )
-        cell = Cell(small(**{"rewards.functions": [str(tmp_path / "judge.py:judge")]}), {})
-        self.wrote(Cell(as_rewards_want(cell.config), {}), 4)
-        assert state_of(cell, 64) == "finished"
-
-    def test_a_cell_that_somebody_runs_is_left_alone(self, cell: Cell) -> None:
-        self.wrote(cell, 2)
-        running = RunDir.reopen(cell.config)
-        with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
-            state_of(cell, 64)
-        running.retire()
+# settings of a cell of four steps, the metrics and the evaluations of its run, and how far that is
+STATES: dict[str, tuple[dict[str, Any], str | None, str, str]] = {
+    "without a directory": ({}, None, "", "new"),
+    "with fewer steps": (AT_END, FOUR.splitlines(keepends=True)[0], END, "unfinished"),
+    "without its evaluation": (AT_END, FOUR, '{"label": "start"}\n', "unfinished"),
+    "with all": (AT_END, FOUR, END, "finished"),
+    # 64 prompts of 4 groups a step
+    "the data ended first": ({"data.epochs": 1, "max_steps": 100}, FOUR.replace("4", "16"), "", "finished"),
+    "the tokens are not used up": ({"max_trained_tokens": 40, "max_steps": 100}, SPENT[0], "", "unfinished"),
+    "its last step used up the tokens": ({"max_trained_tokens": 40, "max_steps": 100}, "".join(SPENT), "", "finished"),
+}
 
 
-AXIS = """[sweep.axes.correction]
-none = { "loss.kind" = "ppo_clip", "loss.dual_clip" = "none" }
-clipped = { loss = { kind = "ppo_clip", dual_clip = 3.0 } }
-"""
+def wrote(config: Config, metrics: str = FOUR, evaluations: str = END) -> None:
+    """A run of this configuration that has ended."""
+    run = RunDir.create(config)
+    run.retire()
+    run.metrics.write_text(metrics)
+    run.evaluations.write_text(evaluations)
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_how_far_a_cell_is_what_is_on_disk_says(case: str, small: Any) -> None:
+    settings, metrics, evaluations, state = STATES[case]
+    cell = Cell(small(**settings), {"queue.max_staleness": 1})
+    if metrics is not None:
+        wrote(cell.config, metrics, evaluations)
+    assert state_of(cell, 64) == state
+
+
+TWO, ONE = ({"rewards.weights": weights} for weights in ({"a": 2.0, "b": 1.0}, {"a": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [
+        ({}, {"max_steps": 5}, r" \(max_steps: 4 -> 5\)\. Restore them, those of --set too; or keep both"),
+        (TWO, ONE, ""),
+    ],
+    ids=["one that a resume may change", "a removed option"],
+)
+def test_other_settings_than_those_of_its_run_are_refused(
+    before: dict[str, Any], now: dict[str, Any], says: str, small: Any
+) -> None:
+    wrote(small(**before))
+    with pytest.raises(ConfigError, match=f"run with other settings{says}"):
+        state_of(Cell(small(**now), {}), 64)
+
+
+def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_settings(small: Any, tmp_path: Path) -> None:
+    judge = "from async_rlhf import reward\n\n@reward(weight=2.0)\ndef judge(completion):\n    return 1.0\n"
+    (tmp_path / "judge.py").write_text(judge)
+    own = {"rewards.functions": [str(tmp_path / "judge.py:judge")]}
+    wrote(as_rewards_want(small(**own)))
+    assert state_of(Cell(small(**own, stall_timeout_s=7.0), {}), 64) == "finished"
+
+
+def test_a_cell_that_somebody_runs_is_left_alone(small: Any) -> None:
+    wrote(small())
+    running = RunDir.reopen(small())
+    with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
+        state_of(Cell(small(), {}), 64)
+    running.retire()
 
 
 def test_an_axis_of_named_values_sets_several_keys_at_once(tmp_path: Path) -> None:
@@ -255,36 +280,3 @@ def test_a_budget_of_the_sweep_takes_the_place_of_that_of_its_base(
     assert {(cell.config.max_trained_tokens, cell.config.max_seconds) for cell in cells} == {limits}
     assert sweep.budget == words
     assert {cell.config.max_steps for cell in cells} == {1280 // 128 if "sweep.samples" in given else 150}
-
-
-@pytest.mark.parametrize(
-    ("head", "text", "message"),
-    [
-        ("samples = 64\ntokens = 9\n", "", "sweep.samples = 64 and sweep.tokens = 9: a sweep has one budget"),
-        ("tokens = 9\nseconds = 9\n", "", "sweep.tokens = 9 and sweep.seconds = 9.0: a sweep has one budget"),
-        ("tokens = 0\n", "", "tokens = 0: Input should be greater than or equal to 1"),
-        ("seconds = 0.5\n", "", "seconds = 0.5: Input should be greater than or equal to 1"),
-        ("tokens = 9\n", "[sweep.overrides]\nmax_seconds = 9\n", "'max_seconds' is another budget beside sweep.tokens = 9"),
-        ("samples = 64\n", "[sweep.overrides]\nmax_trained_tokens = 9\n", "another budget beside sweep.samples = 64"),
-        ("", "[sweep.overrides]\nmax_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
-        ("", "[sweep.overrides]\nmax_steps = 'none'\n", "over the same steps and prompts, and .* has no max_steps"),
-        ("samples = 640\n", "[sweep.overrides]\n'data.source' = 'spool:x'\n'data.options' = {}\n", "has data.source = 'spool:"),
-    ],
-)
-def test_a_sweep_has_one_budget_of_one_at_least(tmp_path: Path, head: str, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_sweep(write(tmp_path, HEAD + head + text + VALUES))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (AXIS + "clipper = { loss.kind = 'ppo_clip' }\n", "axis 'correction': 'clipper' does not set 'loss.dual_clip'"),
-        ("[sweep.axes.correction]\nnone = { loss.kind = 'ppo_clip' }\n", "'correction': it has fewer than two values"),
-        (AXIS + "[sweep.values]\n'loss.kind' = ['ppo_clip']\n", "'loss.kind' is set by the axes correction and loss.kind"),
-        ("[sweep.overrides]\nmax_steps = 3\n" + AXIS, "'max_steps' follows from sweep.samples = 64"),
-    ],
-)
-def test_axes_that_cannot_be_meant_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_sweep(write(tmp_path, HEAD + "samples = 64\n" + text))
