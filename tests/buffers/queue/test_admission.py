@@ -666,6 +666,17 @@ def test_the_actor_with_most_room_is_given_work_first() -> None:
     assert hub.give() == {"ben": [0, 1, 2], "anna": [3]}
 
 
+def test_what_was_lost_is_given_again_the_lowest_number_first() -> None:
+    hub = Ready(Bound(4, 0, 100))
+    hub.join("anna", capacity=2)
+    hub.join("ben", capacity=2)
+    assert hub.give() == {"anna": [0, 2], "ben": [1, 3]}
+    hub.fleet.leave("ben")
+    hub.fleet.leave("anna")
+    hub.join("carl")
+    assert hub.give() == {"carl": [0, 1, 2, 3]}
+
+
 def test_in_exact_mode_a_quarantine_makes_groups_of_the_wrong_version_again() -> None:
     """Groups 0 and 1 are step 0, 2 and 3 step 1; when 1 is quarantined, 2 moves to step 0 and its version 0 is too new."""
     hub = Ready(Bound(1, 1, 10, exact=True))
