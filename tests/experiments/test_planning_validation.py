@@ -25,6 +25,7 @@ from async_rlhf.plan.devices import device
 from async_rlhf.plan.generation import generate
 from async_rlhf.plan.model_costs import read
 from async_rlhf.plan.stages import Place, decode_step_s, prefill_s
+from tests.plan.specs import LLAMA_1B
 
 HOLD = {"V1", "V2", "V3", "V4", "V6", "V9", "V13", "V16"}
 
@@ -119,22 +120,10 @@ def test_constants_are_found_where_they_lie_and_stay_within_their_bounds() -> No
     assert fit(lambda trial: [trial[0] / 50], [(0.1, 1.0)]) == (1.0,)
 
 
-SMALL = read(
-    {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "intermediate_size": 512,
-        "vocab_size": 1000,
-    }
-)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12))
 def test_rows_of_one_length_take_what_following_each_of_them_gives(count: int, length: int, slots: int) -> None:
-    place = Place(model=SMALL, device=device("H100"))
+    place = Place(model=read(LLAMA_1B), device=device("H100"))
     followed = generate(
         [length] * count,
         prompt_tokens=16,

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,37 +75,59 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     left[0] = 1 << 30
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
+@pytest.fixture
+def killed_everywhere(tmp_path: Path, kill_at: Callable[[int], None]) -> Callable[..., Iterator[Path]]:
+    """`killed_everywhere((1, 2), change)`: for each change to the disk that `change` makes of checkpoints of these steps, the
+    directory in which it was killed at that; the last time it went to its end."""
+
+    def directories(steps: Sequence[int], change: Callable[[Checkpoints], object], keep_last: int) -> Iterator[Path]:
+        for count in range(1000):
+            checkpoints = Checkpoints(tmp_path / str(count), keep_last=keep_last)
+            for step in steps:
+                checkpoints.save(step, writer(str(step)), {})
+            kill_at(count)
+            try:
+                change(checkpoints)
+                finished = True
+            except Killed:
+                finished = False
+            kill_at(1 << 30)
+            yield tmp_path / str(count)
+            if finished:
+                assert count > 5, "the spies saw nothing"
+                return
+        pytest.fail("never finished")
+
+    return directories
+
+
+@pytest.mark.parametrize("new_step", [30, 20], ids=["the next step", "the same step again"])
 def test_killed_at_any_change_to_the_disk_the_old_or_the_new_one_is_there_whole(
-    tmp_path: Path, kill_at: Callable[[int], None], again: bool
+    killed_everywhere: Callable[..., Iterator[Path]], new_step: int
 ) -> None:
-    new_step = 20 if again else 30
-    for count in range(1000):
-        directory = tmp_path / str(count)
-        before = Checkpoints(directory, keep_last=2)
-        before.save(10, writer("older"), {})
-        before.save(20, writer("old"), {})
-        kill_at(count)
-        try:
-            before.save(new_step, writer("new"), {})
-            finished = True
-        except Killed:
-            finished = False
-        kill_at(1 << 30)
+    for directory in killed_everywhere((10, 20), lambda before: before.save(new_step, writer("new"), {}), keep_last=2):
         after = Checkpoints(directory, keep_last=2)  # the process that comes next
-        assert content(after) in [(20, "old"), (new_step, "new")]
+        assert content(after) in [(20, "20"), (new_step, "new")]
         for path in after.all():
             assert {"state.json", "optimizer", "model"} == {part.name for part in path.iterdir()}
         linked = (directory / "latest").resolve()
-        assert (linked / "model" / "weights").read_text() in ("old", "new")
+        assert (linked / "model" / "weights").read_text() in ("20", "new")
         assert {path.name for path in directory.iterdir()} == {"latest", *(path.name for path in after.all())}
         # and it goes on as if nothing had been
         after.save(new_step, writer("newer"), {})
         assert content(after) == (new_step, "newer") and (directory / "latest").resolve() == after.all()[-1]
-        if finished:
-            assert count > 10, "the spies saw nothing"
-            return
-    pytest.fail("never finished")
+
+
+def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(
+    killed_everywhere: Callable[..., Iterator[Path]],
+) -> None:
+    for directory in killed_everywhere((1, 2, 3), lambda before: before.set_aside(after=1), keep_last=3):
+        after = Checkpoints(directory, keep_last=3)
+        newest, text = content(after)
+        assert [path.name for path in after.all()] == [f"step_00000{step}" for step in range(1, newest + 1)]
+        assert text == str(newest) and (directory / "latest").resolve() == after.all()[-1]
+        after.set_aside(after=1)
+        assert content(after) == (1, "1")
 
 
 def test_a_full_disk_leaves_the_previous_one_and_can_be_tried_again(tmp_path: Path) -> None:
@@ -170,32 +192,6 @@ def test_set_aside_before_the_first_the_run_begins_at_its_start(tmp_path: Path) 
     checkpoints.set_aside(after=0)
     assert (checkpoints.all(), checkpoints.newest, checkpoints.floor) == ([], 0, 0)
     assert not (tmp_path / "latest").is_symlink()
-
-
-def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(
-    tmp_path: Path, kill_at: Callable[[int], None]
-) -> None:
-    for count in range(100):
-        directory = tmp_path / str(count)
-        checkpoints = Checkpoints(directory, keep_last=3)
-        for step in (1, 2, 3):
-            checkpoints.save(step, writer(str(step)), {})
-        kill_at(count)
-        try:
-            checkpoints.set_aside(after=1)
-            finished = True
-        except Killed:
-            finished = False
-        kill_at(1 << 30)
-        after = Checkpoints(directory, keep_last=3)
-        newest, text = content(after)
-        assert [path.name for path in after.all()] == [f"step_00000{step}" for step in range(1, newest + 1)]
-        assert text == str(newest) and (directory / "latest").resolve() == after.all()[-1]
-        after.set_aside(after=1)
-        assert content(after) == (1, "1")
-        if finished:
-            return
-    pytest.fail("never finished")
 
 
 def shorten(path: Path) -> None:

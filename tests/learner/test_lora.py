@@ -69,31 +69,21 @@ def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) 
     assert all(np.array_equal(state[name].numpy(), value) for name, value in published(backend).items())
 
 
-def test_adapters_alone_make_the_merged_weights(model_dir: Path) -> None:
-    merged, alone = make_backend(model_dir), make_backend(model_dir, publish="adapter")
-    base = published(controller.make_backend(model_dir, LearnerConfig(), LossConfig()))
-    for backend in (merged, alone):
-        backend.step(UPDATES, 0)
-    whole, factors = published(merged), published(alone)
-    assert {name.rpartition(".lora_")[0] for name in factors} == {name for name in whole if (whole[name] != base[name]).any()}
-    for name in {name.rpartition(".lora_")[0] for name in factors}:
-        product = factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"]
-        np.testing.assert_allclose(base[name] + product, whole[name], rtol=0, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-def test_adapters_of_layers_whose_weights_are_stored_turned_are_turned_too(tmp_path: Path) -> None:
-    make_model("gpt2").save_pretrained(tmp_path / "model")
-    merged, alone = (make_backend(tmp_path / "model", targets=("c_attn",), publish=kind) for kind in ("merged", "adapter"))
-    base = published(merged)
+@pytest.mark.parametrize(("name", "targets"), [("llama", {}), ("llama-tied", {}), ("gpt2", {"targets": ("c_attn",)})])
+def test_adapters_alone_make_the_merged_weights(tmp_path: Path, name: str, targets: dict[str, Any]) -> None:
+    """Also those of layers whose weights are stored turned."""
+    make_model(name).save_pretrained(tmp_path)
+    merged, alone = (make_backend(tmp_path, publish=kind, **targets) for kind in ("merged", "adapter"))
+    base = published(controller.make_backend(tmp_path, LearnerConfig(), LossConfig()))
     for backend in (merged, alone):
         backend.step(UPDATES, 0)
     whole, factors = published(merged), published(alone)
-    name = "transformer.h.0.attn.c_attn.weight"
-    assert (whole[name] != base[name]).any()
-    np.testing.assert_allclose(
-        base[name] + factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"], whole[name], rtol=0, atol=1e-6
-    )
+    adapted = {name.rpartition(".lora_")[0] for name in factors}
+    assert adapted == {name for name in whole if (whole[name] != base[name]).any()}
+    for layer in adapted:
+        product = factors[f"{layer}.lora_B"] @ factors[f"{layer}.lora_A"]
+        np.testing.assert_allclose(base[layer] + product, whole[layer], rtol=0, atol=1e-6)
 
 
 def test_an_engine_that_adds_adapters_alone_agrees_with_the_canary(model_dir: Path) -> None:

@@ -146,25 +146,21 @@ def test_every_shipped_estimator_is_usable(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("kind", "message"),
     [
         ("short", "it must give one number for each reward"),
         ("raising", "ZeroDivisionError"),
         ("infinite", r"gave \[inf, inf"),
         ("scalar", "shapes"),
+        ("raising_loss", "no_such_field"),
+        ("infinite_loss", "gradient"),
     ],
 )
-def test_an_estimator_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
+def test_an_estimator_or_loss_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, kind: str, message: str) -> None:
     (tmp_path / "unusable.py").write_text(UNUSABLE)
+    name = f"{tmp_path / 'unusable.py'}:{kind}"
     with pytest.raises(ConfigError, match=message):
-        check_estimator(AdvantageConfig(kind=f"{tmp_path / 'unusable.py'}:{name}"))
-
-
-@pytest.mark.parametrize(("name", "message"), [("raising_loss", "no_such_field"), ("infinite_loss", "gradient")])
-def test_a_loss_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "unusable.py").write_text(UNUSABLE)
-    with pytest.raises(ConfigError, match=message):
-        check_loss(LossConfig(kind=f"{tmp_path / 'unusable.py'}:{name}"))
+        check_loss(LossConfig(kind=name)) if kind.endswith("_loss") else check_estimator(AdvantageConfig(kind=name))
 
 
 @pytest.mark.parametrize("kind", losses())

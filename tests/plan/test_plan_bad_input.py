@@ -43,8 +43,6 @@ WRONG = {
     "an end that is endless": (text(lengths="mean = 300\nlongest = inf"), r"lengths\.longest"),
     "a mean that is no number": (text(lengths="mean = nan\nlongest = 1024"), r"lengths\.mean"),
     "two sources of lengths": (text(lengths='mean = 3\nrollouts = "x"\nlongest = 9'), r"mean and rollouts are given"),
-    "a histogram that weighs nothing": (text(lengths="histogram = [[5, 0]]\nlongest = 9"), r"all weights are 0"),
-    "rollouts that are not there": (text(lengths='rollouts = "no.jsonl"\nlongest = 9'), r"no completions in it"),
     "a device that is none": (text(cluster='device = "H10"'), r"'H10' is not in the catalogue.*H100"),
     "a cluster without links": (
         text(cluster='device = "own"\nown = { peak_flops = 1e12, memory_bytes = 8e9, memory_bytes_per_s = 1e11 }'),

@@ -25,23 +25,10 @@ from async_rlhf.plan.stages import (
     training_s,
     weights_read_bytes,
 )
+from tests.plan.specs import LLAMA_1B
 
-
-def model(**changes: Any) -> ModelCosts:
-    config = {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    return read({**config, **changes})
-
-
-DENSE = model()
-EXPERTS = model(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+DENSE = read(LLAMA_1B)
+EXPERTS = read({**LLAMA_1B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
 # Round figures: 100 FLOPs a byte, links of 1 GB/s without latency.
 ROUND = Device(
     peak_flops=1e14,
