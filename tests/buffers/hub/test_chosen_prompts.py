@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,22 @@ def test_a_filtered_group_counts_with_the_next_batch_and_another_place_is_there_
     hub.make(2, 0.0)
     hub.train(0)
     assert hub.status()["curriculum"]["pass_rate"] == pytest.approx(1 / 3)
+
+
+def test_a_filtered_group_is_acknowledged_when_it_is_written_down_also_where_the_disk_was_full(
+    chosen: Callable[..., Chosen], tmp_path: Path
+) -> None:
+    """There was no room for the order of the prompts, which is written before the state."""
+    hub = chosen(9, refills=2)
+    hub.begin()
+    with patch.object(Disk, "sync", side_effect=refuse_the_order):
+        hub.make(0, 1.0, constant=True)
+        assert hub.status()["state"] == "disk full"
+    hub.exchange.tick()
+    assert any(isinstance(said, wire.Ack) for said in hub.turn())
+    shutil.copytree(tmp_path / "queue", tmp_path / "as the next hub finds it")
+    with closing(Journal(tmp_path / "as the next hub finds it")) as journal:
+        assert journal.replay.state.filtered == (0,)
 
 
 def test_rows_of_a_spool_are_chosen_among_those_that_have_come(chosen: Callable[..., Chosen], tmp_path: Path) -> None:
