@@ -44,6 +44,7 @@ from async_rlhf.run.api import run
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL
+from tests.experiments.written import ended_run
 
 PARAMETERS, BLOCKS, GROUPS = 800, 32, 16
 
@@ -273,8 +274,7 @@ def ended(small: Callable[..., Config]) -> Callable[..., Path]:
     """The directory of a run that has ended, with empty checkpoints of these steps."""
 
     def make(*checkpoints: int, **overrides: Any) -> Path:
-        made = RunDir.create(small(**overrides))
-        made.retire()
+        made = ended_run(small(**overrides))
         for step in checkpoints:
             (made.path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
         return made.path

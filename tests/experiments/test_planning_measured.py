@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +25,10 @@ from async_rlhf.experiments.planning.measured.cells import CELLS, cell
 from async_rlhf.experiments.planning.measured.results import Speed, judged, missing
 from async_rlhf.experiments.planning.measured.rewards import work
 from async_rlhf.launch.placement import Host
-from async_rlhf.run.config import load
+from async_rlhf.run.config import Config, load
 from async_rlhf.run.placing import placement_of
 from async_rlhf.run.run_dir import RunDir
+from tests.experiments.written import ended_run
 
 
 def test_twelve_cells_have_six_to_fit_on_and_six_held_out_and_apps_comparison_is_whole() -> None:
@@ -71,7 +71,7 @@ STEP_S, ROW_S, LEARNER_S, WAIT_S, SCORE_S = 0.002, 0.0001, 0.4, 0.1, 0.01
 NUM_STEPS, LENGTHS = 40, [4] * 24 + [8] * 24 + [16] * 12 + [64] * 4
 
 
-def written(run: RunDir) -> None:
+def written(config: Config) -> RunDir:
     """A run of synchronous steps: generation by a known decode step, one scorer that takes a completion at a time, training."""
     now, records, samples = 1000.0, list[dict[str, Any]](), list[dict[str, Any]]()
     for step in range(1, NUM_STEPS + 1):
@@ -93,13 +93,11 @@ def written(run: RunDir) -> None:
              "idle/actor": 0.5, "staleness/mean": 0.0, "broadcast/seconds": WAIT_S, "num_tokens": sum(LENGTHS),
              "stages/exposed_ratio": 1.0, "rewards/work/seconds": SCORE_S}
         )  # fmt: skip
-    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in records))
-    (run.path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    return ended_run(config, records, rollouts=samples)
 
 
 def test_of_a_run_whose_times_are_known_they_are_read(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
-    written(run)
+    run = written(small())
     found = facts.read(run, 1)
     took = found["seconds"] / found["steps"]
     assert found["samples_per_s"] == pytest.approx(64 / took) and found["steps"] == NUM_STEPS - 3
@@ -112,7 +110,6 @@ def test_of_a_run_whose_times_are_known_they_are_read(small: Callable[..., Any])
     assert found["tokens_per_step"] == sum(LENGTHS) and found["prompt_characters"] == len("a prompt")
     with pytest.raises(facts.TooShortError, match=r"3 of 40 steps .* needs 8"):
         facts.read(run, NUM_STEPS - 5)
-    run.retire()
 
 
 def test_work_takes_as_long_as_its_rounds_and_scores_the_same_text_alike() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -23,6 +22,7 @@ from async_rlhf.experiments.staleness.frames import curves, results
 from async_rlhf.experiments.staleness.report import render
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
+from tests.experiments.written import ended_run
 
 SEARCH = REPOSITORY / "experiments" / "staleness" / "search"
 COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
@@ -31,7 +31,6 @@ COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
 @pytest.fixture
 def run(small: Any) -> RunDir:
     """A run of 12 steps with 4 groups of 4 each."""
-    run = RunDir.create(small())
     lines = [
         {
             "step": i, "reward": min(1.0, i / 10), "groups": [0, 1, 2, 3], "num_tokens": 100 + i, "step_time": 2.0,
@@ -40,15 +39,10 @@ def run(small: Any) -> RunDir:
         }
         for i in range(1, 13)
     ]  # fmt: skip
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    evaluations = [("start", 0, 0.2), ("step", 6, 0.5), ("end", 12, 0.8)]
-    run.evaluations.write_text(
-        "".join(json.dumps({"label": a, "step": b, "mean_reward": c, "accuracy": c}) + "\n" for a, b, c in evaluations)
-    )
+    means = [("start", 0, 0.2), ("step", 6, 0.5), ("end", 12, 0.8)]
+    evaluations = [{"label": label, "step": step, "mean_reward": mean, "accuracy": mean} for label, step, mean in means]
     ledger = {"credited": 50, "trained": 48, "stale": 2, "tokens_stale": 31, "tokens_put": 1300, "closes": True}
-    run.ledger.write_text(json.dumps({"ledger": ledger}))
-    run.retire()
-    return run
+    return ended_run(small(), lines, evaluations, ledger)
 
 
 @pytest.fixture

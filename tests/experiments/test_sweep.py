@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.reports.command import report
 from async_rlhf.experiments.staleness.sweep import run_sweep
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, SMALL, toml, wait_for
+from tests.conftest import wait_for
+from tests.experiments.written import write_sweep
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -24,15 +26,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture
 def sweep(tmp_path: Path) -> Callable[..., Path]:
     """Writes a sweep over max_staleness with one seed; returns its file."""
-
-    def write(values: list[int], **overrides: Any) -> Path:
-        lines = [f'[sweep]\nname = "tiny"\nbase = "{QUICK}"\noutput_dir = "{tmp_path / "sweeps"}"\nseeds = [3]']
-        lines += [f"[sweep.values]\nqueue.max_staleness = {values}\n[sweep.overrides]"]
-        lines += [f"{key} = {toml(value)}" for key, value in {**SMALL, **overrides}.items()]
-        (tmp_path / "tiny.toml").write_text("\n".join(lines))
-        return tmp_path / "tiny.toml"
-
-    return write
+    return partial(write_sweep, tmp_path, seeds=[3])
 
 
 def table(directory: Path) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from async_rlhf.experiments.staleness.report import conclusions, render, table, 
 from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
+from tests.experiments.written import ended_run
 
 PICTURES = (picture, trade_offs)
 SETTING = {"queue.max_staleness": 2}
@@ -45,13 +45,9 @@ def write(small: Any) -> Write:
     def make(
         steps: list[dict[str, Any]] = STEPS, evaluations: tuple[dict[str, Any], ...] = (END,), ledger: bool = True, **more: Any
     ) -> RunDir:
-        run = RunDir.create(small(**{"queue.max_staleness": 2, **more}))
         lines = [{"step": i, "groups": [0, 1, 2, 3], "staleness/violations": 0, **s} for i, s in enumerate(steps, 1)]
-        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in evaluations))
-        if ledger:
-            run.ledger.write_text(json.dumps({"ledger": {"tokens_put": 210, "closes": True}}))
-        return run
+        closed = {"tokens_put": 210, "closes": True} if ledger else None
+        return ended_run(small(**{"queue.max_staleness": 2, **more}), lines, evaluations, closed)
 
     return make
 

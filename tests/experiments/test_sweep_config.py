@@ -10,10 +10,11 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
-from async_rlhf.run.config import Config, dump, load
+from async_rlhf.run.config import dump, load
 from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
+from tests.experiments.written import Lines, ended_run
 
 STALENESS = REPOSITORY / "experiments" / "staleness"
 HEAD = f'[sweep]\nname = "s"\nbase = "{QUICK}"\noutput_dir = "sweeps"\nseeds = [0, 1]\n'
@@ -172,30 +173,21 @@ def test_a_sweep_that_does_not_exist_names_those_that_are_shipped(tmp_path: Path
         load_sweep(Path("quik"))
 
 
-END = '{"label": "end"}\n'
-FOUR = "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+FOUR, END = [{"step": step} for step in range(1, 5)], [{"label": "end"}]
 AT_END = {"evaluation.at_end": True}
-SPENT = '{"step": 1, "num_tokens_total": 39}\n', '{"step": 2, "num_tokens_total": 61}\n'
+SPENT = [{"step": step, "num_tokens_total": total} for step, total in ((1, 39), (2, 61))]
 
 # settings of a cell of four steps, the metrics and the evaluations of its run, and how far that is
-STATES: dict[str, tuple[dict[str, Any], str | None, str, str]] = {
-    "without a directory": ({}, None, "", "new"),
-    "with fewer steps": (AT_END, FOUR.splitlines(keepends=True)[0], END, "unfinished"),
-    "without its evaluation": (AT_END, FOUR, '{"label": "start"}\n', "unfinished"),
+STATES: dict[str, tuple[dict[str, Any], Lines | None, Lines, str]] = {
+    "without a directory": ({}, None, [], "new"),
+    "with fewer steps": (AT_END, FOUR[:3], END, "unfinished"),
+    "without its evaluation": (AT_END, FOUR, [{"label": "start"}], "unfinished"),
     "with all": (AT_END, FOUR, END, "finished"),
     # 64 prompts of 4 groups a step
-    "the data ended first": ({"data.epochs": 1, "max_steps": 100}, FOUR.replace("4", "16"), "", "finished"),
-    "the tokens are not used up": ({"max_trained_tokens": 40, "max_steps": 100}, SPENT[0], "", "unfinished"),
-    "its last step used up the tokens": ({"max_trained_tokens": 40, "max_steps": 100}, "".join(SPENT), "", "finished"),
+    "the data ended first": ({"data.epochs": 1, "max_steps": 100}, [*FOUR, {"step": 16}], [], "finished"),
+    "the tokens are not used up": ({"max_trained_tokens": 40, "max_steps": 100}, SPENT[:1], [], "unfinished"),
+    "its last step used up the tokens": ({"max_trained_tokens": 40, "max_steps": 100}, SPENT, [], "finished"),
 }
-
-
-def wrote(config: Config, metrics: str = FOUR, evaluations: str = END) -> None:
-    """A run of this configuration that has ended."""
-    run = RunDir.create(config)
-    run.retire()
-    run.metrics.write_text(metrics)
-    run.evaluations.write_text(evaluations)
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -203,7 +195,7 @@ def test_how_far_a_cell_is_what_is_on_disk_says(case: str, small: Any) -> None:
     settings, metrics, evaluations, state = STATES[case]
     cell = Cell(small(**settings), {"queue.max_staleness": 1})
     if metrics is not None:
-        wrote(cell.config, metrics, evaluations)
+        ended_run(cell.config, metrics, evaluations)
     assert state_of(cell, 64) == state
 
 
@@ -221,7 +213,7 @@ TWO, ONE = ({"rewards.weights": weights} for weights in ({"a": 2.0, "b": 1.0}, {
 def test_other_settings_than_those_of_its_run_are_refused(
     before: dict[str, Any], now: dict[str, Any], says: str, small: Any
 ) -> None:
-    wrote(small(**before))
+    ended_run(small(**before), FOUR)
     with pytest.raises(ConfigError, match=f"run with other settings{says}"):
         state_of(Cell(small(**now), {}), 64)
 
@@ -230,12 +222,12 @@ def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_se
     judge = "from async_rlhf import reward\n\n@reward(weight=2.0)\ndef judge(completion):\n    return 1.0\n"
     (tmp_path / "judge.py").write_text(judge)
     own = {"rewards.functions": [str(tmp_path / "judge.py:judge")]}
-    wrote(as_rewards_want(small(**own)))
+    ended_run(as_rewards_want(small(**own)), FOUR)
     assert state_of(Cell(small(**own, stall_timeout_s=7.0), {}), 64) == "finished"
 
 
 def test_a_cell_that_somebody_runs_is_left_alone(small: Any) -> None:
-    wrote(small())
+    ended_run(small(), FOUR)
     running = RunDir.reopen(small())
     with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
         state_of(Cell(small(), {}), 64)

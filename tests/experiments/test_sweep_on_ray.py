@@ -27,7 +27,8 @@ from async_rlhf.experiments.staleness.sweep import Job, run_sweep
 from async_rlhf.run.api import run
 from async_rlhf.run.config import override
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, REPOSITORY, SMALL, toml
+from tests.conftest import REPOSITORY
+from tests.experiments.written import write_sweep
 from tests.raylets import two_nodes
 
 pytestmark = pytest.mark.rest
@@ -59,12 +60,8 @@ def sweep(tmp_path: Path) -> Callable[..., Path]:
 
     def write(seeds: list[int], **overrides: Any) -> Path:
         (tmp_path / "odd.py").write_text(_REWARD)
-        own = {"rewards.functions": [f"{tmp_path}/odd.py:odd"], "scoring.timeout_s": 200.0, "max_steps": 3}
-        lines = [f'[sweep]\nname = "tiny"\nbase = "{QUICK}"\noutput_dir = "{tmp_path / "sweeps"}"\nseeds = {seeds}']
-        lines += ["[sweep.values]\nqueue.max_staleness = [0]\n[sweep.overrides]"]
-        lines += [f"{key} = {toml(value)}" for key, value in {**SMALL, **own, **overrides}.items()]
-        (tmp_path / "tiny.toml").write_text("\n".join(lines))
-        return tmp_path / "tiny.toml"
+        own = {"rewards.functions": [f"{tmp_path}/odd.py:odd"], "scoring.timeout_s": 200.0}
+        return write_sweep(tmp_path, [0], seeds, **{"max_steps": 3, **own, **overrides})
 
     return write
 
