@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributions import Categorical
 
+from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
 
@@ -19,10 +24,45 @@ TARGET_N = torch.tensor([0, 10, 3, 3, 7, 1, 5])
 TEMPERATURE_N = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.7, 10.0, 1.5])
 
 
-def test_they_are_those_of_the_tempered_distribution_of_each_token(logits_NV: torch.Tensor) -> None:
-    expected = Categorical(logits=logits_NV / TEMPERATURE_N[:, None])
-    torch.testing.assert_close(token_logprobs(logits_NV, TARGET_N, TEMPERATURE_N), expected.log_prob(TARGET_N))  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(token_entropy(logits_NV, TEMPERATURE_N), expected.entropy())  # type: ignore[no-untyped-call]
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 9),
+    remembered=st.sampled_from([0, 3, 7]),
+    biased=st.booleans(),
+    restricted=st.booleans(),
+)
+def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_distribution_of_each_token(
+    seed: int, rows: int, remembered: int, biased: bool, restricted: bool
+) -> None:
+    """Also of one that is renormalised over part of the vocabulary."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((7, 5), (11, 5), (11,))[: 2 + biased]
+    exact = [(2 * torch.randn(*shape, generator=random, dtype=torch.float64)).requires_grad_() for shape in shapes]
+    given_ = [each.detach().float().requires_grad_() for each in exact]
+    kept = torch.rand(7, 11, generator=random) < 0.4
+    kept[torch.arange(7), TARGET_N] = True
+    cut_off = torch.rand(7, generator=random) < 0.7  # the others come from the whole vocabulary
+    sizes = kept.sum(-1) * cut_off
+    masks = SamplingMasks(sizes, kept[cut_off].nonzero()[:, 1]) if restricted else None
+    logits = exact[0] @ exact[1].T + (exact[2] if biased else 0)
+    if restricted:
+        logits = logits.masked_fill(~kept & cut_off[:, None], -1e30)
+    distribution = Categorical(logits=logits / TEMPERATURE_N[:, None])
+    wanted = [distribution.log_prob(TARGET_N), distribution.entropy()]  # type: ignore[no-untyped-call]
+    hidden, weight, bias = [*given_, None][:3]
+    assert hidden is not None and weight is not None
+    whole_NV = hidden @ weight.T + (0 if bias is None else bias)
+    whole = [token_logprobs(whole_NV, TARGET_N, TEMPERATURE_N, masks), token_entropy(whole_NV, TEMPERATURE_N, masks)]
+    chunked = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, remembered=remembered)
+    factors = torch.randn(2, 7, generator=random)
+
+    def with_gradients(pair: Sequence[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        gradients = torch.autograd.grad((torch.stack(list(pair)) * factors).sum(), leaves, retain_graph=True)
+        return [each.detach().float() for each in (*pair, *gradients)]
+
+    for found in (whole, chunked):
+        for mine, theirs in zip(with_gradients(found, given_), with_gradients(wanted, exact), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_they_are_float32_whatever_the_model_computes_in(logits_NV: torch.Tensor) -> None:
@@ -53,32 +93,6 @@ def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states [7, 5], an output layer [11, 5] and its bias [11]."""
     random = torch.Generator().manual_seed(1)
     return tuple(2 * torch.randn(*shape, generator=random) for shape in ((7, 5), (11, 5), (11,)))  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("rows", [1, 3, 7, 100])
-@pytest.mark.parametrize("remembered", [0, 3, 7])
-@pytest.mark.parametrize("biased", [True, False])
-def test_in_chunks_they_and_their_gradients_are_those_of_the_whole(
-    layer: tuple[torch.Tensor, ...], rows: int, biased: bool, remembered: int
-) -> None:
-    def both(chunked: bool) -> list[torch.Tensor]:
-        hidden, weight, bias = (
-            each.to(torch.float32 if chunked else torch.float64, copy=True).requires_grad_() for each in layer
-        )
-        if chunked:
-            given = hidden, weight, bias if biased else None, TARGET_N, TEMPERATURE_N, rows
-            logp, entropy = chunked_logprobs(*given, remembered=remembered)
-        else:
-            exact = Categorical(logits=(hidden @ weight.T + (bias if biased else 0)) / TEMPERATURE_N[:, None])
-            logp, entropy = exact.log_prob(TARGET_N), exact.entropy()  # type: ignore[no-untyped-call]
-        (logp * torch.arange(7) - 0.3 * entropy * torch.arange(7).flip(0)).sum().backward()  # type: ignore[no-untyped-call]
-        gradients = [each.grad for each in (hidden, weight, bias) if each.grad is not None]
-        return [each.float() for each in (logp.detach(), entropy.detach(), *gradients)]
-
-    found, expected = both(True), both(False)
-    assert len(found) == len(expected) == (5 if biased else 4)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_in_chunks_of_half_precision_the_gradient_of_the_layer_is_summed_in_float32(layer: tuple[torch.Tensor, ...]) -> None:

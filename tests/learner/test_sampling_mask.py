@@ -7,10 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributions import Categorical
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
@@ -23,7 +20,7 @@ from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import token_logprobs
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.loss import LossInputs
 from async_rlhf.learner.objective.objective import objective
@@ -115,36 +112,6 @@ def test_ratios_to_the_whole_vocabulary_would_be_wrong_already_for_the_policy_th
     exact = gradient_of_masked_reward(BEHAVIOUR, kept)
     wrong = expected(EXACT, BEHAVIOUR, kept, restricted=False)
     assert float((wrong - exact).norm() / exact.norm()) > 0.3
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), temperature=st.sampled_from([0.5, 1.0, 1.7]))
-def test_in_chunks_and_whole_they_are_those_of_the_renormalised_distribution(seed: int, rows: int, temperature: float) -> None:
-    random = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(*shape, generator=random).requires_grad_() for shape in ((7, 5), (11, 5)))
-    target_N = torch.randint(11, (7,), generator=random)
-    kept = torch.rand(7, 11, generator=random) < 0.4
-    kept[torch.arange(7), target_N] = True
-    sizes, ids = supports_of(kept)
-    cut_off = torch.rand(7, generator=random) < 0.7  # the others come from the whole vocabulary
-    sampling_masks = SamplingMasks(sizes * cut_off, ids[cut_off.repeat_interleave(sizes)])
-    heat_N = torch.full((7,), temperature)
-    one = Categorical(logits=(hidden @ weight.T / temperature).masked_fill(~kept & cut_off[:, None], -1e30))
-    wanted = [one.log_prob(target_N), one.entropy()]  # type: ignore[no-untyped-call]
-    logits = hidden @ weight.T
-    whole = [
-        token_logprobs(logits, target_N, heat_N, sampling_masks),
-        token_entropy(logits, heat_N, sampling_masks),
-    ]
-    chunked = chunked_logprobs(hidden, weight, None, target_N, heat_N, rows, sampling_masks)
-    factors = torch.randn(2, 7, generator=random)
-
-    def gradients(pair: list[Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((torch.stack(pair) * factors).sum(), (hidden, weight), retain_graph=True)
-
-    for found in (whole, list(chunked)):
-        for mine, theirs in zip([*found, *gradients(found)], [*wanted, *gradients(wanted)], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def with_sampling_mask(rollout: Rollout, *, extra: int) -> Rollout:
