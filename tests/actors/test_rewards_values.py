@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
@@ -128,6 +128,7 @@ def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None
 
 
 @given(TEXTS, st.sampled_from([ValueError, KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, RecursionError]))
+@example("half \ud800", ValueError)
 def test_whatever_a_reward_raises_is_a_failure(text: str, kind: type[BaseException]) -> None:
     (answer,) = ask("echo", kind(text))
     check(answer)
