@@ -83,11 +83,6 @@ def rises(values: list[float]) -> bool:
     return third >= 4 and all(max(before) < min(after) for before, after in pairwise(parts))
 
 
-def test_a_leak_rises_and_what_is_opened_once_does_not() -> None:
-    assert rises([5 + i // 2 for i in range(12)])
-    assert not any(rises([5.0] * i + [6.0] * (12 - i)) for i in range(12))
-
-
 @pytest.mark.rest
 def test_a_short_soak_keeps_its_books_and_holds_no_more_than_at_its_beginning(tmp_path: Path) -> None:
     plan = Plan(seconds=600.0, steps=250, kills=3, viewers=2)

@@ -177,21 +177,6 @@ def test_a_run_without_changes_has_no_ledger(tmp_path: Path) -> None:
     assert described(Change(1, {"guard.target": (None, 2)}, 0.0)) == "guard.target null -> 2, waits for the next step"
 
 
-def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, reads = Ledger(tmp_path), list[bytes]()
-    parse = Ledger._history
-    monkeypatch.setattr(Ledger, "_history", lambda self, data, *before: (reads.append(data), parse(self, data, *before))[1])
-    assert ledger.read() == History() and not reads
-    ask(tmp_path, 1.0)
-    reads.clear()
-    assert [change.number for change in ledger.read().changes] == [1] and ledger.read() == ledger.read()
-    assert len(reads) == 1
-    ask(tmp_path, 2.0)
-    assert ledger.read().asked() == {RATE: 2.0}
-    ledger.path.unlink()
-    assert ledger.read() == History()
-
-
 @settings(max_examples=30)
 @given(st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["apply", "tear", "another file"])), max_size=12))
 def test_a_ledger_that_is_read_on_is_the_one_that_is_read_from_its_beginning(
@@ -212,13 +197,15 @@ def test_a_ledger_that_is_read_on_is_the_one_that_is_read_from_its_beginning(
         assert kept.read() == Ledger(run).read()
 
 
-def test_what_was_read_of_a_ledger_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_is_read_only_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, read = Ledger(tmp_path), list[int]()
     whole = Ledger._history
     monkeypatch.setattr(Ledger, "_history", lambda self, data, before: (read.append(len(data)), whole(self, data, before))[1])
-    path = tmp_path / "changes.jsonl"
+    assert ledger.read() == History() and not read
     for number in range(1, 50):
-        with path.open("a") as file:
+        with ledger.path.open("a") as file:
             file.write(Asked(number=number, values={RATE: (None, 1.0)}).model_dump_json() + "\n")
-        assert len(ledger.read().changes) == number
-    assert sum(read) == path.stat().st_size
+        assert len(ledger.read().changes) == number and ledger.read() == ledger.read()
+    assert sum(read) == ledger.path.stat().st_size and len(read) == 49
+    ledger.path.unlink()
+    assert ledger.read() == History()
