@@ -18,6 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+# Workers run side by side, and the models of tests are tiny: more threads only wait for each other. Libraries read it when they
+# are imported.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+
 import psutil
 import pytest
 from hypothesis import settings
@@ -34,8 +38,6 @@ QUICK = REPOSITORY / "configs" / "quick.toml"
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
-# Workers run side by side, and the models of tests are tiny: more threads only wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
