@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     source = socket.socket(fileno=int(arguments[0]))
     source.set_inheritable(False)
     source.settimeout(None)
+    # numpy would start threads where it is imported, which no fork has; roles multiply their matrices with torch.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     for module in arguments[1:]:
         import_module(module)

@@ -21,7 +21,8 @@ from async_rlhf.launch.forked import ForkedProcess, ForkServer
 from async_rlhf.launch.run_lock import RunLock, is_held
 from tests.conftest import REPOSITORY, Command, gone, wait_for
 
-VARIABLES = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+# As a user has them: without the number of threads that tests are held to.
+VARIABLES = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(REPOSITORY)}
 
 
 # -- what is forked --------------------------------------------------------------------------------------------------
