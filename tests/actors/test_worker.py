@@ -22,6 +22,7 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
+from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
@@ -168,6 +169,28 @@ def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_befor
         assert by_group == {0: {0, 1}, 1: {0, 1}, 2: {1}, 3: {1}}
     served = [(state.fence, state.version) for state in hub.states]
     assert served[-1] == (2, 1) and set(served) <= {(0, 0), (2, 1)}, "version and fence change together"
+
+
+@pytest.mark.parametrize("off", [0.5, float("nan")])
+def test_weights_under_which_the_engine_says_something_else_of_the_probe_generate_nothing(off: float, tmp_path: Path) -> None:
+    directory = save_model(make_model(0), tmp_path / "model")
+    backend = make_backend(directory, LearnerConfig(), LossConfig())
+    told = (canary := backend.canary()).model_copy(update={"logprobs": [each + off for each in canary.logprobs]})
+    hub = ScriptedHub([[], [credit(0)]], wanted=1, weights={1: WeightSet.of(2, 1, backend.tensors(), told)})
+    engine = load_engine(str(directory), EngineConfig(slots=4), version=0)
+    with worker(hub, engine) as actor, pytest.raises(WeightsError, match="Nothing was generated with it"):
+        actor.run()
+    assert hub.groups == []
+
+
+def test_another_attempt_of_a_group_draws_the_same_numbers() -> None:
+    made = []
+    for attempt in (0, 3):
+        hub = ScriptedHub([[credit(5, attempt)]], wanted=1)
+        with worker(hub) as actor:
+            actor.run()
+        made.append([rollout.completion_ids.tolist() for rollout in hub.groups[0].rollouts])
+    assert made[0] == made[1] and made[0][0] != made[0][1], "members draw their own"
 
 
 class Answers:
