@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from async_rlhf.run.display import Display, beginning, line, sample_line
+from async_rlhf.run.notebook import NotebookDisplay
 
 RECORD = {
     **dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0),
@@ -89,3 +92,13 @@ def test_a_sample_is_shown_now_and_then_and_what_is_none_never(printed: Any, tmp
         display.sample(record)
     assert lines() == ["sample of step 3: 'Spell steel' -> 'leets'  (exact 1.0, judge timed out)"]
     assert len(sample_line({**SAMPLE, "prompt": "x" * 10_000})) < 200
+
+
+def test_a_notebook_shows_what_is_said_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions and reasons come from models and from users' code."""
+    drawn: list[str] = []
+    display = SimpleNamespace(display=lambda page, display_id: SimpleNamespace(update=drawn.append), HTML=str)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with NotebookDisplay() as notebook:
+        notebook.event("<script>alert(1)</script> & more")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in drawn[-1] and "<script" not in drawn[-1]

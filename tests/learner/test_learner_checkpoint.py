@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +147,22 @@ def test_a_full_disk_leaves_the_previous_one_and_can_be_tried_again(tmp_path: Pa
         assert not list(tmp_path.glob(".*")), "half a checkpoint would keep the disk full"
     checkpoints.save(2, writer("two"), {})
     assert content(checkpoints) == (2, "two")
+
+
+def test_every_file_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a loss of power could leave a name with nothing behind it."""
+    done: list[Path] = []
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr("async_rlhf.learner.checkpoint.store.DISK", SimpleNamespace(sync_path=done.append))
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = Checkpoints(tmp_path, keep_last=1).save(1, writer("one"), {})
+    before, after = done[: done.index(path)], done[done.index(path) + 1 :]
+    assert {"weights", "optimizer", "state.json", "model"} < {each.name for each in before} and tmp_path in after
 
 
 def test_the_newest_are_kept_and_counted_as_numbers(tmp_path: Path) -> None:

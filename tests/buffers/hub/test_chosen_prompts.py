@@ -151,7 +151,7 @@ def test_a_batch_is_not_given_before_its_outcomes_are_on_disk(chosen: Callable[.
 
 
 def test_a_filtered_group_counts_with_the_next_batch_and_another_place_is_there_at_once(chosen: Callable[..., Chosen]) -> None:
-    hub = chosen(9, refills=2)
+    hub = chosen(9, refills=2, retire_after=2)
     hub.begin()
     hub.make(0, 1.0, constant=True)
     assert hub.places() == {0: 0, 1: 1, 2: 2} and hub.status()["curriculum"]["pass_rate"] == 0.0
@@ -159,6 +159,10 @@ def test_a_filtered_group_counts_with_the_next_batch_and_another_place_is_there_
     hub.make(2, 0.0)
     hub.train(0)
     assert hub.status()["curriculum"]["pass_rate"] == pytest.approx(1 / 3)
+    hub.make(3, 0.0)
+    hub.make(4, 0.0)
+    hub.train(1)
+    assert hub.status()["curriculum"]["retired"] == 0, "it is not counted again, else it would have been solved twice"
 
 
 def test_a_filtered_group_is_acknowledged_when_it_is_written_down_also_where_the_disk_was_full(
