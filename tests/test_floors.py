@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.defects import DEFECTS, check
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLOORS = ("buffers", "actors", "learner", "experiments", "async_rlhf")
 # Each floor and what it may import besides itself.
@@ -186,3 +188,10 @@ def test_help_answers_at_once_because_it_imports_no_library_but_that_of_the_comm
     assert shown.returncode == 0 and "--version" in shown.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in shown.stderr.splitlines()}
     assert "typer" in imported and not imported & {"pydantic", "numpy", "torch", "rich", "zmq", "msgpack", "reasoning_gym"}
+
+
+def test_every_planted_defect_can_still_be_planted() -> None:
+    """`python -m tests.defects` plants them, and runs the tests that must find them."""
+    check(DEFECTS)
+    named = {each.split("::")[0] for defect in DEFECTS for each in defect.tests}
+    assert not [each for each in named if not (REPOSITORY / "tests" / each).exists()]
