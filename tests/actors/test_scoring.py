@@ -84,13 +84,13 @@ async def asynchronous(completion): return 1.0
 
 
 def workers() -> list[psutil.Process]:
-    """The children of this process, except the one that multiprocessing keeps to clean up semaphores."""
+    """The children of this process, except what other tests keep: a fork server, and what multiprocessing cleans up with."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, or nothing has reaped it yet
             line = " ".join(child.cmdline())
             # The real engine of other tests may be a child too.
-            if "resource_tracker" not in line and "VLLM::" not in line:
+            if not any(other in line for other in ("resource_tracker", "fork_server", "VLLM::")):
                 found.append(child)
     return found
 

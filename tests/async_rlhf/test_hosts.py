@@ -15,6 +15,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.inspect.trace import export
+from async_rlhf.launch.program import role_of
 from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.launching import connect, found_by
 from async_rlhf.run.placing import inventory_of, placement_of
@@ -65,7 +66,7 @@ def agents() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie, or gone since
-            if "async_rlhf.launch" in " ".join(child.cmdline()):
+            if "async_rlhf.launch.agent" in child.cmdline():
                 found.append(child)
     return found
 
@@ -96,7 +97,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
         elif relays and not lost and times_relayed(run) == 2:
             victim = next(each for each in agents() if first.process.pid in {child.pid for child in each.children()})
             (other,) = (each for each in agents() if each != victim)
-            ranks.extend(each for each in other.children() if "learner_rank" in each.cmdline())
+            ranks.extend(each for each in other.children() if role_of(each.cmdline()) == "learner_rank")
             lost.extend([victim, *victim.children(recursive=True)])
             victim.kill()
         elif (

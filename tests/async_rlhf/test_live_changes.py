@@ -17,6 +17,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import status
+from async_rlhf.launch.program import role_of
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.live import ask, changed_at, check_resumed, effective, inherit, present, undo
@@ -168,7 +169,7 @@ def test_a_run_that_is_changed_and_loses_its_terminal_and_its_learner_ends_with_
         os.close(master)
         ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
         wait_for(lambda: changed_at(RunDir(run)) and steps(run) >= changed_at(RunDir(run))[0] + 1, "a step with the change")
-        learner = next(each for each in psutil.Process(started.pid).children() if "learner" in each.cmdline())
+        learner = next(each for each in psutil.Process(started.pid).children() if role_of(each.cmdline()) == "learner")
         learner.kill()
         wait_for(lambda: has_ended(learner), "the end of the learner")
         assert started.wait(300) == 0

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli.commands import app
+from async_rlhf.launch.program import role_of
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf import two_hosts
 from tests.async_rlhf.test_hosts import assert_times_are_aligned, times_relayed
@@ -60,7 +61,10 @@ def on_b(training: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
     for agent in psutil.Process(training.pid).children():
         if "async_rlhf.launch.agent" in agent.cmdline():
             found["agent"] = agent
-            found |= {Path(role.cmdline()[5]).name: role for role in agent.children() if len(role.cmdline()) > 5}
+            for role in agent.children():
+                words = " ".join(role.cmdline()).split()
+                if role_of(words) not in (None, "fork_server"):
+                    found[Path(words[2]).name] = role
     return found
 
 
@@ -151,7 +155,7 @@ def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoi
         down.touch()
         for each in psutil.Process(training.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # what those that are killed had started ends too
-                if "async_rlhf.launch.agent" in each.cmdline() or "learner_rank" in each.cmdline():
+                if "async_rlhf.launch.agent" in each.cmdline() or role_of(each.cmdline()) == "learner_rank":
                     each.kill()
         lost = f"learner is lost: rank 1: host '{B}': its command (sh) ended with code"
         wait_for(lambda: f"{lost} 1 and said: no route to B" in output.read_text(), "another start on the host that is down")
