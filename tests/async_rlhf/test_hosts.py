@@ -66,7 +66,8 @@ def agents() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie, or gone since
-            if "async_rlhf.launch.agent" in child.cmdline():
+            line = " ".join(child.cmdline())
+            if "async_rlhf.launch" in line and "fork_server" not in line:
                 found.append(child)
     return found
 
