@@ -1,7 +1,7 @@
 """A process that has imported what roles compute with and computes nothing; roles are forked from it instead of begun anew.
 
 owns        one thread and one end of a socket: no device, no lock, no log
-waits for   requests, `_IDLE_S` at most: then it ends, and the next request begins another server
+waits for   requests, `IDLE_S` at most or as it was begun: then it ends, and the next request begins another server
 woken by    a request, the end of the process that began it
 on close    what it has forked goes on: those are children of the process that asked, as if that had started them itself
 
@@ -20,6 +20,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -42,7 +43,7 @@ READ_LATE = {"CUDA_VISIBLE_DEVICES", "ASYNC_RLHF_TETHER", INHERITED, "PYTEST_CUR
 """Variables that nothing reads while it is imported: a role may have others than its server."""
 HEADER = struct.Struct("<I")
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
-_IDLE_S = 600.0
+IDLE_S = 600.0
 _MAX_BYTES = 1 << 24  # variables and arguments
 _MAX_DESCRIPTORS = 8
 _imported_with = dict(os.environ)
@@ -66,7 +67,7 @@ def exactly(source: socket.socket, count: int) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Import, then fork at request until there is nobody to ask."""
+    """arguments: its end of the socket, the seconds without a request after which it returns, what to import."""
     setproctitle(title(["fork_server"]))  # also finds where a title is kept, which a role does not once its variables change
     _ignore_terminal()
     source = socket.socket(fileno=int(arguments[0]))
@@ -75,10 +76,10 @@ def main(arguments: Sequence[str]) -> int:
     # numpy would start threads where it is imported, which no fork has; roles multiply their matrices with torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
-    for module in arguments[1:]:
+    for module in arguments[2:]:
         import_module(module)
     gc.freeze()  # what is imported stays: no collector touches it, here or in a role, so that its memory is shared
-    _serve(source)
+    _serve(source, float(arguments[1]))
     return 0
 
 
@@ -88,8 +89,8 @@ def _ignore_terminal() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _serve(source: socket.socket) -> None:
-    source.settimeout(_IDLE_S)
+def _serve(source: socket.socket, idle_s: float) -> None:
+    source.settimeout(idle_s if idle_s < math.inf else None)
     with suppress(ConnectionError, TimeoutError):
         while True:
             _answer(source)
@@ -100,38 +101,37 @@ def _answer(source: socket.socket) -> None:
     if len(header) < HEADER.size:
         raise ConnectionResetError
     request = json.loads(exactly(source, HEADER.unpack(header)[0]))
-    tells, hears = os.pipe()
+    reads, writes = os.pipe()
     try:
-        between = os.fork()
-        if not between:
-            _leave_an_orphan(source, request, descriptors, hears)
-        os.waitpid(between, 0)  # now the orphan has its new parent
-        os.close(hears)
-        hears = -1
-        told = os.read(tells, 4096)
-        answer = {"pid": int(told)} if told.isdigit() else {"error": told.decode(errors="replace") or "it ended at once"}
+        try:
+            if not (between := os.fork()):
+                _leave_an_orphan(source, request, descriptors, writes)
+            os.waitpid(between, 0)  # now the orphan has its new parent
+        finally:
+            os.close(writes)
+        written = os.read(reads, 4096)  # the orphan's number, or why there is none
+        answer = {"pid": int(written)} if written.isdigit() else {"error": written.decode() or "its first parent was killed"}
     except OSError as error:
         answer = {"error": f"it cannot be forked: {error}"}
     finally:
-        for descriptor in (tells, hears, *descriptors):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for descriptor in (reads, *descriptors):
+            os.close(descriptor)
     packed = json.dumps(answer).encode()
     source.sendall(HEADER.pack(len(packed)) + packed)
 
 
-def _leave_an_orphan(source: socket.socket, request: dict[str, Any], descriptors: list[int], tell: int) -> NoReturn:
+def _leave_an_orphan(source: socket.socket, request: dict[str, Any], descriptors: list[int], writes: int) -> NoReturn:
     try:
         pid = os.fork()
     except OSError as error:
-        os.write(tell, f"it cannot be forked: {error}".encode())
+        os.write(writes, f"it cannot be forked: {error}".encode())
         os._exit(1)
     if pid:
-        os.write(tell, b"%d" % pid)
+        os.write(writes, b"%d" % pid)
         os._exit(0)
     code = 1
     try:
-        os.close(tell)
+        os.close(writes)
         source.close()
         _inherit(request, descriptors)
         module, function = request["entry"].split(":")
@@ -181,11 +181,11 @@ def exec_with_server(command: list[str]) -> NoReturn:
         for target in (0, 1):
             os.dup2(os.open(os.devnull, os.O_RDWR), target)
         _ignore_terminal()
-        _serve(theirs)
+        _serve(theirs, IDLE_S)
         os._exit(0)
     ours.set_inheritable(True)
-    told = f"{os.getpid()} {ours.fileno()} {server} {digest(_imported_with)}"
-    os.execvpe(command[0], command, {**variables, INHERITED: told})
+    inherited = f"{os.getpid()} {ours.fileno()} {server} {digest(_imported_with)}"
+    os.execvpe(command[0], command, {**variables, INHERITED: inherited})
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from async_rlhf.launch.fork_server import HEADER, INHERITED, LIMITS, digest, exactly
+from async_rlhf.launch.fork_server import HEADER, IDLE_S, INHERITED, LIMITS, digest, exactly
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _START_S = 600.0  # imports from a cold network disk
@@ -69,18 +69,21 @@ class ForkedProcess:
         return code
 
 
+Child = subprocess.Popen[bytes] | ForkedProcess
+
+
 class ForkServer:
     """The asking end. variables: a digest of those that it has imported with."""
 
-    def __init__(self, source: socket.socket, process: subprocess.Popen[bytes] | ForkedProcess, variables: str) -> None:
+    def __init__(self, source: socket.socket, process: Child, variables: str) -> None:
         source.settimeout(_START_S)
         self._socket, self.process, self.variables = source, process, variables
 
     @classmethod
-    def begin(cls, preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer:
-        """It begins at once and imports `preload`; it ends with this process, or when it was idle."""
+    def begin(cls, preload: Sequence[str], variables: Mapping[str, str], idle_s: float = IDLE_S) -> ForkServer:
+        """It begins at once and imports `preload`; it ends with this process, or when nothing was asked for `idle_s`."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload]
+        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), str(idle_s), *preload]
         with theirs:
             process = subprocess.Popen(
                 command,
@@ -94,10 +97,10 @@ class ForkServer:
     @classmethod
     def inherited(cls) -> ForkServer | None:
         """The one that came with this process (`exec_with_server`), and not with one above it."""
-        owner, *told = os.environ.pop(INHERITED, "").split() or [""]
+        owner, *server = os.environ.pop(INHERITED, "").split() or [""]
         if owner != str(os.getpid()):
             return None
-        descriptor, pid, variables = told
+        descriptor, pid, variables = server
         return cls(socket.socket(fileno=int(descriptor)), ForkedProcess(int(pid)), variables)
 
     @property
@@ -130,15 +133,16 @@ class ForkServer:
             }
         ).encode()
         folder = os.open(cwd, os.O_PATH | os.O_DIRECTORY)
+        adopted = adopt_orphans()  # for the moment: the program around need not reap what its other children leave
         try:
-            with _adopting_orphans():
-                socket.send_fds(self._socket, [HEADER.pack(len(request))], [folder, *descriptors])
-                self._socket.sendall(request)
-                answer = json.loads(exactly(self._socket, HEADER.unpack(exactly(self._socket, HEADER.size))[0]))
+            socket.send_fds(self._socket, [HEADER.pack(len(request))], [folder, *descriptors])
+            self._socket.sendall(request)
+            answer = json.loads(exactly(self._socket, HEADER.unpack(exactly(self._socket, HEADER.size))[0]))
         except TimeoutError as error:
             self.close()
             raise OSError(f"the fork server has not answered for {_START_S:.0f} s") from error
         finally:
+            adopt_orphans(adopted)
             os.close(folder)
         if "error" in answer:
             raise OSError(answer["error"])
@@ -171,7 +175,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | None:
+def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = IDLE_S) -> ForkServer | None:
     """The server of this process with these variables, begun if there is none; what asks for it need not wait for it.
 
     None where orphans cannot be adopted (not Linux), and with ASYNC_RLHF_FORK_SERVER=off: every role then imports for itself. A
@@ -187,7 +191,7 @@ def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | N
                 return server
             _servers.remove(server)
             server.close()
-        _servers.append(ForkServer.begin(preload, variables))
+        _servers.append(ForkServer.begin(preload, variables, idle_s))
         return _servers[0]
 
 
@@ -221,14 +225,14 @@ def _is_child(pid: int) -> bool:
     return False
 
 
-@contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Meanwhile what loses its parent below this process becomes its child. Afterwards it is as it was: a program that trains
-    is not made to reap what its other children leave."""
-    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+def adopt_orphans(wanted: bool = True) -> bool:
+    """From now on a process below this one whose parent ends becomes a child of this one, or no longer. Returns how it was.
+
+    Linux only; elsewhere it does nothing.
+    """
+    before = ctypes.c_int()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+    return bool(before.value)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch import affinity, forked
-from async_rlhf.launch.forked import ForkedProcess
+from async_rlhf.launch.fork_server import IDLE_S
+from async_rlhf.launch.forked import Child, ForkedProcess
 from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
@@ -36,9 +37,6 @@ _IMPORTED_ONCE = (
     "async_rlhf.actors.torch_engine.loading",
     "async_rlhf.actors.scoring.pool",
 )
-
-
-Child = subprocess.Popen[bytes] | ForkedProcess
 
 
 class LocalProcess:
@@ -150,9 +148,10 @@ class LocalLauncher:
             )
 
 
-def warm() -> None:
-    """Begin what roles of this machine are forked from; the first that is started waits for it the less."""
-    forked.warm(_IMPORTED_ONCE, role_variables())
+def warm(idle_s: float = IDLE_S) -> None:
+    """Begin what roles of this machine are forked from; the first that is started waits for it the less. idle_s: after so long
+    without a start it ends."""
+    forked.warm(_IMPORTED_ONCE, role_variables(), idle_s)
 
 
 def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int], cwd: str) -> Child:

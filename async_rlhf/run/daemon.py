@@ -133,7 +133,7 @@ class Supervisor:
                 try:
                     self._start_all()
                     self._watch()
-                except BaseException:
+                except BaseException:  # an interrupt too: no process may be left
                     self._close(failed=True)
                     raise
                 self._close()
@@ -365,7 +365,8 @@ class Supervisor:
                 hub_control.halt()
         deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
-            ends_itself = child.node.role == "hub" or not (failed or child.node.role in ("scorer", "relay"))  # they only answer
+            # A scorer and a relay only ever answer; of a run that has failed only the hub has been asked to end.
+            ends_itself = child.node.role == "hub" if failed else child.node.role not in ("scorer", "relay")
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             if child.process is not None:

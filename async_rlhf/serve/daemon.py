@@ -16,6 +16,7 @@ ended: so none is started twice, from its first moment on, when it does not hold
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -27,7 +28,8 @@ from typing import IO
 
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
 from async_rlhf.launch.exit_codes import ending
-from async_rlhf.launch.local import Child, begin, warm
+from async_rlhf.launch.forked import Child
+from async_rlhf.launch.local import begin, warm
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
@@ -62,7 +64,7 @@ class Daemon:
             try:
                 self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
-                    warm()
+                    warm(idle_s=math.inf)  # the next run may come in days
                     time.sleep(_LOOK_S)
             finally:
                 lock.release()

@@ -99,8 +99,8 @@ class Exchange:
         try:
             if self._full:
                 self._weight_server.store_again(self._admission)
-                self._journal.sync()
-            self._pump()  # also where there was no room: what it writes down of filtered groups is what their Ack rests on
+                self._journal.sync()  # raises while there is no room: then nothing is decided
+            self._pump()  # also after that: the Ack of a filtered group rests on what this writes
             self._journal.sync()
             if self._prompts is not None:
                 with self._journal.disk():

@@ -18,7 +18,7 @@ from async_rlhf.experiments import page
 from async_rlhf.experiments.planning import DOCUMENT
 from async_rlhf.experiments.planning.measured import document, results
 from async_rlhf.experiments.planning.validation import fused, table
-from async_rlhf.experiments.throughput.harness import adopt_orphans
+from async_rlhf.launch.forked import adopt_orphans
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 _START_S = 12.0

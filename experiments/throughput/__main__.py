@@ -25,7 +25,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from async_rlhf.experiments.throughput import results
-from async_rlhf.experiments.throughput.harness import MISSING, Row, adopt_orphans, await_quiet, command, line, table
+from async_rlhf.experiments.throughput.harness import MISSING, Row, await_quiet, command, line, table
+from async_rlhf.launch.forked import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each is a module here with a function of the same name; in the order in which they run.

@@ -7,12 +7,10 @@ here decides whether a ratio is good enough: a row carries its goal, and the rea
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +29,6 @@ MISSING = 3
 _QUIET_LIMIT_S = 30.0
 # Processor times are counted in hundredths of a second.
 _SHORTEST_S = 1.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class MissingError(Exception):
@@ -160,15 +157,12 @@ def rates(work: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, list
     return {name: [work / each for each in values] for name, values in seconds.items()}
 
 
-def adopt_orphans() -> None:
-    """From now on a process below this one whose parent ends becomes a child of this one, where `Watch` still counts what it
-    took: a run ends its workers after the process that started them. Linux only; elsewhere such a process counts as foreign."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 class Watch:
-    """How much of the machine other programs use, between two calls of `lap`."""
+    """How much of the machine other programs use, between two calls of `lap`.
+
+    A run ends its workers after the process that started them: where orphans are not adopted (`adopt_orphans`) they count as
+    foreign.
+    """
 
     def __init__(self) -> None:
         self._foreign: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -185,6 +186,14 @@ def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
     with pytest.raises(OSError, match="the fork server ends while it begins"):
         forked.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
     forked._close()
+
+
+def test_a_server_without_requests_ends_after_its_time() -> None:
+    idle, stays = (ForkServer.begin(["numpy"], VARIABLES, idle_s) for idle_s in (0.01, math.inf))
+    wait_for(lambda: not idle.is_there, "the end of the idle one")
+    assert Forked(stays, "wait_on_input").finish()[0] == 0
+    for each in (idle, stays):
+        each.close()
 
 
 def test_servers_end_with_the_command_that_uses_them(

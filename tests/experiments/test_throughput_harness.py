@@ -58,7 +58,8 @@ def test_a_row_measured_beside_other_programs_names_their_share_and_a_count_does
 def test_what_children_and_orphans_take_is_the_benchmarks_own() -> None:
     script = """
 import subprocess, sys
-from async_rlhf.experiments.throughput.harness import adopt_orphans, own_cpu_s
+from async_rlhf.experiments.throughput.harness import own_cpu_s
+from async_rlhf.launch.forked import adopt_orphans
 adopt_orphans()
 before = own_cpu_s()
 work = "import time; sum(range(20_000_000)); print(time.process_time())"
