@@ -141,7 +141,7 @@ class Scene:
         return self.episodes.step()
 
     def all_hear(self, said: str = "go") -> None:
-        """Every member's environment says the same first."""
+        """Every member's environment yields the same first observation."""
         for key in self.keys:
             self.pool.says(key, said)
         self.hear()
@@ -342,7 +342,7 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
 
 
 class Talker:
-    """An environment that says `go`, answers each turn at once, and ends behind the last answer."""
+    """An environment that begins with `go`, answers each turn at once, and ends behind the last answer."""
 
     def __init__(self, answers: Sequence[Content]) -> None:
         self._answers = answers

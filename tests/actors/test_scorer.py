@@ -107,7 +107,7 @@ def machine(tmp_path: Path, socket_dir: Path) -> Iterator[Machine]:
 
 
 def show(actor: Bench, key: str, text: str) -> None:
-    """Until it was read: what is shown while there is no scorer is shown to nobody."""
+    """Until it is read: a text that is shown while no scorer runs is lost."""
 
     def look() -> bool:
         actor.pool.show(key, {**FIELDS, "completion": text})

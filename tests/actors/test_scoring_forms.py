@@ -68,7 +68,7 @@ def test_a_group_that_gets_too_few_scores_fails_as_a_whole(bench: Callable[..., 
     }
 
 
-def test_a_hanging_reward_of_groups_with_workers_and_a_time_out_of_its_own_holds_up_nobody(bench: Callable[..., Bench]) -> None:
+def test_a_hanging_reward_of_groups_with_workers_and_a_time_out_of_its_own_delays_no_other(bench: Callable[..., Bench]) -> None:
     pool = bench("hangs plain")
     for member in range(2):
         pool.submit(member, "1", Place("g", member, 2))

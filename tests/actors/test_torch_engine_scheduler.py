@@ -62,7 +62,9 @@ class Table:
         assert all(admission.version == self.version[row] for row, admission in admitted.items())
         for copy in plan.copies:
             assert len(self.cached[copy.source]) >= copy.num_tokens
-            assert self.version[copy.source] == self.version[copy.target], "what older weights computed is lent to nobody"
+            assert self.version[copy.source] == self.version[copy.target], (
+                "what older weights computed is copied to no other row"
+            )
             assert not self.evicts or len(self.cached[copy.source]) == copy.num_tokens, "what went on has lost some of it"
             self.cached[copy.target] = self.cached[copy.source][: copy.num_tokens]
         chunked = [row for chunk in plan.chunks for row in chunk.rows]

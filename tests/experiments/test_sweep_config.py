@@ -226,7 +226,7 @@ def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_se
     assert state_of(Cell(small(**own, stall_timeout_s=7.0), {}), 64) == "finished"
 
 
-def test_a_cell_that_somebody_runs_is_left_alone(small: Any) -> None:
+def test_a_cell_that_another_process_runs_is_left_alone(small: Any) -> None:
     ended_run(small(), FOUR)
     running = RunDir.reopen(small())
     with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):

@@ -101,7 +101,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 async def walk(spec: EnvironmentSpec, *texts: str, **row: Any) -> tuple[list[Any], Score]:
-    """What an environment says to a row and to these turns, without any pool, and its score."""
+    """The observations of an environment for a row and these turns, without any pool, and its score."""
     episode = load(spec)(seed=1, **row)
     sends = episode.asend if spec.kind == "async" else episode.send
     said = [await sends(text) if spec.kind == "async" else sends(text) for text in (None, *texts)]

@@ -1,4 +1,4 @@
-"""A hub without a socket: the test says what its peers say, and hears what it answers."""
+"""A hub without a socket: the test sends the messages of its peers and reads the answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Spoken:
         return self.hear(LEARNER, wire.Take(fence=1, step=step))
 
     def hear(self, who: bytes, message: wire.Message, arrays: Sequence[bytes] = ()) -> list[Any]:
-        """What is said then, to whomever."""
+        """The answers, to all peers."""
         self.exchange.receive(who, wire.encode(message, [*arrays], 1))
         return self.turn()
 

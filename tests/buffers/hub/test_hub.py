@@ -75,7 +75,7 @@ def test_without_staleness_the_next_step_is_credited_only_to_who_adopted_its_ver
     learner.publish(1, tensors(1))
     until(lambda: anna.client.weights(), anna)  # fetched, but not adopted
     anna.look()
-    assert hub.status()["ledger"]["leased"] == 0, "published, but nobody serves it"
+    assert hub.status()["ledger"]["leased"] == 0, "published, but no actor serves it"
     anna.fence, anna.version = learner.fence, 1
     until(lambda: anna.begun, anna)
     assert sorted(anna.begun) == [2, 3]

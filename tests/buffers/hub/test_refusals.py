@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
 
 
 class Peer:
-    """Somebody who says what he likes."""
+    """Sends any message under its name."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.link = SocketLink(place.address, name)

@@ -184,7 +184,7 @@ def nested(depth: int) -> bytes:
     return b"\x91" * depth + b"\xc0"
 
 
-# Beside those that `tests/buffers/hub/test_refusals.py` says to a live hub.
+# Beside those that `tests/buffers/hub/test_refusals.py` sends to a live hub.
 MALFORMED = {
     "no frames": [],
     "no MessagePack": [b"\xc1"],

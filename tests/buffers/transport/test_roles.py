@@ -105,7 +105,7 @@ def test_the_table_has_every_message_for_the_hub() -> None:
     assert {message.type for message in SAID} == types - FROM_THE_HUB == set().union(*MAY.values())
 
 
-def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_nobody_elses_actor(hub: Place, connect: Connects) -> None:
+def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_no_other_actor(hub: Place, connect: Connects) -> None:
     stolen = connect("gpu2")
     with pytest.raises(RefusedError, match="role: 'register' is for learner, and the key of 'gpu2' is allowed as actor"):
         hub.learner(publishes=False, connect=stolen)

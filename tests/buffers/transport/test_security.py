@@ -26,7 +26,7 @@ COUNTERS = ("connections", "connections_ended", "handshakes_failed", "refused_ha
 
 
 class Served:
-    """A hub, and questions to it by somebody who is let in: over one connection, so that none of them is counted as an end."""
+    """A hub, and questions to it over one connection with a listed key, so that none of them is counted as an end."""
 
     def __init__(self, place: Place, asked: Control) -> None:
         self.place, self.address, self.asked = place, place.address, asked

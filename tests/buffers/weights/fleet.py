@@ -83,7 +83,7 @@ class Fleet(Place):
 
     @property
     def weights(self) -> dict[str, Any]:
-        """What the hub says of them."""
+        """Their part of the hub's status."""
         return dict(self.status()["weights"])
 
 

@@ -194,7 +194,7 @@ def test_a_learner_killed_while_it_publishes_leaves_nothing_behind(fleet: Callab
         finally:
             killed.kill()
             killed.communicate()
-    assert hub.status()["version"] is None, "nobody hears of half a set"
+    assert hub.status()["version"] is None, "no half of a set is announced"
     hub.publish(1)
     anna = hub.member("anna", AUTO)
     anna.adopt(1)
