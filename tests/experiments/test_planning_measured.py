@@ -68,6 +68,7 @@ def test_a_line_through_points_of_a_line_is_that_line(step: float, row: float, r
 
 
 STEP_S, ROW_S, LEARNER_S, WAIT_S, SCORE_S = 0.002, 0.0001, 0.4, 0.1, 0.01
+REWARD = work.__name__  # of the cells' configurations
 NUM_STEPS, LENGTHS = 40, [4] * 24 + [8] * 24 + [16] * 12 + [64] * 4
 
 
@@ -83,7 +84,7 @@ def written(config: Config) -> RunDir:
         for length in LENGTHS:
             free = max(free, ends[length]) + SCORE_S
             timings = {"generation.began": now, "generation.ended": ends[length]}
-            timings |= {"work.began": free - SCORE_S, "work.ended": free}
+            timings |= {f"{REWARD}.began": free - SCORE_S, f"{REWARD}.ended": free}
             rollouts.append({"spans": [[step, length]], "timings": timings})
         samples += [{"step": step, "group": step, "actor": "actor-0", "prompt": "a prompt", "rollouts": rollouts}]
         waited, now = free - now, free + LEARNER_S + WAIT_S
@@ -91,7 +92,7 @@ def written(config: Config) -> RunDir:
         records.append(
             {"step": step, "time": now, "step_time": took, "samples_per_second": 64 / took, "idle/learner": waited / took,
              "idle/actor": 0.5, "staleness/mean": 0.0, "broadcast/seconds": WAIT_S, "num_tokens": sum(LENGTHS),
-             "stages/exposed_ratio": 1.0, "rewards/work/seconds": SCORE_S}
+             "stages/exposed_ratio": 1.0, f"rewards/{REWARD}/seconds": SCORE_S}
         )  # fmt: skip
     return ended_run(config, records, rollouts=samples)
 
