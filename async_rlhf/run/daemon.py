@@ -206,6 +206,7 @@ class Supervisor:
         self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
         with _refused_when_full():
             self._run.keep_placement(self._placement)
+            self._report_beginning()  # the first role waits for the fork server's imports
             for child in self._children.values():
                 self._start(child)
         self._evaluator.judge()
