@@ -157,12 +157,14 @@ def _step(device: str, dtype: str) -> dict[str, float]:
 
 
 def _run(device: str, directory: Path, overrides: Mapping[str, Any]) -> str:
+    shared = device != "cpu" and torch.cuda.device_count() < 2
     result = train(
         "quick",
         quiet=True,
         overrides={
             "output_dir": str(directory), "name": "run", "max_steps": _STEPS, "data.held_out": 0, "data.size": 256,
-            "learner.batch_size": 32, "engine.slots": 16, "engine.device": device, "learner.device": device, **overrides,
+            "learner.batch_size": 32, "engine.slots": 16, "engine.device": device, "learner.device": device,
+            "placement.colocate": shared, **overrides,
         },
     )  # fmt: skip
     last = result.metrics[-1]

@@ -169,7 +169,7 @@ class DeepSpeedMachine(Machine):
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         with self._ranks.named("the canary"):
-            return probe(self.policy, self.device, ids)
+            return probe(self.policy, self.device, ids, self.publish_dtype)
 
     def snapshot(self) -> Callable[[Path], None]:
         """Gathered before it returns; only rank 0's writer writes."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_rlhf.buffers.errors import ConfigError, NonFiniteError
 from async_rlhf.buffers.protocol.wire import Canary
@@ -52,7 +53,7 @@ class Machine(ABC):
     def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
         self.config, self.settings, self._ranks = settings.learner, settings, ranks
         torch.set_num_threads(self.config.threads)
-        self._publish_dtype: torch.dtype = getattr(torch, settings.publish_dtype)
+        self.publish_dtype: torch.dtype = getattr(torch, settings.publish_dtype)
         self.device = take_device(self.config.device, ranks.rank)
         self._reference: Callable[[MicroBatch], Any] | None = None
         self._leaving: dict[str, Tensor] = {}
@@ -126,8 +127,8 @@ class Machine(ABC):
         for a copy that a CUDA device makes by itself."""
         for name, tensor in named.items():
             if name not in self._leaving:
-                self._leaving[name] = torch.empty(tensor.shape, dtype=self._publish_dtype, pin_memory=tensor.is_cuda)
-            converted = tensor.detach().to(self._publish_dtype) if tensor.is_cuda else tensor.detach()  # half the bytes
+                self._leaving[name] = torch.empty(tensor.shape, dtype=self.publish_dtype, pin_memory=tensor.is_cuda)
+            converted = tensor.detach().to(self.publish_dtype) if tensor.is_cuda else tensor.detach()  # half the bytes
             self._leaving[name].copy_(converted, non_blocking=tensor.is_cuda)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -158,18 +159,49 @@ def make_machine(settings: MachineSettings, ranks: Ranks) -> Machine:
     return kind(settings, ranks)
 
 
-def probe(policy: Policy, device: torch.device, ids: Sequence[int]) -> Canary:
-    """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights.
-
-    Raises NonFiniteError when those are no numbers.
+def probe(policy: Policy, device: torch.device, ids: Sequence[int], dtype: torch.dtype) -> Canary:
+    """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights in the dtype
+    that engines serve. Raises NonFiniteError when they are no numbers.
     """
     text = np.array(ids[:_PROBE_TOKENS], np.int64)
     if len(text) < 2:
         text = np.random.default_rng(0).integers(policy.vocabulary, size=_PROBE_TOKENS // 4)
-    logprobs = policy.probe(torch.from_numpy(text).to(device))
+    with _rounded(policy.model, dtype):
+        logprobs = policy.probe(torch.from_numpy(text).to(device))
     if not torch.isfinite(logprobs).all():
         raise NonFiniteError("the model's log-probabilities are not finite")
     return Canary(ids=text.tolist(), logprobs=logprobs.tolist())
+
+
+@contextmanager
+def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within, each module computes with its own parameters as they are in `dtype`; copied for one module at a time.
+
+    Rounding swallows small updates (steps of 1e-6 move few bfloat16 numbers), and all of them point one way: so an engine that
+    serves the rounded weights, as it should, lags behind the others by whole nats.
+    """
+    own: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def put(module: nn.Module, _: object) -> None:
+        own[module] = dict(module._parameters)
+        for name, held in own[module].items():
+            if held is not None:
+                module._parameters[name] = nn.Parameter(held.to(dtype).to(held.dtype), requires_grad=False)
+
+    def take_back(module: nn.Module, *_: object) -> None:
+        module._parameters.update(own.pop(module))
+
+    hooks = []
+    if dtype != torch.float32:
+        for module in model.modules():
+            if any(each is not None and each.dtype != dtype for each in module._parameters.values()):
+                hooks.append(module.register_forward_pre_hook(put))
+                hooks.append(module.register_forward_hook(take_back, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:

@@ -93,7 +93,7 @@ class TorchMachine(Machine):
 
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        return probe(self.policy, self.device, ids)
+        return probe(self.policy, self.device, ids, self.publish_dtype)
 
     def snapshot(self) -> Callable[[Path], None]:
         """The copy is made by a thread; `apply` waits for it."""
