@@ -93,11 +93,11 @@ class Admission:
             if not (self.room.has_credit(leases) or self._is_due(number)):
                 break
             moved_up = self.order.dead_below(number)
+            with_room = self.fleet.with_room(number)
             able = [
                 (len(actor.leases) - actor.capacity, name)
-                for name, actor in self.fleet.actors.items()
-                if actor.has_room(number, self.fleet.failures.suspects)
-                and actor.fence == self.fence > 0
+                for name, actor in with_room.items()
+                if actor.fence == self.fence > 0
                 and actor.version <= self.fleet.newest
                 and self.bound.allows(actor.version, number, moved_up, self.target_staleness)
             ]

@@ -5,7 +5,7 @@ lost; `failures` counts it:
 
     its actor's end was seen            counts
     its actor is silent                 counts only if its end is seen later (`Silences`)
-    it makes no progress                counts, and its actor is given nothing until it moves
+    it makes no progress                counts; its actor is given nothing until it moves or is dropped, and is doubted then
     its actor never got the credit      does not count
 """
 
@@ -33,7 +33,8 @@ class Actor:
     """One actor: how many groups it can hold, the weights it serves (learner fence, version), when it was last heard.
 
     life: names its process. stuck: groups that it made no progress with for too long, and how far they were; it is given
-    nothing while it holds one that has not moved since.
+    nothing while it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it
+    may be all of the actor that is stuck, so it is given nothing that another has room for.
     """
 
     capacity: int
@@ -43,6 +44,7 @@ class Actor:
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
     stuck: dict[int, int] = field(default_factory=dict)
+    doubted: bool = False
     finished: set[int] = field(default_factory=set)
     """Those of its leases that are made and wait for room in the queue."""
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
@@ -67,8 +69,9 @@ class Actor:
         """How far each of the groups is that it works on."""
         self._works_on = known = dict(amounts)
         for number in self.leases.keys() & known.keys():
-            if known[number] > self._moved.get(number, (-1, 0.0))[0]:
+            if known[number] > (before := self._moved.get(number, (-1, 0.0))[0]):
                 self._moved[number] = known[number], now
+                self.doubted &= known[number] <= max(0, before)  # a first report of nothing is no progress
         self.stuck = {number: amount for number, amount in self.stuck.items() if known.get(number, amount + 1) <= amount}
 
     def has_put(self, number: int, now: float) -> None:
@@ -76,13 +79,15 @@ class Actor:
         if number in self.leases:
             self._moved[number] = self._moved.get(number, (0, now))[0], now
             self.finished = (self.finished & self.leases.keys()) | {number}
+            self.doubted = False
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:
         """Its groups that made no progress for so long, counted from the first look at each, and whether it works on them: it
         may never have got the credit."""
         self._moved = {number: self._moved.get(number, (-1, now)) for number in self.leases}
         late = {number: amount for number, (amount, since) in self._moved.items() if now - since > timeout_s}
-        self.stuck |= {number: amount for number, amount in late.items() if number in self._works_on}
+        self.stuck |= (stuck := {number: amount for number, amount in late.items() if number in self._works_on})
+        self.doubted |= bool(stuck)
         return [(number, number in self._works_on) for number in late]
 
     def forgive(self, seconds: float, now: float) -> None:
@@ -104,7 +109,7 @@ class Silences:
 
     def note(self, name: str, actor: Actor) -> None:
         self._silent.pop(name, None)
-        if actor.leases or actor.stuck:
+        if actor.leases or actor.stuck or actor.doubted:
             self._silent[name] = actor, list(actor.leases.values())
         while len(self._silent) > self.MAX_NAMES:
             del self._silent[next(iter(self._silent))]
@@ -118,7 +123,7 @@ class Silences:
         before, held = self._silent.pop(name, (actor, []))
         if before.life != actor.life:
             return held
-        actor.stuck |= before.stuck
+        actor.stuck, actor.doubted = actor.stuck | before.stuck, before.doubted
         return []
 
 
@@ -144,7 +149,7 @@ class Fleet:
         self._charge(self._silences.back(name, actor), f"{name} came back as another process")
         before = self.actors.pop(name, None)
         if before is not None and before.life == actor.life:
-            actor.stuck |= before.stuck
+            actor.stuck, actor.doubted = actor.stuck | before.stuck, before.doubted
         held = dict(holding)
         for credit in list(before.leases.values()) if before else []:
             if held.get(credit.number) == credit.attempt:
@@ -210,6 +215,11 @@ class Fleet:
         """So long the hub did not listen: whatever was not heard meanwhile proves nothing."""
         for actor in self.actors.values():
             actor.forgive(seconds, now)
+
+    def with_room(self, number: int) -> dict[str, Actor]:
+        """Those that could take `number` by the room they have; the doubted ones only where no other has any."""
+        with_room = {name: actor for name, actor in self.actors.items() if actor.has_room(number, self.failures.suspects)}
+        return {name: actor for name, actor in with_room.items() if not actor.doubted} or with_room
 
     @property
     def leased(self) -> set[int]:

@@ -121,6 +121,23 @@ def test_a_group_without_progress_counts_and_its_actor_is_given_nothing_until_it
     assert hub.give() == {"a": [3]}
 
 
+def test_an_actor_whose_groups_all_stood_still_is_given_nothing_that_another_has_room_for() -> None:
+    """It has let go of them, as it was told to; the other is no longer able to begin just now, and is waited for."""
+    hub = hub_with(max_attempts=9)
+    stand_still(hub, *range(8), life="1")
+    hub.join("a", life="1").progressed([], 12.0)
+    other = hub.join("b", fence=0)
+    assert hub.credits() == {}
+    other.fence = hub.fence
+    assert hub.give() == {"b": list(range(8))}
+    hub.fleet.leave("b")
+    assert hub.give() == {"a": list(range(8))}, "better than nothing"
+    hub.fleet.actors["a"].progressed([(0, 0)], 13.0)
+    assert hub.fleet.actors["a"].doubted, "it works on one, and has made none of it"
+    hub.fleet.actors["a"].progressed([(0, 1)], 14.0)
+    assert not hub.fleet.actors["a"].doubted
+
+
 def test_a_stuck_group_is_not_taken_up_again_by_the_actor_that_holds_it() -> None:
     hub = hub_with(max_attempts=3)
     stand_still(hub, *range(8))
