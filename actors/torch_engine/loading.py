@@ -139,6 +139,8 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
     try:
         device = torch.device(config.device)
         torch.empty(0, device=device)
+        # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"engine.device = {config.device!r} cannot be used: {error}; use 'cpu'") from error
     try:

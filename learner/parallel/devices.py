@@ -21,6 +21,7 @@ def take_device(name: str, rank: int = 0) -> torch.device:
         torch.empty(0, device=device)  # its error names what is missing
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and lengths of texts vary
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
     return device

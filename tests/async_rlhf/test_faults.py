@@ -44,7 +44,7 @@ def assert_no_orphans(family: list[psutil.Process]) -> None:
 def test_fork_server_actor_hub_and_learner_are_killed_in_turn_and_the_run_finishes(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    num_steps = 150
+    num_steps = 60
     arguments = small_arguments(
         **{"max_steps": num_steps, "checkpoint.save_every": 7, "queue.max_staleness": 2, "actors.count": 2}
     )
