@@ -39,7 +39,7 @@ _STEP = (
     ("kl_reference_nats", "kl/reference", "Mean log-ratio to the frozen initial model, per token"),
     ("importance_ratio_max", "is/ratio_max", "Largest ratio proximal / behaviour"),
     ("effective_sample_ratio", "is/ess", "Effective sample size as a share of tokens"),
-    ("mismatch_nats", "mismatch/abs_log_ratio", "Engine against learner on tokens of staleness 0"),
+    ("mismatch_nats", "mismatch/abs_log_ratio", "Engine against learner on tokens of the same weights alone"),
     ("gradient_norm", "grad_norm", "Norm of the gradient before it is cut"),
     ("learning_rate", "learning_rate", "Of the policy's optimizer"),
     ("checkpoints_failed", "checkpoint/failed", "Checkpoints that could not be written since the learner's start"),
