@@ -31,7 +31,7 @@ _STEP = (
     ("actor_idle_ratio", "idle/actor", "Share of the actors' time in which no sequence was decoded"),
     ("queue_depth_groups", "queue/depth", "Groups that are ready and not taken"),
     ("completion_tokens_mean", "completions/mean_length", "Mean length of completions"),
-    ("completions_clipped_ratio", "completions/clipped_ratio", "Share of completions that were cut off"),
+    ("completions_clipped_ratio", "completions/clipped_ratio", "Share of completions that a budget of tokens cut"),
     ("reward_failed_ratio", "rewards/failed_ratio", "Share of scores that failed"),
     ("constant_groups_ratio", "frac_reward_zero_std", "Share of groups that teach nothing"),
     ("entropy_nats", "entropy", "Entropy of the policy, per token"),

@@ -95,7 +95,7 @@ class Safeguards:
         if self._constant_in_a_row >= self.limits.max_constant_batches:
             rollouts = sum(len(group.rollouts) for group in groups)
             cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
-            way_out = "raise generation.max_completion_length, or " if masked else ""
+            way_out = "raise generation.max_completion_length (of episodes max_episode_length), or " if masked else ""
             raise RewardError(
                 f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
                 f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}{cut}. "
