@@ -268,7 +268,7 @@ def run_to_end(config: Any, **how: Any) -> None:
     with outliving_terminal():
         result = run(config, **how)
     typer.echo(f"{_ending(result)}: {result.steps} steps in {result.run_dir}")
-    typer.echo(f"model: {result.checkpoint}")
+    typer.echo(f"model: {result.checkpoint or 'none was saved'}")
 
 
 def _ending(result: Any) -> str:

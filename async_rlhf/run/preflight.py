@@ -222,6 +222,11 @@ def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
 
 
 def _check_packages(config: Config) -> None:
+    learner = config.learner
+    if learner.backend == "deepspeed":
+        check_installed("deepspeed", "learner.backend", learner.backend, "deepspeed", "'torch'")
+    if learner.lora.rank:
+        check_installed("peft", "learner.lora.rank", learner.lora.rank, "lora", "0")
     if config.engine.kind == "vllm":
         check_installed("vllm", "engine.kind", "vllm", "vllm", "'torch'")
     if Path(config.model).suffix == ".gguf":
