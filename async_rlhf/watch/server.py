@@ -125,9 +125,9 @@ def _opened(
     token = addresses.read_token(token_file)
     keep_little()
     with closing(addresses.listen(address, token)) as bound, closing(runs):
-        host, port = bound.getsockname()[:2]
+        host, at = addresses.shown(bound)
         runs.start()
-        say(f"{runs.path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
+        say(f"{runs.path} is shown at {at}" + (" (user: any, password: the token)" if token else ""))
         yield application(runs, token, (*LOCAL, host)), bound
 
 
@@ -171,7 +171,8 @@ def save(path: Path, out: Path) -> None:
 
 
 class Guard:
-    """Before every request: its size, its host or token. Adds headers by which a browser gives the answers to no other site.
+    """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
+    which a browser gives the answers to no other site.
 
     max_body_bytes: of what is sent, whose length must be said; 0: nothing can be sent.
     """
@@ -213,6 +214,8 @@ class Guard:
             return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
             return PlainTextResponse(f"asked by another name than {', '.join(self._hosts)}\n", 421)
+        if scope["method"] not in ("GET", "HEAD") and _is_elsewhere(headers):
+            return PlainTextResponse("sent by a page of another site: nothing is taken from there\n", 403)
         if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
             return PlainTextResponse(
                 "a token is needed\n", 401, {"www-authenticate": 'Basic realm="async-rlhf", charset="UTF-8"'}
@@ -307,6 +310,13 @@ def _step(text: str) -> int:
 
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _is_elsewhere(headers: Headers) -> bool:
+    """Whether a browser says that a page of another site asks; other programs say nothing."""
+    origin = headers.get("origin")
+    other = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    return other or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
 def _name(host: str) -> str:
