@@ -31,8 +31,8 @@ from async_rlhf.buffers.files import DISK, lock_directory, write_whole
 from async_rlhf.buffers.formats import QUEUE
 from async_rlhf.launch.exit_codes import INTERRUPTED
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
-from async_rlhf.run.config import Config, dump
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.run.run_files import highest_step, read_last_lines, read_object, read_small
 from async_rlhf.serve.turns import AFTER, Ended, Entry, Request, requested
 
@@ -85,7 +85,7 @@ class QueueDir:
             try:
                 shutil.rmtree(made, ignore_errors=True)  # of one that was killed here
                 made.mkdir()
-                write_whole(made / "config.toml", dump(config))
+                keep_config(config, made / "config.toml")
                 self._write(made, entry)
                 made.rename(self.folder(entry))
                 DISK.sync_path(self._queue)

@@ -35,6 +35,7 @@ from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.config import Config, differences, parse_override
+from async_rlhf.run.config_keys import masked
 from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.launching import check_ray
 from async_rlhf.run.preflight import preflight
@@ -135,7 +136,7 @@ def run_sweep(
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
     all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
-    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
+    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", _shown(text)))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
     with _cells(ray, jobs, sweep, all_jobs) as where:
         states = [(job, job.state(where.sees_runs)) for job in all_jobs]
@@ -343,6 +344,12 @@ def _check_same(old: Config, new: Config) -> None:
         f"cell {str(new.run_dir)!r} was run with other settings ({'; '.join(changed[:5]) or 'keys were removed'}). Restore "
         "them, those of --set too; or keep both sweeps, with --set sweep.name=NAME; or remove the directory and run it again"
     )
+
+
+def _shown(override: str) -> str:
+    key, value = parse_override(override)
+    shown = masked(key, value, Config)
+    return override if shown is value else f"{key}={shown}"
 
 
 def _summary(result: CellResult) -> str:
