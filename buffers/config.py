@@ -8,16 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    SerializationInfo,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
 
 from async_rlhf.buffers.errors import ConfigError
 

@@ -315,11 +315,7 @@ class RunDir:
             self._check_format()
         end = self.end()
         failed_to_start = end is not None and end.code != 0 and not self.metrics.exists()
-        if failed_to_start:
-            source = None
-            with suppress(AsyncRLHFError):
-                source = self.config().data.spool
-            failed_to_start = not has_claimed(self.path / "data" / "spool", source)
+        failed_to_start = failed_to_start and not has_claimed(self.path / "data" / "spool")
         if not overwrite and not failed_to_start:
             return
         lock = RunLock.take(self.lock_file)

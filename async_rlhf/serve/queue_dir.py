@@ -237,9 +237,7 @@ class QueueDir:
                 raise DamagedError(f"{folder / 'state.json'} is missing, or says nothing of it")
             QUEUE.check(fields.pop("format", 1), folder)
             return _ENTRIES.validate_python({**fields, "number": number, "name": name})
-        except FormatError as error:
-            return Entry(number, name, "failed", f"it is set aside: {error}")
-        except (DamagedError, ValidationError) as error:
+        except (DamagedError, FormatError, ValidationError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             return Entry(number, name, "failed", f"its state cannot be read: {reason}")
 

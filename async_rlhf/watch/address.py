@@ -20,7 +20,6 @@ DEFAULT = "127.0.0.1:8265"
 UNIX = "unix:"
 """What an address begins with that is the path of a socket."""
 _MIN_TOKEN = 16
-_LONGEST_PATH = 107  # linux/un.h
 _NEAR = 50
 _BACKLOG = 128
 
@@ -98,16 +97,17 @@ def shown(bound: socket.socket) -> tuple[str, str]:
     return host, url(host, port)
 
 
+def told(path: Path, bound: socket.socket, token: str | None) -> str:
+    """Where these runs are shown, for people."""
+    return f"{path} is shown at {shown(bound)[1]}" + (" (user: any, password: the token)" if token else "")
+
+
 def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def _private(address: str, path: Path) -> socket.socket:
     """At a path that this user alone can open; what one that has ended left there is replaced."""
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(
-            f"--address {address!r}: a path of more than {_LONGEST_PATH} bytes is none of a socket; choose another"
-        )
     found, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
         if path.is_socket() and found.connect_ex(str(path)) == errno.ECONNREFUSED:
@@ -117,7 +117,7 @@ def _private(address: str, path: Path) -> socket.socket:
         return found
     except OSError as error:
         found.close()
-        raise ConfigError(f"--address {address!r} cannot be used: {error.strerror}; choose another path") from error
+        raise ConfigError(f"--address {address!r} cannot be used: {error}; choose another path") from error
     finally:
         os.umask(mask)
 

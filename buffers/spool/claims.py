@@ -48,6 +48,7 @@ _PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
 _MAX_LINE_BYTES = 256 << 20  # behind which the rest of a file is not looked at: it may be a hole without an end
 _CLAIMS = 256  # files that are claimed at a time, with one sync of the two directories
 _SHOWN_BYTES = 2000  # of a line in `rejected/`
+_IDENTITY = "id"
 _NAME_BYTES = 120  # of a file's own name in that of its claim
 
 
@@ -62,16 +63,12 @@ Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
 """Lines of a file to rows, JSON objects as they are credited, or the reason why a line is none."""
 
 
-def has_claimed(directory: Path, source: Path | None) -> bool:
-    """Whether a run with this own directory has rows of a spool that are nowhere else, or only it takes. Raises OSError."""
-    stream, claimed, own = directory / "stream.jsonl", directory / "claimed", directory / "id"
-    left = source is not None and source.is_dir() and own.exists() and any(source.glob(f"{_prefix(own.read_text())}*"))
-    return left or (stream.exists() and stream.stat().st_size > 0) or (claimed.exists() and any(claimed.iterdir()))
-
-
-def _prefix(identity: str) -> str:
-    """Of the names in a spool that are a run's."""
-    return f".claimed-{identity}-"
+def has_claimed(directory: Path) -> bool:
+    """Whether a run's own directory holds rows that came out of a spool, or the name under which it has claimed them there.
+    Raises OSError."""
+    stream, claimed = directory / "stream.jsonl", directory / "claimed"
+    left = (directory / _IDENTITY).exists() or (claimed.exists() and any(claimed.iterdir()))
+    return left or (stream.exists() and stream.stat().st_size > 0)
 
 
 class Spool:
@@ -122,27 +119,28 @@ class Spool:
         for directory in (self._claimed, self._rejected):
             self._files.make(directory)
         rejected = [name for name in self._files.names(self._rejected) if is_ready(name)]
-        if not self._prefix:
-            self._prefix = _prefix(self._identity())
+        if not self._num_rejected:
             self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
         self._files.sync_path(self._claimed)
         claims = [self._claimed / name for name in self._files.names(self._claimed) if is_ready(name)]
         with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
             self._files.sync_path(self._source)
-            claims += [self._source / name for name in self._files.names(self._source) if name.startswith(self._prefix)]
+            if _IDENTITY in self._files.names(self._directory):
+                self._name()
+                claims += [self._source / name for name in self._files.names(self._source) if name.startswith(self._prefix)]
         numbers = {path: _number(path.name.removeprefix(self._prefix)) for path in claims}
         self._next = max(self._next, 1 + max([self.stream.tail[0], *numbers.values(), *map(_number, rejected)]))
         for done in [path for path in claims if numbers[path] < self.stream.tail[0]]:
             self._files.unlink(done)
         return sorted((path for path in claims if numbers[path] >= self.stream.tail[0]), key=numbers.__getitem__)
 
-    def _identity(self) -> str:
-        """Names this run in a spool that several use."""
-        path = self._directory / "id"
+    def _name(self) -> None:
+        """Name this run in a spool of another file system, which several may use."""
+        path = self._directory / _IDENTITY
         if path.name not in self._files.names(self._directory):
             write_whole(path, secrets.token_hex(8), self._files)
         self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
-        return self._files.read(path).decode()
+        self._prefix = f".claimed-{self._files.read(path).decode()}-"
 
     def _num_lines(self, path: Path) -> int:
         reader = self._files.reader(path)
@@ -187,6 +185,7 @@ class Spool:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
+            self._name()
             target = self._source / f"{self._prefix}{claim}"
             self._files.replace(path, target)
         self._next += 1

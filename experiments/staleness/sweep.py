@@ -136,7 +136,8 @@ def run_sweep(
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
     all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
-    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", _shown(text)))])
+    sets = (f"{key}={masked(key.strip(), value, Config)}" for key, _, value in (text.partition("=") for text in overrides))
+    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
     with _cells(ray, jobs, sweep, all_jobs) as where:
         states = [(job, job.state(where.sees_runs)) for job in all_jobs]
@@ -344,12 +345,6 @@ def _check_same(old: Config, new: Config) -> None:
         f"cell {str(new.run_dir)!r} was run with other settings ({'; '.join(changed[:5]) or 'keys were removed'}). Restore "
         "them, those of --set too; or keep both sweeps, with --set sweep.name=NAME; or remove the directory and run it again"
     )
-
-
-def _shown(override: str) -> str:
-    key, value = parse_override(override)
-    shown = masked(key, value, Config)
-    return override if shown is value else f"{key}={shown}"
 
 
 def _summary(result: CellResult) -> str:

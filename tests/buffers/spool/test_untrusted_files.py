@@ -167,10 +167,10 @@ def test_a_file_of_another_file_system_is_read_where_it_lies_and_the_run_is_not_
 ) -> None:
     spool = opened(FarDisk())
     (tmp_path / "spool" / "a.jsonl").write_text(f"{GOOD}\n" * (claims._PIECE // 8))
-    assert not has_claimed(tmp_path / "own", tmp_path / "spool")
+    assert not has_claimed(tmp_path / "own")
     with patch.object(Stream, "append", side_effect=OSError(errno.ENOSPC, "full")):
         spool.turn()
-    assert has_claimed(tmp_path / "own", tmp_path / "spool") and not os.listdir(tmp_path / "own" / "claimed")
+    assert has_claimed(tmp_path / "own") and not os.listdir(tmp_path / "own" / "claimed")
     again = opened(FarDisk())
     while again.turn():
         pass
