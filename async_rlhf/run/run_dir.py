@@ -32,6 +32,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.formats import RUN
@@ -142,7 +143,7 @@ class RunDir:
             if rows is not None:
                 RunData(run.path, config.data).keep(rows, dropped, made)
             write_whole(run._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            write_whole(run._config, dump(config))  # the last: what has it is a run
+            keep_config(config, run._config)  # the last: what has it is a run
         except OSError as error:
             run._release()
             for path in reversed(made):
@@ -159,7 +160,7 @@ class RunDir:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
             run._keep_format()
-            write_whole(run._config, dump(config))
+            keep_config(config, run._config)
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
                     remove_left(left)
@@ -355,6 +356,12 @@ class RunDir:
         if self.lock is not None:
             self.lock.release()
             self.lock = None
+
+
+def keep_config(config: Config, path: Path) -> None:
+    """Write it down; what holds secrets can be read by this user alone. Raises OSError."""
+    has_secrets = config.model_dump(mode="json") != config.model_dump(mode="json", context=REVEALED)
+    write_whole(path, dump(config), private=has_secrets)
 
 
 def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
