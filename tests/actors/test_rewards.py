@@ -87,7 +87,7 @@ def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl
         return [None]
 
     assert ask(trl) == Answer(None)
-    assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state")
+    assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state", "prompt", "completion_messages")
 
 
 @pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
