@@ -14,16 +14,15 @@ of ours; `adapted` chooses by what it sees. The functions themselves stay unchan
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_rlhf.actors.rewards.answer import as_text, shown
+from async_rlhf.actors.rewards.answer import as_text, scalar, shown
 from async_rlhf.actors.rewards.declaring import SETTINGS
 from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
 from async_rlhf.actors.rewards.signature import ALTERNATIVES, written
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.score import Score
+from async_rlhf.buffers.score import MAX_SCORE, Score
 
 # Where the right answer may stand, in the order in which it is looked for.
 _TRUTH = ("ground_truth", "answer", "label", "labels", "reward_model", "solution")
@@ -196,14 +195,14 @@ def _scored(value: Any, metrics: Mapping[str, Any]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    plain = value.item() if getattr(value, "shape", None) == () else value
-    return isinstance(plain, int | float) and math.isfinite(plain)
+    plain = scalar(value)
+    return isinstance(plain, int | float) and abs(plain) <= MAX_SCORE
 
 
 def _number(value: Any) -> float:
     if not _is_number(value):
-        raise ValueError(f"returned {shown(value)}; a finite number was expected")
-    return float(value)
+        raise ValueError(f"returned {shown(value)}; a number within +-{MAX_SCORE:g} was expected")
+    return float(scalar(value))
 
 
 def _only(result: Any) -> Any:

@@ -11,7 +11,11 @@ model = run.model()
 
 from __future__ import annotations
 
+import atexit
+import logging
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +23,11 @@ from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.run.caller_environment import played, target_of
 from async_rlhf.run.caller_rewards import served, split
@@ -38,8 +42,14 @@ from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
 
+T = TypeVar("T")
 Record = dict[str, Any]
 """The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""
+
+
+_log = logging.getLogger(__name__)
+_FLAG = r"--(?:resume|overwrite|from-step(?: \d+)?|set '?[\w.]+=[^\s,;']+'?)"
+_FLAGS = re.compile(rf"(?:async-rlhf train (\S+) )?({_FLAG}(?: {_FLAG})*)")
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +102,14 @@ def train(
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
-    with _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows):
+    with (
+        _in_python(),
+        _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows, variables),
+    ):
         return run(
             resolved,
             rows=rows,
+            variables=variables,
             resume=resume,
             from_step=from_step,
             overwrite=overwrite,
@@ -120,8 +134,9 @@ def start(
 ) -> Run:
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     warm()
-    with ExitStack() as stack:
-        resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, environment, overrides, resume))
+    with _in_python(), ExitStack() as stack:
+        of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+        resolved, rows, variables = stack.enter_context(of_run)
         records: SimpleQueue[Record | None] = SimpleQueue()
         supervisor, directory = prepare(
             resolved,
@@ -132,6 +147,7 @@ def start(
             progress=stack.enter_context(NotebookDisplay()) if in_notebook() and not quiet else None,
             on_step=records.put,
         )
+        directory.variables.update(variables)
         return Run(supervisor, directory, records, stack.pop_all())
 
 
@@ -141,15 +157,16 @@ class Run:
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
     woken by    each step
-    on close    leaving the `with` block stops the run and waits until it has drained; the run can be resumed
+    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it;
+                by Ctrl-C while the run is waited for; when the last reference to this handle is gone. A loop that is left
+                by `break` or an exception drains nothing, and says so.
     """
 
     def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self._supervisor, self._directory, self._records, self._held = supervisor, directory, records, held
-        self._finished = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
-        self._thread.start()
+        self._directory, self._supervision = directory, _Supervision(supervisor, directory.path, records, held)
+        self._in_block = False
+        # The thread does not hold this handle, so that it can be missed.
+        weakref.finalize(self, self._supervision.let_go, "nothing refers to it any more").atexit = False
 
     @property
     def run_dir(self) -> Path:
@@ -157,14 +174,20 @@ class Run:
 
     def __iter__(self) -> Iterator[Record]:
         """Raises, at its end, what ended the run."""
-        while (record := self._records.get()) is not None:
-            yield record
-        self._records.put(None)  # for the next that iterates
+        records = self._supervision.records
+        try:
+            while (record := self._supervision.waited(records.get)) is not None:
+                yield record
+        except GeneratorExit:
+            if self._supervision.goes_on and not self._in_block:
+                _log.warning("%s goes on, though the loop over its steps was left: stop() drains it", self.run_dir)
+            raise
+        records.put(None)  # for the next that iterates
         self.result()
 
     def stop(self) -> None:
         """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
-        self._supervisor.drain()
+        self._supervision.supervisor.drain()
 
     def model(self) -> Path | None:
         """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
@@ -172,30 +195,92 @@ class Run:
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the end. Raises TimeoutError, and what ended the run."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        own = self._supervision
+        own.waited(lambda: own.thread.join(timeout_s))
+        if own.thread.is_alive():
             raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
-        if self._error is not None:
-            raise self._error
-        return _result(self._directory, self._finished)
+        if own.error is not None:
+            raise own.error
+        return _result(self._directory, own.finished)
 
     def __enter__(self) -> Run:
+        self._in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-        self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
+        self._in_block = False
+        if error is not None:
+            self._supervision.let_go(f"its block was left by {type(error).__name__}")
+        self._supervision.wait_drained()
+        if error is None and self._supervision.error is not None:
+            raise self._supervision.error
 
-    def _supervise(self) -> None:
+
+class _Supervision:
+    """What runs whether or not its handle is held. error: what ended the run. is_held: whether anyone will be told of it."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
+        self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
+        self.finished, self.is_held = False, True
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self.thread.start()
+        atexit.register(self._at_exit)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.thread.is_alive() and not self.supervisor.is_draining
+
+    def waited(self, wait: Callable[[], T]) -> T:
+        """Of a wait in the calling program, which Ctrl-C ends; the run then drains."""
         try:
-            with self._held:
-                self._finished = self._supervisor.run()
+            return wait()
+        except KeyboardInterrupt:
+            self._drain("Ctrl-C")
+            raise
+
+    def let_go(self, why: str) -> None:
+        """No handle will say how it ends: the log does."""
+        self.is_held = False
+        self._drain(why)
+
+    def wait_drained(self) -> None:
+        """Drain, and wait until it has; Ctrl-C ends it at once, as a second signal does."""
+        self.supervisor.drain()
+        try:
+            self.thread.join()
+        except KeyboardInterrupt:
+            self.supervisor.interrupt()
+            self.thread.join()
+            raise
+
+    def _drain(self, why: str) -> None:
+        if self.goes_on:
+            _log.warning(
+                "%s drains (%s): what has begun is finished, a checkpoint is written; resume=True goes on with it. Ctrl-C while "
+                "the program waits for that ends it at once",
+                self._run_dir,
+                why,
+            )
+        self.supervisor.drain()
+
+    def _at_exit(self) -> None:
+        if self.thread.is_alive():
+            self.let_go("the program ends")
+            self.wait_drained()
+
+    def _run(self) -> None:
+        try:
+            with self._held, _in_python():
+                self.finished = self.supervisor.run()
         except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
-            self._error = error
+            self.error = error
         finally:
-            self._records.put(None)
+            self.records.put(None)
+            atexit.unregister(self._at_exit)
+            if not self.is_held:
+                ended = "has ended" if self.finished else "has drained; resume=True goes on with it"
+                _log.warning("%s %s", self._run_dir, ended if self.error is None else f"was ended: {self.error}")
 
 
 def run(
@@ -207,8 +292,9 @@ def run(
     overwrite: bool = False,
     quiet: bool = False,
     on_step: Callable[[Record], object] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Run a checked configuration; see `train` and `prepare`."""
+    """Run a checked configuration; see `train` and `prepare`. variables: further ones of its processes on this machine."""
     shown: AbstractContextManager[Progress]
     shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
     with shown as progress:
@@ -221,6 +307,7 @@ def run(
             progress=progress,
             on_step=on_step,
         )
+        directory.variables.update(variables or {})
         finished = supervisor.run()
     return _result(directory, finished)
 
@@ -251,9 +338,9 @@ def _resolved(
     environment: Callable[..., Any] | None,
     overrides: Mapping[str, Any] | None,
     resume: bool,
-) -> Iterator[tuple[Config, Rows]]:
-    """The configuration and the rows of a run with these functions; those that only this process has are served until the
-    block ends."""
+) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
+    """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
+    until the block ends."""
     changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
     if rewards is not None:
         changed["rewards.functions"], own_rewards = split(rewards)
@@ -271,8 +358,34 @@ def _resolved(
     loaded = load(config, changed)
     rows = rows_of(loaded, data, resume)
     columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with served(own_rewards, loaded, columns) as scored, played(own_environment, scored, columns) as resolved:
-        yield resolved, rows
+    with (
+        served(own_rewards, loaded, columns) as (scored, to_rewards),
+        played(own_environment, scored, columns) as (both, to_play),
+    ):
+        yield both, rows, to_rewards | to_play
+
+
+@contextmanager
+def _in_python() -> Iterator[None]:
+    """Errors of the block name arguments of `train` where they name flags of the command line."""
+    try:
+        yield
+    except AsyncRLHFError as error:
+        error.args = tuple(_FLAGS.sub(_arguments, each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def _arguments(found: re.Match[str]) -> str:
+    """`--resume --from-step 3`: resume=True, from_step=3; behind a command, as a call."""
+    given = []
+    for flag in re.findall(_FLAG, found[2]):
+        name, _, value = flag.removeprefix("--").partition(" ")
+        if name == "set":
+            key, _, value = value.strip("'").partition("=")
+            given.append(f"overrides={{{key!r}: {value!r}}}")
+        else:
+            given.append(f"{name.replace('-', '_')}={value or ('N' if name == 'from-step' else True)}")
+    return ", ".join(given) if found[1] is None else f"train({found[1].strip(chr(39))!r}, {', '.join(given)})"
 
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
