@@ -55,10 +55,6 @@ class PromptTokenizer:
         """What the model reads. Raises ConfigError as `text_of` does, and for messages that the chat template refuses."""
         return text_of(row, template, self._rendered)
 
-    def ids(self, text: str, *, special: bool) -> list[int]:
-        """special: with the tokens that the tokenizer puts around a text."""
-        return self._encode([text], special)[0]
-
     def lengths(self, texts: Sequence[str], are_chats: Sequence[bool], limit: int) -> PromptLengths:
         """limit: in tokens. are_chats: where the chat template has written the special tokens already.
 

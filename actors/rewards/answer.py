@@ -94,7 +94,8 @@ def _read(result: Any) -> Answer:
         return Answer(None, "returned a coroutine; declare the reward with 'async def'")
     if not isinstance(result, numbers.Real):
         return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
-    if not abs(result) <= MAX_SCORE:  # nor is it true of what is not a number
+    size: Any = abs(result)
+    if not size <= MAX_SCORE:  # nor is it true of what is not a number
         return Answer(None, f"returned {shown(result)}; a score must be finite and within +-{MAX_SCORE:g}")
     return Answer(float(result))
 

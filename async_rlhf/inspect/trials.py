@@ -17,19 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
-from async_rlhf.actors.data.tokens import PromptTokenizer
-from async_rlhf.actors.engine import Completion, RolloutKey
-from async_rlhf.actors.environments.rendering import conversation
-from async_rlhf.actors.loop.episodes import Played
+from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.lines import read_lines
-from async_rlhf.buffers.record import Span, source_of
+from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.config import Config, parse_settings
@@ -136,43 +131,34 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
-    tokenizer = PromptTokenizer(Path(config.model)) if Path(config.model).is_dir() else None
-    members = [_made_up(config, row, tokenizer) for row in kinds.values()]
+    members = [_made_up(row, config.environment.function) for row in kinds.values()]
     for scope, size in (("completion", 1), ("group", config.generation.group_size)):
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
         if not chosen or not members:
             continue
         bell = threading.Event()
         pool = ScoringPool[int](chosen, config.scoring, wake=bell.set, by_source=config.rewards.by_source)
-        for number, each in enumerate(_score(pool, [[member] * size for member in members], bell, _PATIENCE_S)):
-            for name, score in each.scores.items():
-                about = f"a made-up completion ({_MADE_UP!r}) of the prompt {str(members[number // size]['prompt'])[:60]!r}"
+        scored = _score(pool, [[member] * size for member in members], bell, _PATIENCE_S)
+        for member, each in zip(members, scored[::size], strict=True):
+            for name in each.stages:  # of those that judge its source
+                score, about = each.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
                 if score.failure is not None and config.rewards.max_failed_ratio < 1:
                     raise RewardError(
-                        f"reward {name!r} fails on {about}: {score.failure}. Return None for what it does not judge, or allow "
-                        "that scores fail: rewards.max_failed_ratio = 1"
+                        f"reward {name!r} fails on {about}, {_MADE_UP!r}: {score.failure}. Return None for what it does not "
+                        "judge, or allow that scores fail: rewards.max_failed_ratio = 1"
                     )
-                if number % size == 0 and name in each.stages:  # else its source has other rewards
-                    came = "not applicable" if score.value is None else f"{score.value:g}"
-                    found.append(f"reward {name} on {about}: {score.failure or came}")
+                found.append(f"reward {name} on {about}: {score.failure or score.value}")
     return found
 
 
-def _made_up(config: Config, row: Row, tokenizer: PromptTokenizer | None) -> dict[str, Any]:
-    """The fields of a completion, and of an episode where there is an environment. Without a tokenizer (of a model that is
-    converted when the run starts) its tokens are made up too."""
-    prompt_ids = ids = list(range(8))
-    if tokenizer is not None:
-        template = config.data.row_template
-        prompt_ids = tokenizer.ids(tokenizer.text(row, template), special=not template.is_chat(row))
-        ids = tokenizer.ids(_MADE_UP, special=False)
-    tokens = np.array(ids, np.int32)
-    completion = Completion(RolloutKey(0, 0, 0), tokens, np.zeros(len(ids), np.float32), (Span(0, len(ids)),), "stop")
-    fields, said = fields_of(row, prompt_ids, completion, _MADE_UP), conversation(row.prompt, [(_MADE_UP, None)])
-    if config.environment.function:
-        played = Played(completion, tuple(prompt_ids), _MADE_UP, (_MADE_UP,), messages=said, num_prompt=len(said) - 1)
-        fields |= played.fields
-    return fields
+def _made_up(row: Row, is_episode: object) -> dict[str, Any]:
+    """The fields of a completion, whose text and tokens are made up."""
+    ids, said = list(range(8)), [{"role": "assistant", "content": _MADE_UP}]
+    told = {"completion": _MADE_UP, "completion_ids": ids, "prompt_ids": ids, "finish_reason": "stop"}
+    if is_episode:
+        messages = [*as_messages(row.prompt), *said]
+        told |= {"messages": messages, "completion_messages": said, "turns": [_MADE_UP], "sampled": [True] * len(ids)}
+    return {**row.columns, "prompt": row.prompt, **told}
 
 
 def lines(trial: Trial) -> list[str]:

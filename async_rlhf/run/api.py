@@ -17,13 +17,13 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
@@ -42,14 +42,19 @@ from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
 
-T = TypeVar("T")
 Record = dict[str, Any]
 """The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""
 
 
 _log = logging.getLogger(__name__)
-_FLAG = r"--(?:resume|overwrite|from-step(?: \d+)?|set '?[\w.]+=[^\s,;']+'?)"
-_FLAGS = re.compile(rf"(?:async-rlhf train (\S+) )?({_FLAG}(?: {_FLAG})*)")
+_ARGUMENTS = {
+    r"async-rlhf train (\S+) --": r"train, config='\1', --",
+    r"(--resume|--overwrite|--from-step \d+) --": r"\1, --",
+    r"--(resume|overwrite)\b": r"\1=True",
+    r"--from-step (\d+)": r"from_step=\1",
+    r"--from-step": "from_step=STEP",
+    r"--set '?([\w.]+)=([^\s,;']+)'?": r"overrides={'\1': '\2'}",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,10 +107,8 @@ def train(
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
-    with (
-        _in_python(),
-        _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows, variables),
-    ):
+    of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+    with of_run as (resolved, rows, variables):
         return run(
             resolved,
             rows=rows,
@@ -134,7 +137,7 @@ def start(
 ) -> Run:
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     warm()
-    with _in_python(), ExitStack() as stack:
+    with ExitStack() as stack:
         of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
         resolved, rows, variables = stack.enter_context(of_run)
         records: SimpleQueue[Record | None] = SimpleQueue()
@@ -163,10 +166,10 @@ class Run:
     """
 
     def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self._directory, self._supervision = directory, _Supervision(supervisor, directory.path, records, held)
+        self._directory, self._own = directory, _Supervision(supervisor, directory.path, records, held)
         self._in_block = False
         # The thread does not hold this handle, so that it can be missed.
-        weakref.finalize(self, self._supervision.let_go, "nothing refers to it any more").atexit = False
+        weakref.finalize(self, self._own.let_go, "nothing refers to it any more").atexit = False
 
     @property
     def run_dir(self) -> Path:
@@ -174,20 +177,22 @@ class Run:
 
     def __iter__(self) -> Iterator[Record]:
         """Raises, at its end, what ended the run."""
-        records = self._supervision.records
         try:
-            while (record := self._supervision.waited(records.get)) is not None:
+            while (record := self._own.records.get()) is not None:
                 yield record
-        except GeneratorExit:
-            if self._supervision.goes_on and not self._in_block:
-                _log.warning("%s goes on, though the loop over its steps was left: stop() drains it", self.run_dir)
+        except KeyboardInterrupt:
+            self._own.let_go("Ctrl-C")
             raise
-        records.put(None)  # for the next that iterates
+        except GeneratorExit:
+            if not (self._own.over.is_set() or self._in_block):
+                _log.warning("%s does not end because the loop over its steps was left: stop() drains it", self.run_dir)
+            raise
+        self._own.records.put(None)  # for the next that iterates
         self.result()
 
     def stop(self) -> None:
         """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
-        self._supervision.supervisor.drain()
+        self._own.supervisor.drain()
 
     def model(self) -> Path | None:
         """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
@@ -195,92 +200,76 @@ class Run:
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the end. Raises TimeoutError, and what ended the run."""
-        own = self._supervision
-        own.waited(lambda: own.thread.join(timeout_s))
-        if own.thread.is_alive():
+        try:
+            over = self._own.over.wait(timeout_s)
+        except KeyboardInterrupt:
+            self._own.let_go("Ctrl-C")
+            raise
+        if not over:
             raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
-        if own.error is not None:
-            raise own.error
-        return _result(self._directory, own.finished)
+        if self._own.error is not None:
+            raise self._own.error
+        return _result(self._directory, self._own.finished)
 
     def __enter__(self) -> Run:
         self._in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._in_block = False
         if error is not None:
-            self._supervision.let_go(f"its block was left by {type(error).__name__}")
-        self._supervision.wait_drained()
-        if error is None and self._supervision.error is not None:
-            raise self._supervision.error
+            self._own.let_go(f"its block was left by {type(error).__name__}")
+        self._own.wait_drained()
+        if error is None and self._own.error is not None:
+            raise self._own.error
 
 
 class _Supervision:
-    """What runs whether or not its handle is held. error: what ended the run. is_held: whether anyone will be told of it."""
+    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
+    interrupted is taken for ended."""
 
     def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
         self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
-        self.finished, self.is_held = False, True
+        self.finished, self._is_told = False, True
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self.thread.start()
+        self.over = threading.Event()
         atexit.register(self._at_exit)
-
-    @property
-    def goes_on(self) -> bool:
-        return self.thread.is_alive() and not self.supervisor.is_draining
-
-    def waited(self, wait: Callable[[], T]) -> T:
-        """Of a wait in the calling program, which Ctrl-C ends; the run then drains."""
-        try:
-            return wait()
-        except KeyboardInterrupt:
-            self._drain("Ctrl-C")
-            raise
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def let_go(self, why: str) -> None:
-        """No handle will say how it ends: the log does."""
-        self.is_held = False
-        self._drain(why)
+        """Drain; how it ends the log says, for perhaps no handle will."""
+        if self._is_told and not self.over.is_set():
+            self._is_told = False
+            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self._run_dir, why)
+        self.supervisor.drain()
 
     def wait_drained(self) -> None:
-        """Drain, and wait until it has; Ctrl-C ends it at once, as a second signal does."""
+        """Ctrl-C ends it at once, as a second signal does."""
         self.supervisor.drain()
         try:
-            self.thread.join()
+            self.over.wait()
         except KeyboardInterrupt:
             self.supervisor.interrupt()
-            self.thread.join()
+            self.over.wait()
             raise
 
-    def _drain(self, why: str) -> None:
-        if self.goes_on:
-            _log.warning(
-                "%s drains (%s): what has begun is finished, a checkpoint is written; resume=True goes on with it. Ctrl-C while "
-                "the program waits for that ends it at once",
-                self._run_dir,
-                why,
-            )
-        self.supervisor.drain()
-
     def _at_exit(self) -> None:
-        if self.thread.is_alive():
+        with suppress(KeyboardInterrupt):
             self.let_go("the program ends")
             self.wait_drained()
 
     def _run(self) -> None:
         try:
-            with self._held, _in_python():
+            with self._held:
                 self.finished = self.supervisor.run()
         except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
             self.error = error
         finally:
             self.records.put(None)
             atexit.unregister(self._at_exit)
-            if not self.is_held:
+            if not self._is_told:
                 ended = "has ended" if self.finished else "has drained; resume=True goes on with it"
                 _log.warning("%s %s", self._run_dir, ended if self.error is None else f"was ended: {self.error}")
+            self.over.set()
 
 
 def run(
@@ -340,52 +329,34 @@ def _resolved(
     resume: bool,
 ) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
     """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
-    until the block ends."""
-    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
-    if rewards is not None:
-        changed["rewards.functions"], own_rewards = split(rewards)
-    for section, key, own in (
-        ("loss", "loss.kind", loss),
-        ("advantage", "advantage.kind", advantage),
-    ):
-        if own is not None:
-            changed[key] = _importable(section, key, own)
-    own_environment = None
-    if environment is not None:
-        changed["environment.function"], own_environment = target_of(environment)
-    if data is not None:
-        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
-    loaded = load(config, changed)
-    rows = rows_of(loaded, data, resume)
-    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with (
-        served(own_rewards, loaded, columns) as (scored, to_rewards),
-        played(own_environment, scored, columns) as (both, to_play),
-    ):
-        yield both, rows, to_rewards | to_play
-
-
-@contextmanager
-def _in_python() -> Iterator[None]:
-    """Errors of the block name arguments of `train` where they name flags of the command line."""
+    until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
     try:
-        yield
+        changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
+        if rewards is not None:
+            changed["rewards.functions"], own_rewards = split(rewards)
+        for section, own in (("loss", loss), ("advantage", advantage)):
+            if own is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        own_environment = None
+        if environment is not None:
+            changed["environment.function"], own_environment = target_of(environment)
+        if data is not None:
+            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
+        loaded = load(config, changed)
+        rows = rows_of(loaded, data, resume)
+        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+        with served(own_rewards, loaded, columns) as (scored, first), played(own_environment, scored, columns) as (both, more):
+            yield both, rows, first | more
     except AsyncRLHFError as error:
-        error.args = tuple(_FLAGS.sub(_arguments, each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
         raise
 
 
-def _arguments(found: re.Match[str]) -> str:
-    """`--resume --from-step 3`: resume=True, from_step=3; behind a command, as a call."""
-    given = []
-    for flag in re.findall(_FLAG, found[2]):
-        name, _, value = flag.removeprefix("--").partition(" ")
-        if name == "set":
-            key, _, value = value.strip("'").partition("=")
-            given.append(f"overrides={{{key!r}: {value!r}}}")
-        else:
-            given.append(f"{name.replace('-', '_')}={value or ('N' if name == 'from-step' else True)}")
-    return ", ".join(given) if found[1] is None else f"train({found[1].strip(chr(39))!r}, {', '.join(given)})"
+def in_python(message: str) -> str:
+    """`--resume --from-step 3` is resume=True, from_step=3."""
+    for flag, argument in _ARGUMENTS.items():
+        message = re.sub(flag, argument, message)
+    return message
 
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:

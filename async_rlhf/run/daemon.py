@@ -160,10 +160,6 @@ class Supervisor:
         """As a first signal does; may be called by any thread."""
         self._signals.count = self._signals.count or 1
 
-    @property
-    def is_draining(self) -> bool:
-        return self._draining or self._signals.count > 0
-
     def interrupt(self) -> None:
         """As a signal does: the first drains, the second forces."""
         self._signals.count += 1

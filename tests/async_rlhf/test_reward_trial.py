@@ -182,8 +182,8 @@ def checked(folder: Path, *functions: str, **changed: Any) -> tuple[int, str]:
 def test_check_calls_every_reward_on_a_made_up_completion_of_the_data(folder: Path) -> None:
     code, output = checked(folder, "conv", "none", "share")
     assert code == 0 and "run.toml: good." in output, output
-    for name, value in (("conv", "18"), ("none", "not applicable"), ("share", "0.125")):
-        assert f"reward {name} on a made-up completion ('The answer is 42.') of the prompt" in output
+    for name, value in (("conv", "18.0"), ("none", "None"), ("share", "0.125")):
+        assert f"reward {name} on a made-up completion of the prompt" in output
         assert f"'content': 'say 0'}}]\": {value}" in output
 
 
