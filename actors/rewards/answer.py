@@ -7,7 +7,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.score import MAX_SCORE, Score
@@ -94,8 +94,7 @@ def _read(result: Any) -> Answer:
         return Answer(None, "returned a coroutine; declare the reward with 'async def'")
     if not isinstance(result, numbers.Real):
         return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
-    size: Any = abs(result)
-    if not size <= MAX_SCORE:  # nor is it true of what is not a number
+    if not abs(cast(Any, result)) <= MAX_SCORE:  # nor is it true of what is not a number
         return Answer(None, f"returned {shown(result)}; a score must be finite and within +-{MAX_SCORE:g}")
     return Answer(float(result))
 

@@ -33,8 +33,6 @@ _GROUPED = {"completions": "completion", "completion_ids": "completion_ids", "fi
 _TRL_ONLY = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
 # An adapter's parameter that any one of several columns can fill: name -> the columns, in order.
 ALTERNATIVES = "__reward_alternatives__"
-# What tells whether a completion is text or messages, and which.
-_TOLD_BY = ("prompt", "completion_messages")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Signature:
         if self.any_column:
             return None
         names = tuple(self._renamed.get(name, name) for name in self.required + self.optional)
-        return names + _TOLD_BY if self.form == "list" and "completion" in names else names
+        return (*names, "prompt", "completion_messages") if self.form == "list" and "completion" in names else names
 
     def check(self, name: str, columns: AbstractSet[str], options: AbstractSet[str] = frozenset()) -> None:
         """Raises ConfigError when a parameter can get no value: no field, no column of the data, no option."""

@@ -132,10 +132,8 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
     members = [_made_up(row, config.environment.function) for row in kinds.values()]
-    for scope, size in (("completion", 1), ("group", config.generation.group_size)):
+    for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
-        if not chosen or not members:
-            continue
         bell = threading.Event()
         pool = ScoringPool[int](chosen, config.scoring, wake=bell.set, by_source=config.rewards.by_source)
         scored = _score(pool, [[member] * size for member in members], bell, _PATIENCE_S)

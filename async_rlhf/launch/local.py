@@ -85,8 +85,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: that it has
-    beside those of this process."""
+    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: added to ours."""
 
     def __init__(self, lock: RunLock | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._lock, self._variables = lock, {} if variables is None else variables  # which may be added to later
@@ -114,7 +113,7 @@ class LocalLauncher:
         if node.role not in _FORKED or node.threads is not None:
             return None
         held = [] if self._lock is None else [self._lock.descriptor]
-        own = {**visible(node.devices, os.environ), **environment(3, 4 if held else None)}
+        own = visible(node.devices, os.environ) | environment(3, 4 if held else None)
         variables = {**role_variables(), **self._variables, **own}
         cpus = None if node.cpus is None else affinity.machine_cpus(node.cpus)
         arguments = (node.role, str(run_dir), *node.arguments)
