@@ -85,7 +85,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: added to ours."""
+    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: more."""
 
     def __init__(self, lock: RunLock | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._lock, self._variables = lock, {} if variables is None else variables  # which may be added to later
