@@ -102,6 +102,8 @@ class RunDir:
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = path, lock
+        self.variables: dict[str, str] = {}
+        """Those of its processes on this machine alone: where they find what only the calling process has."""
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "rollouts.jsonl"
         self.ledger = path / "ledger.json"
@@ -117,7 +119,7 @@ class RunDir:
     @property
     def launcher(self) -> Launcher:
         """Starts the processes of this run on this machine."""
-        return LocalLauncher(self.lock)
+        return LocalLauncher(self.lock, self.variables)
 
     @classmethod
     def create(cls, config: Config, rows: Rows | None = None, dropped: int = 0, *, overwrite: bool = False) -> RunDir:
