@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import string
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
 _U64 = (1 << 64) - 1
+# Kinds of parts that are text, as clients of OpenAI's two interfaces write them; a part without a kind is text if it has one.
+_TEXT_PARTS = ("text", "input_text", "output_text", None)
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
+_NO_TEXT = ("image", "images", "image_url", "audio", "audios", "video", "videos")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,20 @@ class Template:
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""
         return self.chat or not isinstance(row.prompt, str)
+
+    def said(self, row: Row) -> str | list[dict[str, Any]]:
+        """What the model is given: text, or the messages for its chat template.
+
+        Raises ConfigError where the text names no column of the row, or one that is no text, or is given for messages.
+        """
+        if isinstance(row.prompt, str):
+            text = row.prompt if self.text == "{prompt}" else _fill(self.text, row)
+            return [{"role": "user", "content": text}] if self.chat else text
+        if self.text != "{prompt}":
+            raise ConfigError(
+                f"data.template {self.text!r} cannot be applied to chat messages; leave it out, or give prompts as text"
+            )
+        return row.prompt
 
 
 def to_json(row: Row) -> str:
@@ -113,7 +132,7 @@ def encode(
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     text = text_of(row, template, render)
-    ids = list(tokenizer(text, add_special_tokens=not template.is_chat(row))["input_ids"])
+    ids = token_ids(text, tokenizer, is_rendered=template.is_chat(row))
     if not ids or (max_length is not None and len(ids) > max_length):
         raise ConfigError(f"a prompt has {len(ids)} tokens, 1 to {max_length} are possible; it begins {text[:60]!r}")
     return text, ids
@@ -124,20 +143,77 @@ def text_of(row: Row, template: Template, render: Callable[[list[dict[str, Any]]
 
     Raises ConfigError for a template that names no column of the row, or that is given for messages.
     """
-    if isinstance(row.prompt, str):
-        text = _fill(template.text, row)
-        return render([{"role": "user", "content": text}]) if template.chat else text
-    if template.text != "{prompt}":
-        raise ConfigError(
-            f"data.template {template.text!r} cannot be applied to chat messages; leave it out, or give prompts as text"
-        )
-    return render(row.prompt)
+    said = template.said(row)
+    return said if isinstance(said, str) else render(said)
+
+
+def chat_of(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Chat messages as templates for text read them.
+
+    Keys whose value is null are dropped (Arrow gives each message those of all others, and templates ask whether a key is
+    there), an empty list of tool calls too; parts of text are joined. Raises ValueError: the message, the key, what is wrong.
+    """
+    return [_message(f"message {number}", each) for number, each in enumerate(given, 1)]
+
+
+def _message(which: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{which} is a {type(given).__name__}")
+    found = {key: value for key, value in _without_nulls(given).items() if key != "tool_calls" or value}
+    if not isinstance(found.get("role"), str):
+        raise ValueError(f"{which} has no role")
+    if not {"content", "tool_calls"} & found.keys():
+        raise ValueError(f"{which} has no content")
+    for key in found.keys() & set(_NO_TEXT):
+        raise ValueError(f"{which} has the key {key!r}, which is no text; leave it out")
+    return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _text(where: str, value: Any) -> str:
+    """Raises ValueError."""
+    parts = value if isinstance(value, list) else [value]
+    for number, part in enumerate(parts, 1):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, str) or (isinstance(part, dict) and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
+            continue
+        if value is part:
+            raise ValueError(f"{where} is a {type(value).__name__}, and text was expected; write it as text")
+        raise ValueError(f"{where}: part {number} is {kind!r}, and only parts of text can be given; leave the row out")
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: bool, **options: Any) -> list[int]:
+    """Token ids of a text, wherever one becomes them: a chat template has written every special token (`is_rendered`), to
+    plain text the tokenizer adds its own. options: of the tokenizer."""
+    return list(tokenizer(text, add_special_tokens=not is_rendered, **options)["input_ids"])
+
+
+class _Filling(string.Formatter):
+    """As `str.format`, but what a person would not write into a text is refused instead of written as Python writes it."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        self._name = field_name
+        return super().get_field(field_name, args, kwargs)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or isinstance(value, list | dict):
+            raise ConfigError(
+                f"data.template names {self._name!r}, which is no text but {value!r:.60}; write it as text, or "
+                f"{{{self._name}!r}} for this form"
+            )
+        return str(super().format_field(value, format_spec))
 
 
 def _fill(template: str, row: Row) -> str:
     columns = {**row.columns, "prompt": row.prompt}
     try:
-        return template.format_map(columns)
+        return _Filling().vformat(template, (), columns)
     except KeyError as error:
         name = str(error.args[0])
         raise ConfigError(

@@ -48,7 +48,8 @@ class PromptTokenizer:
                 "tokenizer's files beside the model"
             )
         self._directory = directory
-        self._encode, self._unknown_id = (_fast if (directory / "tokenizer.json").is_file() else _slow)(directory)
+        read = _fast if (directory / "tokenizer.json").is_file() else _slow
+        self._encode, self._unknown_id, self._token, self.normal = read(directory)
         self._render: Callable[[Messages], str] | None = None
 
     def text(self, row: Row, template: Template) -> str:
@@ -112,7 +113,8 @@ def _most_tokens(text: str) -> int:
     return 1 + (len(text) if text.isascii() else len(text.encode()))
 
 
-def _fast(directory: Path) -> tuple[Encode, int | None]:
+def _fast(directory: Path) -> tuple[Encode, int | None, Callable[[int], str], Callable[[str], str]]:
+    """Encodes; the id of the unknown token; a token's text; a text as the tokenizer sees it: equal ones have equal tokens."""
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -127,10 +129,11 @@ def _fast(directory: Path) -> tuple[Encode, int | None]:
         return [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     unknown = getattr(tokenizer.model, "unk_token", None)
-    return encode, None if unknown is None else tokenizer.token_to_id(unknown)
+    normal: Callable[[str], str] = str if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+    return encode, None if unknown is None else tokenizer.token_to_id(unknown), lambda id: str(tokenizer.id_to_token(id)), normal
 
 
-def _slow(directory: Path) -> tuple[Encode, int | None]:
+def _slow(directory: Path) -> tuple[Encode, int | None, Callable[[int], str], Callable[[str], str]]:
     from transformers import AutoTokenizer  # which imports torch: only it can read older files
 
     try:
@@ -141,7 +144,7 @@ def _slow(directory: Path) -> tuple[Encode, int | None]:
     def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
         return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"]) if texts else []
 
-    return encode, tokenizer.unk_token_id
+    return encode, tokenizer.unk_token_id, tokenizer.convert_ids_to_tokens, str
 
 
 def _renderer(directory: Path) -> Callable[[Messages], str]:

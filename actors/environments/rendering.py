@@ -149,7 +149,7 @@ class Renderer:
 
         marked = []
         for message in messages:
-            if isinstance(message["content"], str):
+            if isinstance(message.get("content"), str):
                 message = {**message, "content": self._looks_special.sub(mark, message["content"])}
             if self._has_special(json.dumps(message, ensure_ascii=False)):
                 raise EpisodeError("a chat message has the text of a special token outside its content; leave it out")

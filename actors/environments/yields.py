@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgpack
 
 from async_rlhf.actors.environments.settings import Content, Feedback, Message
+from async_rlhf.actors.prompts import chat_of
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.errors import EpisodeLostError
 from async_rlhf.buffers.score import Score
@@ -102,6 +103,10 @@ def _content(content: Any, max_bytes: int) -> Content | End:
                 return fails("not readable", f"yielded a chat message {problem}")
             written = json.dumps([dict(message) for message in content], ensure_ascii=False, allow_nan=False)
             messages: list[Message] = json.loads(written)
+            try:
+                messages = chat_of(messages)
+            except ValueError as error:
+                return fails("not readable", f"yielded chat messages that no template for text can write: {error}")
             msgpack.packb(messages)  # whole numbers beyond 64 bits do not travel
             found, size = messages, len(written.encode())
         else:
@@ -123,7 +128,7 @@ def _problem(message: Any) -> str | None:
         return f"that is {shown(message)}; a dictionary with role and content was expected"
     if message.get("role") not in ROLES:
         return f"whose role is {message.get('role')!r}; choose one of: {', '.join(ROLES)}"
-    return None if "content" in message else "without content"
+    return None
 
 
 def _size(num_bytes: int) -> str:

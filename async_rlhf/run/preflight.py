@@ -15,7 +15,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
@@ -24,7 +24,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import OF_EPISODES, environment_spec, score_names, stage_specs, stop_strings
+from async_rlhf.run.scoring import OF_EPISODES, environment_spec, read_of_rows, score_names, stage_specs, stop_strings
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -34,7 +34,8 @@ _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
+    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones (too long) and the `repeated`
+    ones, in which the model reads a held-out prompt, though they are written otherwise.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
     vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while it goes on,
@@ -46,6 +47,7 @@ class Prepared:
     num_prompts: int
     environment: EnvironmentSpec | None = None
     dropped: int = 0
+    repeated: int = 0
     unknown: Sequence[str] = ()
     num_unknown: int = 0
     of_learner: Sequence[str] = ()
@@ -58,6 +60,8 @@ class Prepared:
         found = [*self.of_spool, *self.of_learner]
         if self.dropped:
             found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
+        if self.repeated:
+            found.append(f"{self.repeated} training prompts are left out: the model reads the same as of held-out ones.")
         if self.num_unknown:
             shown = " ".join(self.unknown[:_SHOWN]) + (" ..." if len(self.unknown) > _SHOWN else "")
             found.append(
@@ -74,7 +78,8 @@ class Prepared:
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
-    rows = rows or load_rows(config.data)
+    environment = environment_spec(config)
+    rows = rows or load_rows(config.data, read=read_of_rows(environment))
     if is_here:
         _check_packages(config)
         _check_devices(config)
@@ -82,7 +87,6 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_hooks(config.hooks)
     spool = config.data.spool
     remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
-    environment = environment_spec(config)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
@@ -139,26 +143,42 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
     template = config.data.row_template
-    texts = [tokenizer.text(row, template) for row in everyone]
+    texts = [_text(tokenizer, row, template, number) for number, row in enumerate(everyone)]
     found = tokenizer.lengths(texts, [template.is_chat(row) for row in everyone], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
+    repeated = set[int]()
+    if environment is None and rows[1]:
+        held_out = set(map(tokenizer.normal, texts[first_held_out:]))
+        repeated = {number for number in range(first_held_out) if tokenizer.normal(texts[number]) in held_out}
+        repeated -= found.too_long.keys()
+    left_out = found.too_long.keys() | repeated
     kept = (
-        [row for number, row in enumerate(rows[0]) if number not in found.too_long],
+        [row for number, row in enumerate(rows[0]) if number not in left_out],
         [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
     )
     if not kept[0] and config.data.spool is None:
-        raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}")
+        also = ", or is a held-out one to the model" if repeated else ""
+        raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}{also}")
     return Prepared(
         kept,
         len(epoch_of(config.data, kept[0])),
         environment,
         len(found.too_long),
+        len(repeated),
         tuple(found.unknown),
         found.num_unknown,
         of_learner=remarks(config.learner),
         endless=not stop_strings(config) and not names_end(Path(config.model)),
     )
+
+
+def _text(tokenizer: PromptTokenizer, row: Row, template: Template, number: int) -> str:
+    """What the model reads. Raises ConfigError, with the number of the prompt."""
+    try:
+        return tokenizer.text(row, template)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {number}: {error}") from error
 
 
 def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:

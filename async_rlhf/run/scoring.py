@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.actors.scoring.model_stages import check_incremental
@@ -41,6 +44,11 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
             f"{limit:g} s is given to another actor; raise queue.progress_timeout_s above it, or lower environment.timeout_s"
         )
     return spec
+
+
+def read_of_rows(environment: EnvironmentSpec | None) -> Callable[[Row], Any] | None:
+    """For `load_rows`: what the environment is given of a row; None without one."""
+    return None if environment is None else lambda row: environment.usable({**row.columns, "prompt": row.prompt})
 
 
 def score_names(config: Config, environment: EnvironmentSpec | None) -> tuple[str, ...]:

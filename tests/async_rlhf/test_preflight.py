@@ -181,3 +181,18 @@ def test_an_environment_is_resolved_once_for_all_that_looks_at_it(
     evaluated.write_text('{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
         checked(rows("a"), **settings)
+
+
+def test_a_training_prompt_in_which_the_model_reads_a_held_out_one_is_left_out_and_counted(
+    checked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A chat template that trims, and has no use for names; a normalizer that composes what is written in two characters."""
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content | trim }};{% endfor %}")
+    described = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**described, "normalizer": {"type": "NFC"}}))
+    user = {"role": "user", "content": "\u00e9"}
+    given = rows("a", [{**user, "content": " e\u0301\n"}], [{**user, "name": "Ann"}], "\u00e9 \u00e9", [user])
+    found = checked(given, model=str(model), **{"data.chat": True, "data.held_out": 1})
+    assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.repeated == 2
+    assert "2 training prompts are left out: the model reads the same as of held-out ones." in found.remarks
