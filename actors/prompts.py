@@ -12,7 +12,7 @@ import json
 import string
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _U64 = (1 << 64) - 1
 # Kinds of parts that are text, as clients of OpenAI's two interfaces write them; a part without a kind is text if it has one.
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
-_NO_TEXT = ("image", "images", "image_url", "audio", "audios", "video", "videos")
+_NO_TEXT = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class Template:
     """How a row becomes what the model reads.
 
     text: may name any column of the row. chat: that text is given as one user message through the model's chat template, as
-    prompts that are messages are in any case.
+    prompts that are messages are in any case. variables: of the chat template.
     """
 
     text: str = "{prompt}"
     chat: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""
@@ -129,7 +130,7 @@ def encode(
     def render(messages: list[dict[str, Any]]) -> str:
         if not tokenizer.chat_template:
             raise ConfigError(NO_CHAT_TEMPLATE)
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template.variables))
 
     text = text_of(row, template, render)
     ids = token_ids(text, tokenizer, is_rendered=template.is_chat(row))
@@ -164,7 +165,7 @@ def _message(which: str, given: Any) -> dict[str, Any]:
         raise ValueError(f"{which} has no role")
     if not {"content", "tool_calls"} & found.keys():
         raise ValueError(f"{which} has no content")
-    for key in found.keys() & set(_NO_TEXT):
+    for key in found.keys() & _NO_TEXT:
         raise ValueError(f"{which} has the key {key!r}, which is no text; leave it out")
     return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
 
@@ -177,15 +178,14 @@ def _without_nulls(value: Any) -> Any:
 
 def _text(where: str, value: Any) -> str:
     """Raises ValueError."""
-    parts = value if isinstance(value, list) else [value]
-    for number, part in enumerate(parts, 1):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if isinstance(part, str) or (isinstance(part, dict) and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
-            continue
-        if value is part:
-            raise ValueError(f"{where} is a {type(value).__name__}, and text was expected; write it as text")
-        raise ValueError(f"{where}: part {number} is {kind!r}, and only parts of text can be given; leave the row out")
-    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    texts = []
+    for number, part in enumerate(value if isinstance(value, list) else [value], 1):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            part_of = f": part {number}" if isinstance(value, list) else ""
+            raise ValueError(f"{where}{part_of} is {kind or type(part).__name__!r}, and text was expected; write it as text")
+        texts.append(text)
+    return "".join(texts)
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: bool, **options: Any) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from async_rlhf.actors.prompts import token_ids
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Float32Array, SamplingMask
@@ -40,16 +41,15 @@ class RewardModel:
     @torch.inference_mode()
     def score(self, prompts: Sequence[Any], completions: Sequence[str], max_length: int) -> list[float]:
         """One logit for each completion, in float32. prompts: texts, or lists of chat messages."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        batch_BT = self._tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        ids = self._ids(prompts, completions, truncation=True, max_length=max_length)
+        batch_BT = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
         inputs = {name: batch_BT[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return self._of_label(self._model(**inputs).logits)
 
     def read(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[list[int]]:
         """Token ids of each, up to the one where the head reads. Not truncated."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         padding = self._tokenizer.pad_token_id
-        whole: list[list[int]] = self._tokenizer(texts)["input_ids"]
+        whole = self._ids(prompts, completions)
         return [ids[: max((i for i, token in enumerate(ids) if token != padding), default=0) + 1] for ids in whole]
 
     @torch.inference_mode()
@@ -70,6 +70,12 @@ class RewardModel:
     def _of_label(self, logits_BL: torch.Tensor) -> list[float]:
         scores: list[float] = logits_BL[:, self._label].float().tolist()
         return scores
+
+    def _ids(self, prompts: Sequence[Any], completions: Sequence[str], **options: Any) -> list[list[int]]:
+        return [
+            token_ids(self._text(prompt, completion), self._tokenizer, is_rendered=not isinstance(prompt, str), **options)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     def _text(self, prompt: Any, completion: str) -> str:
         """As the model was trained to read it: a chat through its template, plain text one behind the other."""

@@ -29,7 +29,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.preflight import Prepared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import reward_specs
+from async_rlhf.run.scoring import evaluated, reward_specs
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -54,6 +54,7 @@ def run_evaluation(
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.playing import environment_of
 
+    config = evaluated(config)
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation

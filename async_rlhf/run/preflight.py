@@ -24,7 +24,15 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import OF_EPISODES, environment_spec, read_of_rows, score_names, stage_specs, stop_strings
+from async_rlhf.run.scoring import (
+    OF_EPISODES,
+    environment_spec,
+    evaluated,
+    read_of_rows,
+    score_names,
+    stage_specs,
+    stop_strings,
+)
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -38,8 +46,8 @@ class Prepared:
     ones, in which the model reads a held-out prompt, though they are written otherwise.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
-    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while it goes on,
-    and are not here yet.
+    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_model: about its files. of_spool: where prompts come
+    from while it goes on, and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
 
@@ -52,12 +60,13 @@ class Prepared:
     num_unknown: int = 0
     of_learner: Sequence[str] = ()
     of_spool: Sequence[str] = ()
+    of_model: Sequence[str] = ()
     endless: bool = False
 
     @property
     def remarks(self) -> list[str]:
         """What a person should know, and what stops nothing."""
-        found = [*self.of_spool, *self.of_learner]
+        found = [*self.of_spool, *self.of_learner, *self.of_model]
         if self.dropped:
             found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
         if self.repeated:
@@ -132,6 +141,8 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
             "set data.held_out, or evaluation.source"
         )
+    elif converted and held_out and evaluation.chat_template_kwargs is not None:
+        check_model(evaluated(config), (list(held_out), []), environment)
 
 
 def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
@@ -144,7 +155,8 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     everyone = [*rows[0], *rows[1]]
     template = config.data.row_template
     texts = [_text(tokenizer, row, template, number) for number, row in enumerate(everyone)]
-    found = tokenizer.lengths(texts, [template.is_chat(row) for row in everyone], limit)
+    are_chats = [template.is_chat(row) for row in everyone] or [template.chat]
+    found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
     repeated = set[int]()
@@ -169,6 +181,7 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         tuple(found.unknown),
         found.num_unknown,
         of_learner=remarks(config.learner),
+        of_model=tokenizer.remarks(texts, are_chats),
         endless=not stop_strings(config) and not names_end(Path(config.model)),
     )
 
@@ -187,7 +200,8 @@ def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> Non
         from transformers import AutoTokenizer
 
         tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools).check()
+        variables = config.data.chat_template_kwargs
+        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools, variables).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:

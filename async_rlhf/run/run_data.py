@@ -66,11 +66,9 @@ class RunData:
 
     def is_from(self, given: Rows) -> bool:
         """Whether they are these, without those that were left out. Raises as `rows`."""
-        for ours, theirs in zip(self.rows, given, strict=True):
-            left = iter(theirs)
-            if not all(row in left for row in ours):
-                return False
-        return sum(map(len, given)) - sum(map(len, self.rows)) == self._num_dropped
+        found = [iter(part) for part in given]
+        is_part = all(row in theirs for ours, theirs in zip(self.rows, found, strict=True) for row in ours)
+        return is_part and sum(map(len, given)) - sum(map(len, self.rows)) == self._num_dropped
 
     def epoch(self) -> list[Row]:
         """The training rows of one epoch, which a group's number points into."""

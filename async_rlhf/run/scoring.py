@@ -51,6 +51,13 @@ def read_of_rows(environment: EnvironmentSpec | None) -> Callable[[Row], Any] | 
     return None if environment is None else lambda row: environment.usable({**row.columns, "prompt": row.prompt})
 
 
+def evaluated(config: Config) -> Config:
+    """As evaluations have it: with their variables of the chat template."""
+    if (own := config.evaluation.chat_template_kwargs) is None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_kwargs": own})})
+
+
 def score_names(config: Config, environment: EnvironmentSpec | None) -> tuple[str, ...]:
     """Of all that make the reward. environment: the run's, where it has one."""
     return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))

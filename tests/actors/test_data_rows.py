@@ -205,11 +205,11 @@ def test_what_stands_for_text_is_text(tmp_path: Path, message: dict[str, Any], w
     [
         (
             {"content": [{"type": "text", "text": "a"}, {"type": "image"}]},
-            "key 'content': part 2 is 'image', and only parts of text",
+            "key 'content': part 2 is 'image', and text was expected",
         ),
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "key 'content': part 1 is 'image_url'"),
-        ({"content": 3}, "key 'content' is a int, and text was expected"),
-        ({"content": {"answer": 4}}, "key 'content' is a dict, and text was expected"),
+        ({"content": 3}, "key 'content' is 'int', and text was expected"),
+        ({"content": {"answer": 4}}, "key 'content' is 'dict', and text was expected"),
         ({"content": None}, "has no content"),
         (
             {"content": "a", "reasoning_content": [{"type": "thinking", "thinking": "b"}]},

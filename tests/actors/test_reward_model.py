@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
@@ -67,3 +70,21 @@ def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_dir
         (tmp_path / name.name).write_bytes(name.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")
+
+
+def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_directory: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(judge_directory)
+    begin = tokenizer.convert_ids_to_tokens(3)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 3)])
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    shutil.copytree(judge_directory, tmp_path, dirs_exist_ok=True)
+    named = {name: getattr(tokenizer, name) for name in ("pad_token", "eos_token")}
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, chat_template=template, **named)
+    own.save_pretrained(tmp_path)
+    model, chat = RewardModel(tmp_path), [{"role": "user", "content": "sun"}]
+    ids = own.apply_chat_template([*chat, {"role": "assistant", "content": "nus"}], return_dict=True)["input_ids"]
+    assert model.read([chat, "sun"], ["nus", "nus"]) == [ids, ids] and ids.count(3) == 1
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    wanted = float(plain(input_ids=torch.tensor([ids])).logits[0, 0].detach())
+    assert model.score([chat, "sun", chat], ["nus", "nus", "n"], 64)[:2] == pytest.approx([wanted] * 2, abs=1e-5)
