@@ -74,6 +74,10 @@ class Template:
         return row.prompt
 
 
+PLAIN = Template()
+"""The column `prompt` as it stands."""
+
+
 def to_json(row: Row) -> str:
     """A row as one line of JSON, without its end. Raises ValueError for what has no such form, or is no text."""
     line = json.dumps({"prompt": row.prompt, **row.columns}, ensure_ascii=False, allow_nan=False)

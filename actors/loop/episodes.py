@@ -65,7 +65,7 @@ class Played:
 
     completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
     prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment said between them. messages: the conversation. score: the environment's;
+    the environment said between them. messages: the conversation, is_chat: as such. score: the environment's;
     turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
     """
 
@@ -76,6 +76,7 @@ class Played:
     prompt: str = ""
     read: tuple[Content, ...] = ()
     messages: Sequence[Message] = ()
+    is_chat: bool = True
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
@@ -86,7 +87,8 @@ class Played:
         if not self.messages:
             return {}
         was_sampled = sampled(self.completion.spans).tolist()
-        return {"messages": [*self.messages], "turns": [*self.turns], "sampled": was_sampled}
+        conversation = {"messages": [*self.messages], "turns": [*self.turns], "sampled": was_sampled}
+        return {**conversation, "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], "")}
 
 
 @dataclass(eq=False)
@@ -283,6 +285,7 @@ class Episodes:
             prompt=episode.group.text,
             read=tuple(read),
             messages=said,
+            is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
             score=score,
             turn_scores=tuple(episode.scores[: len(turns) - 1]),
             steps=tuple(episode.steps),

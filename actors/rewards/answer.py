@@ -112,9 +112,9 @@ def read_list(result: Any, count: int) -> tuple[Answer, ...]:
     return tuple(map(read, result))
 
 
-def as_text(prompt: Any) -> str:
+def as_text(prompt: Any, between: str = "\n") -> str:
     """A prompt as text; of a chat, its messages, one a line."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return prompt if isinstance(prompt, str) else between.join(str(message.get("content", "")) for message in prompt)
 
 
 def shown(result: Any) -> str:

@@ -104,8 +104,10 @@ def _prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float
     _reward_model(path, label, device, dtype, threads)
 
 
-def _prefetch(prompts: list[Any], completions: list[str], stream_ids: list[int], **options: Any) -> None:
-    _reward_judge(**options).prefetch(stream_ids, _samples(prompts, completions))
+def _prefetch(
+    prompts: list[Any], completions: list[str], stream_ids: list[int], model_prompt: list[Any] | None = None, **options: Any
+) -> None:
+    _reward_judge(**options).prefetch(stream_ids, _samples(model_prompt or prompts, completions))
 
 
 def _forget(stream_ids: list[int], **options: Any) -> None:
@@ -132,8 +134,9 @@ def reward_model(
     max_length: int = _MAX_LENGTH,
     cache_bytes: int = _CACHE_BYTES,
     stream_ids: list[int | None] | None = None,
+    model_prompt: list[Any] | None = None,
 ) -> list[float] | list[Score]:
-    """The model's logit for each completion behind its prompt.
+    """The model's logit for each completion behind what the policy read (`model_prompt`; else behind its `prompt`).
 
     path: the directory. label: which logit, of a model with several. max_length: tokens; a longer text loses its beginning, so
     that the end, where the score is read, stays. cache_bytes: most memory for keys and values of unfinished completions; one
@@ -141,8 +144,8 @@ def reward_model(
     """
     if stream_ids is not None:
         judge = _reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
-        return judge.score(stream_ids, _samples(prompts, completions))
-    return _reward_model(path, label, device, dtype, threads).score(prompts, completions, max_length)
+        return judge.score(stream_ids, _samples(model_prompt or prompts, completions))
+    return _reward_model(path, label, device, dtype, threads).score(model_prompt or prompts, completions, max_length)
 
 
 @functools.cache

@@ -80,6 +80,7 @@ def run_evaluation(
                 judging,
                 progress,
                 play=play,
+                template=template,
             )
     finally:
         scoring.close()

@@ -192,6 +192,7 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
         max_completion_length=config.generation.max_completion_length,
         sampling=config.generation.sampling,
         stop=config.generation.stop,
+        template=template,
         partial_every=partial_every,
         refill=config.rewards.composition if config.advantage.constant_groups == "refill" else None,
     )

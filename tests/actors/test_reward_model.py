@@ -7,14 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
+from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Span
 from tests.actors.scored import Bench
 from tests.actors.vllm_model import SHIPPED
 
@@ -88,3 +93,19 @@ def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_dir
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     wanted = float(plain(input_ids=torch.tensor([ids])).logits[0, 0].detach())
     assert model.score([chat, "sun", chat], ["nus", "nus", "n"], 64)[:2] == pytest.approx([wanted] * 2, abs=1e-5)
+
+
+def test_a_reward_model_reads_what_the_policy_read_and_other_rewards_the_column(judge_directory: Path) -> None:
+    row, template = Row("nus", {"answer": "sun"}), Template("Spell {prompt}: ")
+    completion = Completion(RolloutKey(0, 0, 0), np.array([5], np.int32), np.zeros(1, np.float32), (Span(0, 1),), "stop")
+    fields = fields_of(row, [1], completion, "sun", template)
+    assert (fields["prompt"], fields["model_prompt"]) == ("nus", "Spell nus: ")
+    assert fields_of(row, [1], completion, "sun", Template("{prompt}", chat=True))["model_prompt"] == [
+        {"role": "user", "content": "nus"}
+    ]
+    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}})
+    with Bench(specs) as bench:
+        bench.submit(0, "sun", **{name: fields[name] for name in ("prompt", "model_prompt")})
+        (found,) = bench.wait().values()
+    (wanted,) = RewardModel(judge_directory).score(["Spell nus: "], ["sun"], 64)
+    assert found.scores["reward_model"].value == pytest.approx(wanted, abs=1e-5)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
+from async_rlhf.run.model_checks import check_adapters
 from async_rlhf.run.preflight import preflight
 from tests.conftest import QUICK
 
@@ -196,3 +198,28 @@ def test_a_training_prompt_in_which_the_model_reads_a_held_out_one_is_left_out_a
     found = checked(given, model=str(model), **{"data.chat": True, "data.held_out": 1})
     assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.repeated == 2
     assert "2 training prompts are left out: the model reads the same as of held-out ones." in found.remarks
+
+
+@pytest.mark.parametrize(
+    ("described", "is_refused"), [({}, False), ({"tie_word_embeddings": True}, True), ({"model_type": "gemma"}, True)]
+)
+def test_an_adapter_of_a_tied_output_layer_is_refused_by_what_the_configuration_says(
+    small: Any, tmp_path: Path, described: dict[str, Any], is_refused: bool
+) -> None:
+    """Though the file holds its weight. Where nothing is said the family's default counts."""
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    own = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False} | described
+    if "model_type" in described:
+        del own["tie_word_embeddings"]
+    weights = load_file(model / "model.safetensors")
+    save_file({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps(own))
+    config = small(model=str(MODELS / "tiny-speller"), **{"learner.lora": {"rank": 4, "targets": ["q_proj", "lm_head"]}})
+    config = config.model_copy(update={"model": str(model)})
+    if not is_refused:
+        check_adapters(config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"targets names 'lm_head', whose weight is that of embeddings .*choose among down_proj"
+    ):
+        check_adapters(config)
