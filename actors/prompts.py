@@ -74,6 +74,14 @@ class Template:
         return row.prompt
 
 
+def of_prompt(number: int, row: Row, read: Callable[[Row], Any]) -> Any:
+    """What `read` makes of the row; its ConfigError with the number of the prompt."""
+    try:
+        return read(row)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {number}: {error}") from error
+
+
 PLAIN = Template()
 """The column `prompt` as it stands."""
 
@@ -127,29 +135,19 @@ def encode(
 ) -> tuple[str, list[int]]:
     """(text, token ids) given to the model.
 
-    Raises ConfigError as `text_of` does, and for a prompt that is empty or longer than `max_length` tokens, which the check
+    Raises ConfigError as `Template.said`, and for a prompt that is empty or longer than `max_length` tokens, which the check
     before a run has ruled out.
     """
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    text = said = template.said(row)
+    if not isinstance(said, str):
         if not tokenizer.chat_template:
             raise ConfigError(NO_CHAT_TEMPLATE)
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template.variables))
-
-    text = text_of(row, template, render)
-    ids = token_ids(text, tokenizer, is_rendered=template.is_chat(row))
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False, **template.variables)
+    ids = token_ids(text := str(text), tokenizer, is_rendered=not isinstance(said, str))
     if not ids or (max_length is not None and len(ids) > max_length):
         raise ConfigError(f"a prompt has {len(ids)} tokens, 1 to {max_length} are possible; it begins {text[:60]!r}")
     return text, ids
-
-
-def text_of(row: Row, template: Template, render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """What the model reads. render: the model's chat template.
-
-    Raises ConfigError for a template that names no column of the row, or that is given for messages.
-    """
-    said = template.said(row)
-    return said if isinstance(said, str) else render(said)
 
 
 def chat_of(given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -165,12 +163,10 @@ def _message(which: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{which} is a {type(given).__name__}")
     found = {key: value for key, value in _without_nulls(given).items() if key != "tool_calls" or value}
-    if not isinstance(found.get("role"), str):
-        raise ValueError(f"{which} has no role")
-    if not {"content", "tool_calls"} & found.keys():
-        raise ValueError(f"{which} has no content")
-    for key in found.keys() & _NO_TEXT:
-        raise ValueError(f"{which} has the key {key!r}, which is no text; leave it out")
+    if not (isinstance(found.get("role"), str) and {"content", "tool_calls"} & found.keys()):
+        raise ValueError(f"{which} has no {'content' if isinstance(found.get('role'), str) else 'role'}")
+    if found.keys() & _NO_TEXT:
+        raise ValueError(f"{which} has the key {min(found.keys() & _NO_TEXT)!r}, which is no text; leave it out")
     return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
 
 
@@ -198,26 +194,16 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: boo
     return list(tokenizer(text, add_special_tokens=not is_rendered, **options)["input_ids"])
 
 
-class _Filling(string.Formatter):
-    """As `str.format`, but what a person would not write into a text is refused instead of written as Python writes it."""
-
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        self._name = field_name
-        return super().get_field(field_name, args, kwargs)
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if value is None or isinstance(value, list | dict):
-            raise ConfigError(
-                f"data.template names {self._name!r}, which is no text but {value!r:.60}; write it as text, or "
-                f"{{{self._name}!r}} for this form"
-            )
-        return str(super().format_field(value, format_spec))
-
-
 def _fill(template: str, row: Row) -> str:
     columns = {**row.columns, "prompt": row.prompt}
     try:
-        return _Filling().vformat(template, (), columns)
+        for _, name, _, conversion in string.Formatter().parse(template):
+            value = string.Formatter().get_field(name, (), columns)[0] if name and not conversion else ""
+            if not isinstance(value, str | int | float):
+                raise ConfigError(f"data.template names {name!r}, which is no text but {value!r:.60}; write it as text")
+        return template.format_map(columns)
+    except ConfigError:
+        raise
     except KeyError as error:
         name = str(error.args[0])
         raise ConfigError(

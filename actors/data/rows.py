@@ -14,7 +14,7 @@ from typing import Any
 from async_rlhf.actors.data.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
-from async_rlhf.actors.prompts import Row, chat_of
+from async_rlhf.actors.prompts import Row, chat_of, of_prompt
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 def load_rows(
-    config: DataConfig, given: Iterable[Any] | None = None, read: Callable[[Row], Any] | None = None
+    config: DataConfig, given: Iterable[Any] | None = None, read: Callable[[dict[str, Any]], Any] | None = None
 ) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt. Of a
     spool, whose rows come later, none.
 
-    given: the rows themselves, instead of what `source` names. read: what an environment is given of a row, where there is
-    one; without it prompts are the same where the template says the same of them. Raises ConfigError for a source, option or
+    given: the rows themselves, instead of what `source` names. read: what an environment uses of a row's columns, where there
+    is one; without it prompts are the same where the template says the same of them. Raises ConfigError for a source, option or
     column that does not exist, a row that is not one, or too few rows.
     """
     if config.spool is not None:
@@ -42,15 +42,17 @@ def load_rows(
     training: list[Row] = []
     held_out: list[Row] = []
     for source in _sources(config):
-        rows, last = _rows(source, config, given)
+        rows, kept_out = _rows(source, config, given)
         if isinstance(source, MixedSource):
-            for row in (*rows, *last):
+            for row in (*rows, *kept_out):
                 _name_source(row, source.label)
         training += rows
-        held_out += last
-    said = read or config.row_template.said
-    kept_out = {_key(row, said, len(training) + number) for number, row in enumerate(held_out)}
-    kept = [row for number, row in enumerate(training) if not kept_out or _key(row, said, number) not in kept_out]
+        held_out += kept_out
+    said = (lambda row: read({**row.columns, "prompt": row.prompt})) if read else config.row_template.said
+    everyone = enumerate([*training, *held_out] if held_out else [])
+    keys = [json.dumps(of_prompt(number, row, said), sort_keys=True) for number, row in everyone]
+    of_held_out = set(keys[len(training) :])
+    kept = [row for row, key in zip(training, keys, strict=False) if key not in of_held_out] if held_out else training
     if len(kept) < len(training):
         logger.warning("left %d of %d training rows out: their prompts are held out", len(training) - len(kept), len(training))
     if not kept:
@@ -181,10 +183,3 @@ def _name_source(row: Row, name: str) -> None:
             f'lost; rename it: columns = {{ origin = "{SOURCE}" }}'
         )
     row.columns[SOURCE] = name
-
-
-def _key(row: Row, said: Callable[[Row], Any], number: int) -> str:
-    try:
-        return json.dumps(said(row), sort_keys=True)
-    except ConfigError as error:
-        raise ConfigError(f"prompt {number}: {error}") from error

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template, text_of
+from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 
@@ -24,6 +24,8 @@ Messages = list[dict[str, Any]]
 Render = Callable[[Messages, Mapping[str, Any]], str]
 """Messages to text, with further variables of the chat template."""
 
+# Encode; the id of the unknown token; the text of a token; a text as the tokenizer sees it: of equal ones the tokens are equal.
+_Read = tuple[Encode, int | None, Callable[[int], Any], Callable[[str], str]]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _BATCH = 4096
 # What a chat template is given beside variables of its own.
@@ -59,8 +61,12 @@ class PromptTokenizer:
         self._render: Render | None = None
 
     def text(self, row: Row, template: Template) -> str:
-        """What the model reads. Raises ConfigError as `text_of` does, and for messages that the chat template refuses."""
-        return text_of(row, template, lambda messages: self._rendered(messages, template.variables))
+        """What the model reads. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
+        said = template.said(row)
+        if isinstance(said, str):
+            return said
+        self._render = self._render or _renderer(self._directory)
+        return self._render(said, template.variables)
 
     def lengths(self, texts: Sequence[str], are_chats: Sequence[bool], limit: int) -> PromptLengths:
         """limit: in tokens. are_chats: where the chat template has written the special tokens already.
@@ -88,24 +94,17 @@ class PromptTokenizer:
 
     def remarks(self, texts: Sequence[str], are_chats: Sequence[bool]) -> list[str]:
         """Which of the tokens that the tokenizer adds to plain texts the model would read in a wrong place."""
-        sample = texts[0] if texts else "a"
-        (plain,), (whole,) = self._encode([sample], False), self._encode([sample], True)
-        at = next((n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain), None)
-        if at is None:
-            return []
-        found, end = [], whole[at + len(plain) :]
-        if end and not all(are_chats):
+        (plain,), (whole,) = (self._encode([texts[0] if texts else "a"], special) for special in (False, True))
+        at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+        found = []
+        if (end := whole[at + len(plain) :]) and not all(are_chats):
             found.append(
                 f"the tokenizer appends {self._token(end[0])!r} to every prompt: the model reads a text that is over. Give "
                 "chat messages, or take it out of the post_processor of tokenizer.json."
             )
-        begin = self._token(whole[0]) if at else ""
-        twice = sum(text.startswith(begin * (1 + chat)) for text, chat in zip(texts, are_chats, strict=True)) if begin else 0
-        if twice:
-            found.append(
-                f"{twice} prompts begin with {begin!r} twice: the text has it, and the tokenizer or the chat template adds it; "
-                "leave it out of the text, or give chat messages."
-            )
+        begin = self._token(whole[0]) if at else "\0"
+        if twice := sum(text.startswith(begin * (1 + chat)) for text, chat in zip(texts, are_chats, strict=False)):
+            found.append(f"{twice} prompts begin with {begin!r}, and it is added to them once more; leave it out.")
         return found
 
     def _count(self, texts: Sequence[str], special: bool) -> Iterator[int]:
@@ -130,19 +129,13 @@ class PromptTokenizer:
         growing = {each for each in characters if len(ids[each]) > _most_tokens(each)}
         return {each for each in unknown if not each.isspace()}, vanishing, growing
 
-    def _rendered(self, messages: Messages, variables: Mapping[str, Any]) -> str:
-        if self._render is None:
-            self._render = _renderer(self._directory)
-        return self._render(messages, variables)
-
 
 def _most_tokens(text: str) -> int:
     """A token for each byte, and one for a space that some tokenizers put before a text."""
     return 1 + (len(text) if text.isascii() else len(text.encode()))
 
 
-def _fast(directory: Path) -> tuple[Encode, int | None, Callable[[int], str], Callable[[str], str]]:
-    """Encodes; the id of the unknown token; a token's text; a text as the tokenizer sees it: equal ones have equal tokens."""
+def _fast(directory: Path) -> _Read:
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -157,16 +150,12 @@ def _fast(directory: Path) -> tuple[Encode, int | None, Callable[[int], str], Ca
         return [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     unknown = getattr(tokenizer.model, "unk_token", None)
-    normal: Callable[[str], str] = str if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
-    return (
-        encode,
-        None if unknown is None else tokenizer.token_to_id(unknown),
-        lambda id: str(tokenizer.id_to_token(id)),
-        normal,
-    )
+    normal = str if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+    unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
+    return encode, unknown_id, tokenizer.id_to_token, normal
 
 
-def _slow(directory: Path) -> tuple[Encode, int | None, Callable[[int], str], Callable[[str], str]]:
+def _slow(directory: Path) -> _Read:
     from transformers import AutoTokenizer  # which imports torch: only it can read older files
 
     try:

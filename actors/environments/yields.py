@@ -102,11 +102,7 @@ def _content(content: Any, max_bytes: int) -> Content | End:
             if problem is not None:
                 return fails("not readable", f"yielded a chat message {problem}")
             written = json.dumps([dict(message) for message in content], ensure_ascii=False, allow_nan=False)
-            messages: list[Message] = json.loads(written)
-            try:
-                messages = chat_of(messages)
-            except ValueError as error:
-                return fails("not readable", f"yielded chat messages that no template for text can write: {error}")
+            messages: list[Message] = chat_of(json.loads(written))
             msgpack.packb(messages)  # whole numbers beyond 64 bits do not travel
             found, size = messages, len(written.encode())
         else:
@@ -115,7 +111,7 @@ def _content(content: Any, max_bytes: int) -> Content | End:
     except UnicodeEncodeError as error:
         return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return fails("not readable", f"yielded chat messages that are no JSON data: {error}")
+        return fails("not readable", f"yielded chat messages that are no JSON data for text: {error}")
     if size > max_bytes:
         at_most = f"at most {_size(max_bytes)} are read (environment.max_observation_bytes)"
         return fails("too large", f"returned {_size(size)}, {at_most}; shorten it, or yield a part of it")

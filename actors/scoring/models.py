@@ -72,17 +72,16 @@ class RewardModel:
         return scores
 
     def _ids(self, prompts: Sequence[Any], completions: Sequence[str], **options: Any) -> list[list[int]]:
-        return [
-            token_ids(self._text(prompt, completion), self._tokenizer, is_rendered=not isinstance(prompt, str), **options)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-
-    def _text(self, prompt: Any, completion: str) -> str:
         """As the model was trained to read it: a chat through its template, plain text one behind the other."""
-        if isinstance(prompt, str):
-            return prompt + completion
-        chat = [*prompt, {"role": "assistant", "content": completion}]
-        return str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if is_chat := not isinstance(prompt, str):
+                chat = [*prompt, {"role": "assistant", "content": completion}]
+                text = str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+            else:
+                text = prompt + completion
+            found.append(token_ids(text, self._tokenizer, is_rendered=is_chat, **options))
+        return found
 
 
 # Float32 logits of so many bytes are made at a time.

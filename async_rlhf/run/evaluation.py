@@ -129,7 +129,7 @@ def evaluate_alone(
     """
     with tempfile.TemporaryDirectory(prefix="async-rlhf-") as folder:
         alone = config.model_copy(update={"output_dir": folder, "name": "evaluation"})
-        run = RunDir.create(alone, prepared.rows)
+        run = RunDir.create(alone, prepared.rows, prepared.dropped)
         try:
             process = run.launcher.start(run.path, evaluation_node(model, "alone", 0, run.log("evaluation")))
             percent = 0

@@ -60,11 +60,10 @@ def check_adapters(config: Config) -> None:
                 of_tokens |= {place[-1]} if shape[0] == vocabulary and not any(map(str.isdecimal, place)) else set()
     usual = sorted(layers.keys() - of_tokens)
     for target in lora.targets:
-        if target.rpartition(".")[2] in of_tokens and _is_tied(Path(config.model), described):
+        if target.rpartition(".")[2] in of_tokens and _is_tied(config, described):
             raise ConfigError(
                 f"learner.lora.targets names {target!r}, whose weight is that of embeddings and output layer together "
-                "(tie_word_embeddings of config.json): an adapter of it would reach neither engines nor checkpoints; choose "
-                f"among {', '.join(usual)}"
+                f"(tie_word_embeddings): an adapter of one would be lost; choose among {', '.join(usual)}"
             )
         if target.rpartition(".")[2] not in layers:
             raise ConfigError(
@@ -73,13 +72,12 @@ def check_adapters(config: Config) -> None:
             )
 
 
-def _is_tied(directory: Path, described: dict[str, Any]) -> bool:
-    """Whether embeddings and output layer are one tensor. What a config.json leaves out is its family's default."""
-    if (tied := described.get("tie_word_embeddings")) is None:
-        from transformers import AutoConfig
+def _is_tied(config: Config, described: dict[str, Any]) -> bool:
+    """What a config.json leaves out is its family's default, which transformers has."""
+    from transformers import AutoConfig
 
-        tied = getattr(from_pretrained(AutoConfig, directory), "tie_word_embeddings", False)
-    return bool(tied)
+    found = described if "tie_word_embeddings" in described else vars(from_pretrained(AutoConfig, Path(config.model)))
+    return bool(found.get("tie_word_embeddings"))
 
 
 def names_end(directory: Path) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.prompts import Row, Template
+from async_rlhf.actors.prompts import Row, of_prompt
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
@@ -28,7 +29,6 @@ from async_rlhf.run.scoring import (
     OF_EPISODES,
     environment_spec,
     evaluated,
-    read_of_rows,
     score_names,
     stage_specs,
     stop_strings,
@@ -42,8 +42,7 @@ _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones (too long) and the `repeated`
-    ones, in which the model reads a held-out prompt, though they are written otherwise.
+    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
     vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_model: about its files. of_spool: where prompts come
@@ -55,7 +54,6 @@ class Prepared:
     num_prompts: int
     environment: EnvironmentSpec | None = None
     dropped: int = 0
-    repeated: int = 0
     unknown: Sequence[str] = ()
     num_unknown: int = 0
     of_learner: Sequence[str] = ()
@@ -67,10 +65,6 @@ class Prepared:
     def remarks(self) -> list[str]:
         """What a person should know, and what stops nothing."""
         found = [*self.of_spool, *self.of_learner, *self.of_model]
-        if self.dropped:
-            found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
-        if self.repeated:
-            found.append(f"{self.repeated} training prompts are left out: the model reads the same as of held-out ones.")
         if self.num_unknown:
             shown = " ".join(self.unknown[:_SHOWN]) + (" ..." if len(self.unknown) > _SHOWN else "")
             found.append(
@@ -88,7 +82,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
     environment = environment_spec(config)
-    rows = rows or load_rows(config.data, read=read_of_rows(environment))
+    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
     if is_here:
         _check_packages(config)
         _check_devices(config)
@@ -154,44 +148,38 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
     template = config.data.row_template
-    texts = [_text(tokenizer, row, template, number) for number, row in enumerate(everyone)]
+    texts = [of_prompt(n, row, partial(tokenizer.text, template=template)) for n, row in enumerate(everyone)]
     are_chats = [template.is_chat(row) for row in everyone] or [template.chat]
     found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
-    repeated = set[int]()
-    if environment is None and rows[1]:
-        held_out = set(map(tokenizer.normal, texts[first_held_out:]))
-        repeated = {number for number in range(first_held_out) if tokenizer.normal(texts[number]) in held_out}
-        repeated -= found.too_long.keys()
+    held_out = set() if environment is not None else set(map(tokenizer.normal, texts[first_held_out:]))
+    repeated = {n for n in range(first_held_out) if held_out and tokenizer.normal(texts[n]) in held_out} - found.too_long.keys()
     left_out = found.too_long.keys() | repeated
+    of_model = tokenizer.remarks(texts, are_chats)
+    if repeated:
+        of_model.insert(0, f"{len(repeated)} training prompts are left out: the model reads the same as of held-out ones.")
+    if found.too_long:
+        of_model.insert(0, f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop').")
     kept = (
         [row for number, row in enumerate(rows[0]) if number not in left_out],
         [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
     )
     if not kept[0] and config.data.spool is None:
-        also = ", or is a held-out one to the model" if repeated else ""
-        raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}{also}")
+        raise ConfigError(
+            f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
+        )
     return Prepared(
         kept,
         len(epoch_of(config.data, kept[0])),
         environment,
-        len(found.too_long),
-        len(repeated),
+        len(left_out),
         tuple(found.unknown),
         found.num_unknown,
         of_learner=remarks(config.learner),
-        of_model=tokenizer.remarks(texts, are_chats),
+        of_model=of_model,
         endless=not stop_strings(config) and not names_end(Path(config.model)),
     )
-
-
-def _text(tokenizer: PromptTokenizer, row: Row, template: Template, number: int) -> str:
-    """What the model reads. Raises ConfigError, with the number of the prompt."""
-    try:
-        return tokenizer.text(row, template)
-    except ConfigError as error:
-        raise ConfigError(f"prompt {number}: {error}") from error
 
 
 def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:

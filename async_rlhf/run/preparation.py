@@ -27,7 +27,7 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
-from async_rlhf.run.scoring import environment_spec, read_of_rows, reward_specs, stop_strings
+from async_rlhf.run.scoring import environment_spec, reward_specs, stop_strings
 from async_rlhf.run.spooling import make_spool
 from async_rlhf.run.tracking import rewind
 
@@ -73,7 +73,7 @@ def prepare(
         if resume:
             directory = _reopened(config, from_step)
         else:
-            directory = RunDir.create(config, prepared.rows, prepared.dropped + prepared.repeated, overwrite=overwrite)
+            directory = RunDir.create(config, prepared.rows, prepared.dropped, overwrite=overwrite)
         launcher = launcher_of(config, directory, connections, placement)
     except AsyncRLHFError:
         if connections is not None:
@@ -194,7 +194,8 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     """
     if resume:
         RunDir.existing(config.run_dir)  # before anything of it is read
-    kept, read = RunData(config.run_dir, config.data), read_of_rows(environment_spec(config))
+    kept, environment = RunData(config.run_dir, config.data), environment_spec(config)
+    read = environment.usable if environment else None
     if not (resume and kept.is_kept):
         return load_rows(config.data, data, read)
     if data is not None and not kept.is_from(load_rows(config.data, data, read)):

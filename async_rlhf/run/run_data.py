@@ -43,7 +43,7 @@ _SUMMARY = "summary.json"
 class RunData:
     """Of the run in this directory, by its configuration."""
 
-    def __init__(self, run: Path, config: DataConfig, read: Callable[[Row], Any] | None = None) -> None:
+    def __init__(self, run: Path, config: DataConfig, read: Callable[[dict[str, Any]], Any] | None = None) -> None:
         """read: as in `load_rows`, where the rows may have to be loaded here."""
         self._directory, self._config, self._read = run / "data", config, read
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
-from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.graph import Stage, stages
 from async_rlhf.actors.scoring.model_stages import check_incremental
@@ -46,16 +43,12 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
     return spec
 
 
-def read_of_rows(environment: EnvironmentSpec | None) -> Callable[[Row], Any] | None:
-    """For `load_rows`: what the environment is given of a row; None without one."""
-    return None if environment is None else lambda row: environment.usable({**row.columns, "prompt": row.prompt})
-
-
 def evaluated(config: Config) -> Config:
-    """As evaluations have it: with their variables of the chat template."""
+    """As evaluations have it: with their variables of the chat template, and none of their prompts left out."""
     if (own := config.evaluation.chat_template_kwargs) is None:
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_kwargs": own})})
+    changed = {"chat_template_kwargs": own, "on_overlong": "error"}
+    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
 
 
 def score_names(config: Config, environment: EnvironmentSpec | None) -> tuple[str, ...]:

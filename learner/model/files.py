@@ -16,7 +16,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.learner.checkpoint.store import CheckpointError
 
-_TEMPLATES = "additional_chat_templates"
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
 _OWN_FILES = ("config.json", "model")
 _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
@@ -52,10 +51,10 @@ def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], 
         saved.generation_config = GenerationConfig()  # many published ones do not pass the check made when saving
     saved.save_pretrained(directory, state_dict=dict(state), safe_serialization=True)
     described, began = (json.loads((each / "config.json").read_text()) for each in (directory, began_with))
-    described["dtype"] = began.get("dtype") or began.get("torch_dtype") or described["dtype"]
+    described["dtype"] = began.get("dtype") or began.get("torch_dtype") or described.get("dtype")
     (directory / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     for path in began_with.iterdir():
         if path.suffix in _COMES_ALONG and not path.name.startswith(_OWN_FILES):
             shutil.copy2(path, directory / path.name)
-    if (began_with / _TEMPLATES).is_dir():
-        shutil.copytree(began_with / _TEMPLATES, directory / _TEMPLATES)
+        elif path.name == "additional_chat_templates":
+            shutil.copytree(path, directory / path.name)

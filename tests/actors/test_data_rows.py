@@ -260,7 +260,7 @@ def test_equal_prompts_that_are_written_otherwise_are_one_prompt(tmp_path: Path)
 def test_with_an_environment_rows_are_equal_where_it_is_given_the_same(tmp_path: Path) -> None:
     written = [{"prompt": "Play:", "board": n % 4, "id": n} for n in range(10)]
     training, held_out = load_rows(
-        DataConfig(source=jsonl(tmp_path, written), held_out=1), None, lambda row: row.columns["board"]
+        DataConfig(source=jsonl(tmp_path, written), held_out=1), None, lambda columns: columns["board"]
     )
     assert [row.columns["id"] for row in training] == [0, 2, 3, 4, 6, 7, 8] and held_out[0].columns["id"] == 9
 
@@ -268,7 +268,7 @@ def test_with_an_environment_rows_are_equal_where_it_is_given_the_same(tmp_path:
 def test_a_template_that_would_write_what_is_no_text_is_refused_with_the_row(tmp_path: Path) -> None:
     written = [{"prompt": "a", "choices": ["x", "y"], "hint": "h"}, {"prompt": "b", "choices": ["z"], "hint": None}]
     for template, reason in (
-        ("{prompt} {choices}", r"prompt 1: .*'choices', which is no text but \['z'\]"),
+        ("{prompt} {choices}", r"prompt 0: data.template names 'choices', which is no text but \['x', 'y'\]; write"),
         ("{hint}", "prompt 1: .*None"),
     ):
         with pytest.raises(ConfigError, match=reason):

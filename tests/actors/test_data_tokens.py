@@ -146,9 +146,8 @@ def saved(folder: Path, single: str, *, template: str | None = None, **declared:
 def test_tokens_that_the_model_would_read_in_a_wrong_place_are_remarked_on(tmp_path: Path) -> None:
     both = PromptTokenizer(saved(tmp_path / "both", "<s> $A </s>"))
     end, begin = both.remarks(["hello", "<s>you", "<s>hello"], [False] * 3)
-    assert end.startswith("the tokenizer appends '</s>' to every prompt") and begin.startswith(
-        "2 prompts begin with '<s>' twice"
-    )
+    assert end.startswith("the tokenizer appends '</s>' to every prompt")
+    assert begin.startswith("2 prompts begin with '<s>', and it is added to them once more")
     assert both.remarks(["<s>hello"], [True]) == [] and len(both.remarks(["<s><s>hello"], [True])) == 1
     assert PromptTokenizer(saved(tmp_path / "begin", "<s> $A")).remarks(["hello"], [False]) == []
     assert PromptTokenizer(saved(tmp_path / "plain", "$A")).remarks(["<s>hello", ""], [False, False]) == []

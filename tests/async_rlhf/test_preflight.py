@@ -196,7 +196,7 @@ def test_a_training_prompt_in_which_the_model_reads_a_held_out_one_is_left_out_a
     user = {"role": "user", "content": "\u00e9"}
     given = rows("a", [{**user, "content": " e\u0301\n"}], [{**user, "name": "Ann"}], "\u00e9 \u00e9", [user])
     found = checked(given, model=str(model), **{"data.chat": True, "data.held_out": 1})
-    assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.repeated == 2
+    assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.dropped == 2
     assert "2 training prompts are left out: the model reads the same as of held-out ones." in found.remarks
 
 
