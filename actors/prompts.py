@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import string
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
 _U64 = (1 << 64) - 1
+# Kinds of parts that are text, as clients of OpenAI's two interfaces write them; a part without a kind is text if it has one.
+_TEXT_PARTS = ("text", "input_text", "output_text", None)
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
+_NO_TEXT = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,42 @@ class Template:
     """How a row becomes what the model reads.
 
     text: may name any column of the row. chat: that text is given as one user message through the model's chat template, as
-    prompts that are messages are in any case.
+    prompts that are messages are in any case. variables: of the chat template.
     """
 
     text: str = "{prompt}"
     chat: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""
         return self.chat or not isinstance(row.prompt, str)
+
+    def said(self, row: Row) -> str | list[dict[str, Any]]:
+        """What the model is given: text, or the messages for its chat template.
+
+        Raises ConfigError where the text names no column of the row, or one that is no text, or is given for messages.
+        """
+        if isinstance(row.prompt, str):
+            text = row.prompt if self.text == "{prompt}" else _fill(self.text, row)
+            return [{"role": "user", "content": text}] if self.chat else text
+        if self.text != "{prompt}":
+            raise ConfigError(
+                f"data.template {self.text!r} cannot be applied to chat messages; leave it out, or give prompts as text"
+            )
+        return row.prompt
+
+
+def of_prompt(number: int, row: Row, read: Callable[[Row], Any]) -> Any:
+    """What `read` makes of the row; its ConfigError with the number of the prompt."""
+    try:
+        return read(row)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {number}: {error}") from error
+
+
+PLAIN = Template()
+"""The column `prompt` as it stands."""
 
 
 def to_json(row: Row) -> str:
@@ -103,41 +135,75 @@ def encode(
 ) -> tuple[str, list[int]]:
     """(text, token ids) given to the model.
 
-    Raises ConfigError as `text_of` does, and for a prompt that is empty or longer than `max_length` tokens, which the check
+    Raises ConfigError as `Template.said`, and for a prompt that is empty or longer than `max_length` tokens, which the check
     before a run has ruled out.
     """
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    text = said = template.said(row)
+    if not isinstance(said, str):
         if not tokenizer.chat_template:
             raise ConfigError(NO_CHAT_TEMPLATE)
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-    text = text_of(row, template, render)
-    ids = list(tokenizer(text, add_special_tokens=not template.is_chat(row))["input_ids"])
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False, **template.variables)
+    ids = token_ids(text := str(text), tokenizer, is_rendered=not isinstance(said, str))
     if not ids or (max_length is not None and len(ids) > max_length):
         raise ConfigError(f"a prompt has {len(ids)} tokens, 1 to {max_length} are possible; it begins {text[:60]!r}")
     return text, ids
 
 
-def text_of(row: Row, template: Template, render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """What the model reads. render: the model's chat template.
+def chat_of(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Chat messages as templates for text read them.
 
-    Raises ConfigError for a template that names no column of the row, or that is given for messages.
+    Keys whose value is null are dropped (Arrow gives each message those of all others, and templates ask whether a key is
+    there), an empty list of tool calls too; parts of text are joined. Raises ValueError: the message, the key, what is wrong.
     """
-    if isinstance(row.prompt, str):
-        text = _fill(template.text, row)
-        return render([{"role": "user", "content": text}]) if template.chat else text
-    if template.text != "{prompt}":
-        raise ConfigError(
-            f"data.template {template.text!r} cannot be applied to chat messages; leave it out, or give prompts as text"
-        )
-    return render(row.prompt)
+    return [_message(f"message {number}", each) for number, each in enumerate(given, 1)]
+
+
+def _message(which: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{which} is a {type(given).__name__}")
+    found = {key: value for key, value in _without_nulls(given).items() if key != "tool_calls" or value}
+    if not (isinstance(found.get("role"), str) and {"content", "tool_calls"} & found.keys()):
+        raise ValueError(f"{which} has no {'content' if isinstance(found.get('role'), str) else 'role'}")
+    if found.keys() & _NO_TEXT:
+        raise ValueError(f"{which} has the key {min(found.keys() & _NO_TEXT)!r}, which is no text; leave it out")
+    return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _text(where: str, value: Any) -> str:
+    """Raises ValueError."""
+    texts = []
+    for number, part in enumerate(value if isinstance(value, list) else [value], 1):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            part_of = f": part {number}" if isinstance(value, list) else ""
+            raise ValueError(f"{where}{part_of} is {kind or type(part).__name__!r}, and text was expected; write it as text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: bool, **options: Any) -> list[int]:
+    """Token ids of a text, wherever one becomes them: a chat template has written every special token (`is_rendered`), to
+    plain text the tokenizer adds its own. options: of the tokenizer."""
+    return list(tokenizer(text, add_special_tokens=not is_rendered, **options)["input_ids"])
 
 
 def _fill(template: str, row: Row) -> str:
     columns = {**row.columns, "prompt": row.prompt}
     try:
+        for _, name, _, conversion in string.Formatter().parse(template):
+            value = string.Formatter().get_field(name, (), columns)[0] if name and not conversion else ""
+            if not isinstance(value, str | int | float):
+                raise ConfigError(f"data.template names {name!r}, which is no text but {value!r:.60}; write it as text")
         return template.format_map(columns)
+    except ConfigError:
+        raise
     except KeyError as error:
         name = str(error.args[0])
         raise ConfigError(

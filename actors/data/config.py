@@ -68,6 +68,8 @@ class DataConfig(Source):
     """Text given to the model; `{prompt}` and any other column may appear."""
     chat: bool = False
     """That text is given as one user message through the model's chat template (what is chat messages already always is)."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template (`enable_thinking = false`)."""
     held_out: int | None = Field(default=None, ge=0)
     """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
     `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
@@ -94,4 +96,4 @@ class DataConfig(Source):
     @property
     def row_template(self) -> Template:
         """How a row becomes what the model reads."""
-        return Template(self.template, self.chat)
+        return Template(self.template, self.chat, self.chat_template_kwargs)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, chat_of, of_prompt
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE
 
@@ -26,12 +26,15 @@ _LARGEST_EPOCH = 50_000_000
 logger = logging.getLogger(__name__)
 
 
-def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[list[Row], list[Row]]:
+def load_rows(
+    config: DataConfig, given: Iterable[Any] | None = None, read: Callable[[dict[str, Any]], Any] | None = None
+) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt. Of a
     spool, whose rows come later, none.
 
-    given: the rows themselves, instead of what `source` names. Raises ConfigError for a source, option or column that does not
-    exist, a row that is not one, or too few rows.
+    given: the rows themselves, instead of what `source` names. read: what an environment uses of a row's columns, where there
+    is one; without it prompts are the same where the template says the same of them. Raises ConfigError for a source, option or
+    column that does not exist, a row that is not one, or too few rows.
     """
     if config.spool is not None:
         _check_spool(config)
@@ -45,8 +48,11 @@ def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[l
                 _name_source(row, source.label)
         training += rows
         held_out += kept_out
-    kept_out_prompts = {_key(row) for row in held_out}
-    kept = [row for row in training if _key(row) not in kept_out_prompts]
+    said = (lambda row: read({**row.columns, "prompt": row.prompt})) if read else config.row_template.said
+    everyone = enumerate([*training, *held_out] if held_out else [])
+    keys = [json.dumps(of_prompt(number, row, said), sort_keys=True) for number, row in everyone]
+    of_held_out = set(keys[len(training) :])
+    kept = [row for row, key in zip(training, keys, strict=False) if key not in of_held_out] if held_out else training
     if len(kept) < len(training):
         logger.warning("left %d of %d training rows out: their prompts are held out", len(training) - len(kept), len(training))
     if not kept:
@@ -162,9 +168,12 @@ def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
             f'name the one to use: data.columns.prompt = "{next(iter(given), "question")}"'
         )
     prompt = columns.pop("prompt")
-    if not (isinstance(prompt, str) or _is_chat(prompt)):
+    if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt)):
         raise ConfigError(f"{where}: a prompt is text or a list of messages with role and content, got {prompt!r:.80}")
-    return Row(prompt, columns)
+    try:
+        return Row(prompt if isinstance(prompt, str) else chat_of(prompt), columns)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: a prompt is text or a list of messages with role and content: {error}") from error
 
 
 def _name_source(row: Row, name: str) -> None:
@@ -174,15 +183,3 @@ def _name_source(row: Row, name: str) -> None:
             f'lost; rename it: columns = {{ origin = "{SOURCE}" }}'
         )
     row.columns[SOURCE] = name
-
-
-def _is_chat(prompt: object) -> bool:
-    return (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
-    )
-
-
-def _key(row: Row) -> str:
-    return row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)

@@ -7,21 +7,29 @@ takes it half a minute, so only those are tokenized that may be too long: a toke
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template, text_of
+from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 
 Encode = Callable[[Sequence[str], bool], list[list[int]]]
 """Token ids of texts, with special tokens or without."""
 Messages = list[dict[str, Any]]
+Render = Callable[[Messages, Mapping[str, Any]], str]
+"""Messages to text, with further variables of the chat template."""
 
+# Encode; the id of the unknown token; the text of a token; a text as the tokenizer sees it: of equal ones the tokens are equal.
+_Read = tuple[Encode, int | None, Callable[[int], Any], Callable[[str], str]]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _BATCH = 4096
+# What a chat template is given beside variables of its own.
+_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,17 @@ class PromptTokenizer:
                 "tokenizer's files beside the model"
             )
         self._directory = directory
-        self._encode, self._unknown_id = (_fast if (directory / "tokenizer.json").is_file() else _slow)(directory)
-        self._render: Callable[[Messages], str] | None = None
+        read = _fast if (directory / "tokenizer.json").is_file() else _slow
+        self._encode, self._unknown_id, self._token, self.normal = read(directory)
+        self._render: Render | None = None
 
     def text(self, row: Row, template: Template) -> str:
-        """What the model reads. Raises ConfigError as `text_of` does, and for messages that the chat template refuses."""
-        return text_of(row, template, self._rendered)
+        """What the model reads. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
+        said = template.said(row)
+        if isinstance(said, str):
+            return said
+        self._render = self._render or _renderer(self._directory)
+        return self._render(said, template.variables)
 
     def lengths(self, texts: Sequence[str], are_chats: Sequence[bool], limit: int) -> PromptLengths:
         """limit: in tokens. are_chats: where the chat template has written the special tokens already.
@@ -79,6 +92,21 @@ class PromptTokenizer:
         num_unknown = sum(not unknown.isdisjoint(text) for text in texts) if unknown else 0
         return PromptLengths(too_long, sorted(empty), sorted(unknown), num_unknown)
 
+    def remarks(self, texts: Sequence[str], are_chats: Sequence[bool]) -> list[str]:
+        """Which of the tokens that the tokenizer adds to plain texts the model would read in a wrong place."""
+        (plain,), (whole,) = (self._encode([texts[0] if texts else "a"], special) for special in (False, True))
+        at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+        found = []
+        if (end := whole[at + len(plain) :]) and not all(are_chats):
+            found.append(
+                f"the tokenizer appends {self._token(end[0])!r} to every prompt: the model reads a text that is over. Give "
+                "chat messages, or take it out of the post_processor of tokenizer.json."
+            )
+        begin = self._token(whole[0]) if at else "\0"
+        if twice := sum(text.startswith(begin * (1 + chat)) for text, chat in zip(texts, are_chats, strict=False)):
+            found.append(f"{twice} prompts begin with {begin!r}, and it is added to them once more; leave it out.")
+        return found
+
     def _count(self, texts: Sequence[str], special: bool) -> Iterator[int]:
         for start in range(0, len(texts), _BATCH):
             yield from map(len, self._encode(texts[start : start + _BATCH], special))
@@ -101,18 +129,13 @@ class PromptTokenizer:
         growing = {each for each in characters if len(ids[each]) > _most_tokens(each)}
         return {each for each in unknown if not each.isspace()}, vanishing, growing
 
-    def _rendered(self, messages: Messages) -> str:
-        if self._render is None:
-            self._render = _renderer(self._directory)
-        return self._render(messages)
-
 
 def _most_tokens(text: str) -> int:
     """A token for each byte, and one for a space that some tokenizers put before a text."""
     return 1 + (len(text) if text.isascii() else len(text.encode()))
 
 
-def _fast(directory: Path) -> tuple[Encode, int | None]:
+def _fast(directory: Path) -> _Read:
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -127,10 +150,12 @@ def _fast(directory: Path) -> tuple[Encode, int | None]:
         return [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     unknown = getattr(tokenizer.model, "unk_token", None)
-    return encode, None if unknown is None else tokenizer.token_to_id(unknown)
+    normal = str if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+    unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
+    return encode, unknown_id, tokenizer.id_to_token, normal
 
 
-def _slow(directory: Path) -> tuple[Encode, int | None]:
+def _slow(directory: Path) -> _Read:
     from transformers import AutoTokenizer  # which imports torch: only it can read older files
 
     try:
@@ -141,10 +166,10 @@ def _slow(directory: Path) -> tuple[Encode, int | None]:
     def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
         return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"]) if texts else []
 
-    return encode, tokenizer.unk_token_id
+    return encode, tokenizer.unk_token_id, tokenizer.convert_ids_to_tokens, str
 
 
-def _renderer(directory: Path) -> Callable[[Messages], str]:
+def _renderer(directory: Path) -> Render:
     """As `apply_chat_template` renders: by the same function, which needs no torch. Raises ConfigError without a template."""
     described = _json(directory / "tokenizer_config.json")
     template = _chat_template(directory, described)
@@ -156,10 +181,20 @@ def _renderer(directory: Path) -> Callable[[Messages], str]:
         for name, value in described.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
+    if set(re.findall(r"\w+_token\b", template)) - special.keys():  # declared in another file, or by the tokenizer's class
+        from transformers import AutoTokenizer  # which imports torch
 
-    def render(messages: Messages) -> str:
+        special |= from_pretrained(AutoTokenizer, directory).special_tokens_map
+
+    def render(messages: Messages, variables: Mapping[str, Any]) -> str:
+        for name in variables:
+            if name in _RENDERING or not re.search(rf"\b{re.escape(name)}\b", template):
+                close = get_close_matches(name, set(re.findall(r"\b[a-z]\w*\b", template)) - _RENDERING, n=1)
+                near = f"did you mean {close[0]!r}?" if close else "leave it out"
+                raise ConfigError(f"chat_template_kwargs: {name!r} is no variable of the model's chat template; {near}")
+        given = {**special, **variables}
         try:
-            texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
+            texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **given)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the model's chat template refuses {str(messages)[:80]}: {error}") from error
         return str(texts[0])

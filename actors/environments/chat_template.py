@@ -49,7 +49,7 @@ def delta_of(render: Render, messages: Sequence[Message]) -> str:
     if not mark or MARK in before:
         raise EpisodeError(f"the chat template writes the model's turn {text.count(MARK)} times; it must be once")
     for message in messages:
-        content = message["content"]
+        content = message.get("content")
         if isinstance(content, str) and content.strip() not in delta:
             raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
     return delta
@@ -109,7 +109,7 @@ def whole_of(render: Render, history: Sequence[Message], messages: Sequence[Mess
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise EpisodeError(f"the chat template refuses an observation with the roles {roles}: {error}") from error
     for message in messages:
-        content = message["content"]
+        content = message.get("content")
         if isinstance(content, str) and content.strip() not in text:
             raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
     return text

@@ -126,7 +126,7 @@ def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
     *before, last = row["prompt"]
     if observed is None:
         return [*before, last]
-    if not isinstance(observed, str) or not isinstance(last["content"], str):
+    if not isinstance(observed, str) or not isinstance(last.get("content"), str):
         raise TypeError(f"reset returned {type(observed).__name__} for a prompt of text; images are not read here, give text")
     return [*before, {**last, "content": last["content"] + observed}]
 

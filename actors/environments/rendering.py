@@ -23,11 +23,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from async_rlhf.actors.environments.chat_template import delta_of, probe, probe_tools, probe_whole, whole_of
 from async_rlhf.actors.environments.settings import Content, Message
 from async_rlhf.actors.environments.tool_calls import Tool
+from async_rlhf.actors.prompts import token_ids
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Rendered(NamedTuple):
 
 class Renderer:
     """Turns yields into tokens. chat: text is given as a user message. render: as `EnvironmentConfig.render`. tools: those that
-    the template is given, as JSON schemas; with some, text is given as a user message too."""
+    the template is given, as JSON schemas; with some, text is given as a user message too. variables: of the template."""
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class Renderer:
         chat: bool,
         render: Literal["conversation", "by_message", "split"] = "conversation",
         tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
+        self._variables = dict(variables or {})
         self._tokenizer, self._chat, self._render = tokenizer, chat or bool(tools), render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -149,7 +152,7 @@ class Renderer:
 
         marked = []
         for message in messages:
-            if isinstance(message["content"], str):
+            if isinstance(message.get("content"), str):
                 message = {**message, "content": self._looks_special.sub(mark, message["content"])}
             if self._has_special(json.dumps(message, ensure_ascii=False)):
                 raise EpisodeError("a chat message has the text of a special token outside its content; leave it out")
@@ -166,13 +169,13 @@ class Renderer:
         return self._looks_special.search(text) is not None
 
     def _encode(self, text: str, adds_special: bool = False) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"]) if text else []
+        return token_ids(text, self._tokenizer, is_rendered=not adds_special) if text else []
 
     def _foreign(self, text: str) -> list[int]:
         """Tokens of a text in which nothing is special."""
         if not self._has_special(text):
             return self._encode(text)
-        ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        ids = token_ids(text, self._tokenizer, is_rendered=True, split_special_tokens=True)
         # What the vocabulary has no token for is unknown, as in any text.
         if found := set(ids) & (self._special.keys() - {self._tokenizer.unk_token_id}):
             names = ", ".join(self._special[id] for id in sorted(found))
@@ -194,7 +197,7 @@ class Renderer:
 
     def _apply(self, messages: Sequence[Message], begins_turn: bool) -> str:
         text = self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=begins_turn, tokenize=False
+            list(messages), tools=self._tools, add_generation_prompt=begins_turn, tokenize=False, **self._variables
         )
         return str(text)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgpack
 
 from async_rlhf.actors.environments.settings import Content, Feedback, Message
+from async_rlhf.actors.prompts import chat_of
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.errors import EpisodeLostError
 from async_rlhf.buffers.score import Score
@@ -101,7 +102,7 @@ def _content(content: Any, max_bytes: int) -> Content | End:
             if problem is not None:
                 return fails("not readable", f"yielded a chat message {problem}")
             written = json.dumps([dict(message) for message in content], ensure_ascii=False, allow_nan=False)
-            messages: list[Message] = json.loads(written)
+            messages: list[Message] = chat_of(json.loads(written))
             msgpack.packb(messages)  # whole numbers beyond 64 bits do not travel
             found, size = messages, len(written.encode())
         else:
@@ -110,7 +111,7 @@ def _content(content: Any, max_bytes: int) -> Content | End:
     except UnicodeEncodeError as error:
         return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return fails("not readable", f"yielded chat messages that are no JSON data: {error}")
+        return fails("not readable", f"yielded chat messages that are no JSON data for text: {error}")
     if size > max_bytes:
         at_most = f"at most {_size(max_bytes)} are read (environment.max_observation_bytes)"
         return fails("too large", f"returned {_size(size)}, {at_most}; shorten it, or yield a part of it")
@@ -123,7 +124,7 @@ def _problem(message: Any) -> str | None:
         return f"that is {shown(message)}; a dictionary with role and content was expected"
     if message.get("role") not in ROLES:
         return f"whose role is {message.get('role')!r}; choose one of: {', '.join(ROLES)}"
-    return None if "content" in message else "without content"
+    return None
 
 
 def _size(num_bytes: int) -> str:

@@ -65,9 +65,9 @@ class Played:
 
     completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
     prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment said between them. messages: the conversation; num_prompt: of them before the first turn. score: the
-    environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds
-    since the epoch.
+    the environment said between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first turn.
+    score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in
+    seconds since the epoch.
     """
 
     completion: Completion
@@ -78,6 +78,7 @@ class Played:
     read: tuple[Content, ...] = ()
     messages: Sequence[Message] = ()
     num_prompt: int = 0
+    is_chat: bool = True
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
@@ -88,8 +89,13 @@ class Played:
         if not self.messages:
             return {}
         was_sampled = sampled(self.completion.spans).tolist()
-        behind = [*self.messages[self.num_prompt :]]
-        return {"messages": [*self.messages], "completion_messages": behind, "turns": [*self.turns], "sampled": was_sampled}
+        return {
+            "messages": [*self.messages],
+            "completion_messages": [*self.messages[self.num_prompt :]],
+            "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
+            "turns": [*self.turns],
+            "sampled": was_sampled,
+        }
 
 
 @dataclass(eq=False)
@@ -287,6 +293,7 @@ class Episodes:
             read=tuple(read),
             messages=said,
             num_prompt=len(as_messages(prompt)),
+            is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
             score=score,
             turn_scores=tuple(episode.scores[: len(turns) - 1]),
             steps=tuple(episode.steps),

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.loop.episodes import Episodes, Play
-from async_rlhf.actors.prompts import Row, environment_seed, rollout_seed
+from async_rlhf.actors.prompts import PLAIN, Row, Template, environment_seed, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
@@ -107,9 +107,10 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, of: None,
     patience_s: float = 120.0,
     play: Play | None = None,
+    template: Template = PLAIN,
 ) -> EvaluationResult:
     """Generate and score. progress: called when completions have been scored: how many, and of how many. play: the environment,
-    where episodes have one.
+    where episodes have one. template: that `encode` fills.
 
     Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
     """
@@ -132,7 +133,7 @@ def evaluate(
             if key.member == 0:
                 answers[key.group] = played.text
             given[key] = {} if play is None else {play.name: played.score or Score()}
-            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1])
+            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], template)
             scoring.submit(key, fields | played.fields, judging.place(key))
         if scored := scoring.poll():
             scores.update({result.key: {**result.scores, **given.pop(result.key)} for result in scored})

@@ -23,7 +23,7 @@ from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.prompts import Row, environment_seed, from_json, prompt_number, rollout_seed
+from async_rlhf.actors.prompts import PLAIN, Row, Template, environment_seed, from_json, prompt_number, rollout_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.composition import Composition
@@ -55,6 +55,7 @@ class Work:
     max_completion_length: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    template: Template = PLAIN
     partial_every: int = 0
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
@@ -249,7 +250,7 @@ class Worker:
         for partial, prompt_ids in self._episodes.partials(self._shown):
             self._shown[partial.key] = len(partial.token_ids)
             group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
-            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text))
+            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text, self._work.template))
 
     def _score(self, played: Played) -> None:
         """The rollout ended: its judges start now."""
@@ -260,7 +261,8 @@ class Worker:
         self._count["tokens_total"] += len(completion.logprobs)
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._work.group_size)
-        self._scoring.submit(key, fields_of(group.row, played.prompt_ids, completion, played.turns[-1]) | played.fields, place)
+        fields = fields_of(group.row, played.prompt_ids, completion, played.turns[-1], self._work.template)
+        self._scoring.submit(key, fields | played.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; the last one of its group sends the group off."""

@@ -115,9 +115,9 @@ def scalar(result: Any) -> Any:
     return result.item() if isinstance(shape, tuple) and set(shape) <= {1} and hasattr(result, "item") else result
 
 
-def as_text(prompt: Any) -> str:
+def as_text(prompt: Any, between: str = "\n") -> str:
     """A prompt as text; of a chat, its messages, one a line."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return prompt if isinstance(prompt, str) else between.join(str(message.get("content", "")) for message in prompt)
 
 
 def shown(result: Any) -> str:

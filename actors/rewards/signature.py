@@ -23,7 +23,7 @@ from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 
 # The fields of every completion; a parameter is one of these or a column of the data.
-FIELDS = frozenset({"completion", "prompt", "completion_ids", "prompt_ids", "finish_reason"})
+FIELDS = frozenset({"completion", "prompt", "model_prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
 _LISTED = {"prompts": "prompt", "completions": "completion", "stream_ids": "stream_id"}

@@ -104,8 +104,17 @@ def _prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float
     _reward_model(path, label, device, dtype, threads)
 
 
-def _prefetch(prompts: list[Any], completions: list[Any], stream_ids: list[int], **options: Any) -> None:
-    _reward_judge(**options).prefetch(stream_ids, _samples(prompts, completions))
+def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | None) -> tuple[list[Any], list[Any]]:
+    """What the policy read, and what it then wrote: of an episode all up to its last turn, and that turn."""
+    if model_prompt is None:
+        return prompts, completions
+    return model_prompt, [each if isinstance(each, str) else each[-1:] for each in completions]
+
+
+def _prefetch(
+    prompts: list[Any], completions: list[Any], stream_ids: list[int], model_prompt: list[Any] | None = None, **options: Any
+) -> None:
+    _reward_judge(**options).prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
 
 
 def _forget(stream_ids: list[int], **options: Any) -> None:
@@ -132,17 +141,19 @@ def reward_model(
     max_length: int = _MAX_LENGTH,
     cache_bytes: int = _CACHE_BYTES,
     stream_ids: list[int | None] | None = None,
+    model_prompt: list[Any] | None = None,
 ) -> list[float] | list[Score]:
-    """The model's logit for each completion behind its prompt.
+    """The model's logit for each completion behind what the policy read (`model_prompt`; else behind its `prompt`).
 
     path: the directory. label: which logit, of a model with several. max_length: tokens; a longer text loses its beginning, so
     that the end, where the score is read, stays. cache_bytes: most memory for keys and values of unfinished completions; one
     without room is scored at its end (metric `given_up`).
     """
+    read = _read(prompts, completions, model_prompt)
     if stream_ids is not None:
         judge = _reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
-        return judge.score(stream_ids, _samples(prompts, completions))
-    return _reward_model(path, label, device, dtype, threads).score(prompts, completions, max_length)
+        return judge.score(stream_ids, _samples(*read))
+    return _reward_model(path, label, device, dtype, threads).score(*read, max_length)
 
 
 @functools.cache

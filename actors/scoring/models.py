@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from async_rlhf.actors.prompts import token_ids
+from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Float32Array, SamplingMask
@@ -40,16 +42,15 @@ class RewardModel:
     @torch.inference_mode()
     def score(self, prompts: Sequence[Any], completions: Sequence[Any], max_length: int) -> list[float]:
         """One logit for each completion, in float32. prompts, completions: texts, or lists of chat messages."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        batch_BT = self._tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        ids = self._ids(prompts, completions, truncation=True, max_length=max_length)
+        batch_BT = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
         inputs = {name: batch_BT[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return self._of_label(self._model(**inputs).logits)
 
     def read(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
         """Token ids of each, up to the one where the head reads. Not truncated."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         padding = self._tokenizer.pad_token_id
-        whole: list[list[int]] = self._tokenizer(texts)["input_ids"]
+        whole = self._ids(prompts, completions)
         return [ids[: max((i for i, token in enumerate(ids) if token != padding), default=0) + 1] for ids in whole]
 
     @torch.inference_mode()
@@ -71,12 +72,17 @@ class RewardModel:
         scores: list[float] = logits_BL[:, self._label].float().tolist()
         return scores
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _ids(self, prompts: Sequence[Any], completions: Sequence[Any], **options: Any) -> list[list[int]]:
         """As the model was trained to read it: a chat through its template, plain text one behind the other."""
-        if isinstance(prompt, str):
-            return str(prompt + completion)
-        written = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        return str(self._tokenizer.apply_chat_template([*prompt, *written], tokenize=False))
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if is_chat := not isinstance(prompt, str):
+                written = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                text = str(self._tokenizer.apply_chat_template([*prompt, *written], tokenize=False))
+            else:
+                text = prompt + as_text(completion)
+            found.append(token_ids(text, self._tokenizer, is_rendered=is_chat, **options))
+        return found
 
 
 # Float32 logits of so many bytes are made at a time.

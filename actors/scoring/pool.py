@@ -19,7 +19,7 @@ import numpy as np
 
 from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Completion, Partial
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
@@ -33,8 +33,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 STREAM = "stream_id"
 """The field that names a completion in incremental scoring."""
-OURS = frozenset({"sampling_mask", "row_pieces"})
-"""Fields for our own stages: a reward that takes every column does not get them."""
+OURS = frozenset({"sampling_mask", "row_pieces", "model_prompt"})
+"""Fields that a reward gets only where it names them, and not with every column."""
 
 
 class Place(NamedTuple):
@@ -303,14 +303,17 @@ class ScoringPool(Generic[Key]):
         return any(self._pending.get(pending.key) is pending for pending in members)
 
 
-def fields_of(row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str) -> dict[str, Any]:
+def fields_of(
+    row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str, template: Template = PLAIN
+) -> dict[str, Any]:
     """What rewards get in training and in evaluation alike, as plain data: the row's columns, and over them `rewards.FIELDS`.
 
-    An unfinished completion has no `finish_reason`.
+    An unfinished completion has no `finish_reason`. template: with which the row became what the model read.
     """
     known = {
         **row.columns,
         "prompt": row.prompt,
+        "model_prompt": template.said(row),
         "completion": text,
         "prompt_ids": list(prompt_ids),
         "completion_ids": completion.token_ids.tolist(),

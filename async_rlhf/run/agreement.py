@@ -39,9 +39,7 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
             "record": _digest(PROTOCOL),
             "model": _digest(described),
             "tokenizer": _digest(*((name, content_digest(model / name)) for name in _TOKENIZER if (model / name).is_file())),
-            "data": _digest(
-                data.digest, config.data.template, config.data.chat, [source.weight for source in config.data.sources]
-            ),
+            "data": _digest(data.digest, vars(config.data.row_template), [source.weight for source in config.data.sources]),
             "rewards": _digest(portable(config.rewards.model_dump()), *map(content_digest, rewards)),
             "environment": _digest(portable(config.environment.model_dump()), *map(content_digest, environments)),
             "generation": _digest(config.seed, config.generation.model_dump()),

@@ -26,6 +26,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "data.epochs": ("num_train_epochs", "total_epochs", "num_episodes", "total_train_epochs"),
     "data.columns": ("input_key", "prompt_key"),
     "data.template": ("input_template",),
+    "data.chat_template_kwargs": ("apply_chat_template_kwargs",),
     "generation.group_size": ("n", "num_generations", "n_samples_per_prompt", "n_samples", "rollout_n"),
     "generation.max_prompt_length": ("prompt_max_len", "max_prompt_len"),
     "generation.max_completion_length": (

@@ -30,7 +30,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.preflight import Prepared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
+from async_rlhf.run.scoring import evaluated, group_rewards, reward_specs, score_names, solved_by
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -55,6 +55,7 @@ def run_evaluation(
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.playing import environment_of
 
+    config = evaluated(config)
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
@@ -84,6 +85,7 @@ def run_evaluation(
                 judging,
                 progress,
                 play=play,
+                template=template,
             )
     finally:
         scoring.close()

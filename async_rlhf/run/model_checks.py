@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.model_directory import INDEX, tensor_shapes
+from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -41,8 +41,9 @@ def check_model_files(directory: Path) -> None:
 
 
 def check_adapters(config: Config) -> None:
-    """Whether the layers that are to get adapters are there, by the last part of their names: a model's classes may call the
-    parts before it otherwise than its files, and only `check --deep` makes them. Raises ConfigError."""
+    """Whether the layers that are to get adapters are there and have weights of their own, by the last part of their names: a
+    model's classes may call the parts before it otherwise than its files, and only `check --deep` makes them. Raises
+    ConfigError."""
     lora = config.learner.lora
     if not lora.rank or lora.targets == ("all-linear",):
         return
@@ -50,19 +51,33 @@ def check_adapters(config: Config) -> None:
     text = described.get("text_config")
     vocabulary = (text if isinstance(text, dict) else described).get("vocab_size")
     layers: dict[str, int] = {}
+    of_tokens = set[str]()  # embeddings and output layers: those of all tokens that stand in no numbered layer
     for path in sorted(Path(config.model).glob("*.safetensors")):
-        layers |= {
-            name.removesuffix(".weight").rpartition(".")[2]: shape[0]
-            for name, shape in tensor_shapes(path).items()
-            if name.endswith(".weight") and len(shape) == 2
-        }
-    usual = sorted(name for name, rows in layers.items() if rows != vocabulary)
+        for name, shape in tensor_shapes(path).items():
+            if name.endswith(".weight") and len(shape) == 2:
+                place = name.removesuffix(".weight").split(".")
+                layers[place[-1]] = shape[0]
+                of_tokens |= {place[-1]} if shape[0] == vocabulary and not any(map(str.isdecimal, place)) else set()
+    usual = sorted(layers.keys() - of_tokens)
     for target in lora.targets:
+        if target.rpartition(".")[2] in of_tokens and _is_tied(config, described):
+            raise ConfigError(
+                f"learner.lora.targets names {target!r}, whose weight is that of embeddings and output layer together "
+                f"(tie_word_embeddings): an adapter of one would be lost; choose among {', '.join(usual)}"
+            )
         if target.rpartition(".")[2] not in layers:
             raise ConfigError(
                 f"learner.lora.targets names {target!r}, which is no layer of the model; choose among {', '.join(usual)}, or "
                 "'all-linear' alone"
             )
+
+
+def _is_tied(config: Config, described: dict[str, Any]) -> bool:
+    """What a config.json leaves out is its family's default, which transformers has."""
+    from transformers import AutoConfig
+
+    found = described if "tie_word_embeddings" in described else vars(from_pretrained(AutoConfig, Path(config.model)))
+    return bool(found.get("tie_word_embeddings"))
 
 
 def names_end(directory: Path) -> bool:

@@ -34,7 +34,9 @@ def environment_of(
         yield Play(
             name=spec.name,
             pool=pool,
-            rendering=Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools),
+            rendering=Renderer(
+                tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs
+            ),
             max_prompt_length=longest_prompt(config)[0],
             max_length=config.generation.longest_completion,
             at_limit=Score(spec.at_limit),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, of_prompt
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
@@ -24,7 +25,15 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import OF_EPISODES, check_judging, environment_spec, score_names, stage_specs, stop_strings
+from async_rlhf.run.scoring import (
+    OF_EPISODES,
+    check_judging,
+    environment_spec,
+    evaluated,
+    score_names,
+    stage_specs,
+    stop_strings,
+)
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -37,8 +46,8 @@ class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
-    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_evaluation: what is unlike a greedy one. of_spool:
-    where prompts come from while it goes on, and are not here yet.
+    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_model: about its files. of_evaluation: what is
+    unlike a greedy one. of_spool: where prompts come from while it goes on, and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
 
@@ -51,14 +60,13 @@ class Prepared:
     of_learner: Sequence[str] = ()
     of_evaluation: Sequence[str] = ()
     of_spool: Sequence[str] = ()
+    of_model: Sequence[str] = ()
     endless: bool = False
 
     @property
     def remarks(self) -> list[str]:
         """What a person should know, and what stops nothing."""
-        found = [*self.of_spool, *self.of_learner, *self.of_evaluation]
-        if self.dropped:
-            found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
+        found = [*self.of_spool, *self.of_learner, *self.of_model, *self.of_evaluation]
         if self.num_unknown:
             shown = " ".join(self.unknown[:_SHOWN]) + (" ..." if len(self.unknown) > _SHOWN else "")
             found.append(
@@ -75,7 +83,8 @@ class Prepared:
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
-    rows = rows or load_rows(config.data)
+    environment = environment_spec(config)
+    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
     if is_here:
         _check_packages(config)
         _check_devices(config)
@@ -83,7 +92,6 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_hooks(config.hooks)
     spool = config.data.spool
     remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
-    environment = environment_spec(config)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
@@ -132,6 +140,8 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
             "set data.held_out, or evaluation.source"
         )
+    elif converted and held_out and evaluation.chat_template_kwargs is not None:
+        check_model(evaluated(config), (list(held_out), []), environment)
 
 
 def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
@@ -143,24 +153,36 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
     template = config.data.row_template
-    texts = [tokenizer.text(row, template) for row in everyone]
-    found = tokenizer.lengths(texts, [template.is_chat(row) for row in everyone], limit)
+    texts = [of_prompt(n, row, partial(tokenizer.text, template=template)) for n, row in enumerate(everyone)]
+    are_chats = [template.is_chat(row) for row in everyone] or [template.chat]
+    found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
+    held_out = set() if environment is not None else set(map(tokenizer.normal, texts[first_held_out:]))
+    repeated = {n for n in range(first_held_out) if held_out and tokenizer.normal(texts[n]) in held_out} - found.too_long.keys()
+    left_out = found.too_long.keys() | repeated
+    of_model = tokenizer.remarks(texts, are_chats)
+    if repeated:
+        of_model.insert(0, f"{len(repeated)} training prompts are left out: the model reads the same as of held-out ones.")
+    if found.too_long:
+        of_model.insert(0, f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop').")
     kept = (
-        [row for number, row in enumerate(rows[0]) if number not in found.too_long],
+        [row for number, row in enumerate(rows[0]) if number not in left_out],
         [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
     )
     if not kept[0] and config.data.spool is None:
-        raise ConfigError(f"all {first_held_out} training prompts are left out: each has more tokens than {setting}")
+        raise ConfigError(
+            f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
+        )
     return Prepared(
         kept,
         len(epoch_of(config.data, kept[0])),
         environment,
-        len(found.too_long),
+        len(left_out),
         tuple(found.unknown),
         found.num_unknown,
         of_learner=remarks(config.learner),
+        of_model=of_model,
         endless=not stop_strings(config) and not names_end(Path(config.model)),
     )
 
@@ -171,7 +193,8 @@ def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> Non
         from transformers import AutoTokenizer
 
         tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools).check()
+        variables = config.data.chat_template_kwargs
+        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools, variables).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:

@@ -27,7 +27,7 @@ from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
-from async_rlhf.run.scoring import reward_specs, stop_strings
+from async_rlhf.run.scoring import environment_spec, reward_specs, stop_strings
 from async_rlhf.run.spooling import make_spool
 from async_rlhf.run.tracking import rewind
 
@@ -194,10 +194,11 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     """
     if resume:
         RunDir.existing(config.run_dir)  # before anything of it is read
-    kept = RunData(config.run_dir, config.data)
+    kept, environment = RunData(config.run_dir, config.data), environment_spec(config)
+    read = environment.usable if environment else None
     if not (resume and kept.is_kept):
-        return load_rows(config.data, data)
-    if data is not None and load_rows(config.data, data) != kept.rows:
+        return load_rows(config.data, data, read)
+    if data is not None and not kept.is_from(load_rows(config.data, data, read)):
         raise ConfigError(
             f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
             "run keeps its rows"

@@ -40,7 +40,7 @@ from async_rlhf.run.learning import backend_of, make_trainer, run_rank
 from async_rlhf.run.placing import with_threads
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import stage_specs
+from async_rlhf.run.scoring import environment_spec, stage_specs
 from async_rlhf.run.tracking import run_tracker
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def run_actor(
     from async_rlhf.buffers.transport.link import connector
     from async_rlhf.run.playing import environment_of
 
-    data = RunData(run.path, config.data)
+    environment = environment_spec(config)
+    data = RunData(run.path, config.data, environment.usable if environment else None)
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
@@ -192,6 +193,7 @@ def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenize
         max_completion_length=config.generation.max_completion_length,
         sampling=config.generation.sampling,
         stop=config.generation.stop,
+        template=template,
         partial_every=partial_every,
         refill=config.rewards.composition if config.advantage.constant_groups == "refill" else None,
     )

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -42,8 +43,9 @@ _SUMMARY = "summary.json"
 class RunData:
     """Of the run in this directory, by its configuration."""
 
-    def __init__(self, run: Path, config: DataConfig) -> None:
-        self._directory, self._config = run / "data", config
+    def __init__(self, run: Path, config: DataConfig, read: Callable[[dict[str, Any]], Any] | None = None) -> None:
+        """read: as in `load_rows`, where the rows may have to be loaded here."""
+        self._directory, self._config, self._read = run / "data", config, read
 
     @property
     def is_kept(self) -> bool:
@@ -54,11 +56,19 @@ class RunData:
     def rows(self) -> Rows:
         """Raises DamagedError for files that are not as they were written, ConfigError as `load_rows` does."""
         if not self.is_kept:
-            return load_rows(self._config)
+            return load_rows(self._config, read=self._read)
         if dropped := self._num_dropped:
-            _log.warning("%d prompts are left out: they are too long (data.on_overlong = 'drop')", dropped)
+            _log.warning(
+                "%d prompts are left out: too long (data.on_overlong = 'drop'), or held-out ones to the model", dropped
+            )
         training, held_out = (list(_read(self._directory / name)) for name in _FILES)
         return training, held_out
+
+    def is_from(self, given: Rows) -> bool:
+        """Whether they are these, without those that were left out. Raises as `rows`."""
+        found = [iter(part) for part in given]
+        is_part = all(row in theirs for ours, theirs in zip(self.rows, found, strict=True) for row in ours)
+        return is_part and sum(map(len, given)) - sum(map(len, self.rows)) == self._num_dropped
 
     def epoch(self) -> list[Row]:
         """The training rows of one epoch, which a group's number points into."""
@@ -96,7 +106,7 @@ class RunData:
         return found.hexdigest()
 
     def keep(self, rows: Rows, dropped: int, made: list[Path]) -> None:
-        """Write them. dropped: how many are left out because they are too long. made: gets what was made. Raises OSError."""
+        """Write them. dropped: how many are left out. made: gets what was made. Raises OSError."""
         self._directory.mkdir(exist_ok=True)
         made += [self._directory, *(self._directory / name for name in (*_FILES, _SUMMARY))]
         for name, each in zip(_FILES, rows, strict=True):

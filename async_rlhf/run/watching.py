@@ -51,6 +51,9 @@ class EvaluationConfig(Section):
     template: str | None = None
     """With `source`: as `data.template`; `"none"`: the same as that."""
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template, as `data.chat_template_kwargs`; `"none"`: the same as those."""
+
     @model_validator(mode="after")
     def _of_a_source(self) -> EvaluationConfig:
         fields = {name: type(self).model_fields[name] for name in ("columns", "options", "size", "template")}
@@ -83,6 +86,7 @@ class EvaluationConfig(Section):
             options={**seed, **self.options},
             template=self.template or run.template,
             chat=run.chat,
+            chat_template_kwargs=run.chat_template_kwargs if self.chat_template_kwargs is None else self.chat_template_kwargs,
             size=self.size,
             held_out=0,
         )

@@ -91,7 +91,7 @@ class _Gathering:
         row, _, requests = self._begun[completion.key.group]
         text = self._work.decode(completion.token_ids.tolist())
         self._completions[completion.key] = completion, text
-        return fields_of(row, requests[0].prompt_ids, completion, text)
+        return fields_of(row, requests[0].prompt_ids, completion, text, self._work.template)
 
     def place(self, key: RolloutKey) -> Place:
         return Place(key[:2], key.member, self._work.group_size)

@@ -36,9 +36,10 @@ def check_step(run: Path, step: int) -> None:
     committed, can = committed_step(run / "queue"), resumable(run)
     choices = f"This run can go on from {_steps(can)}" if can else "This run can go on from no checkpoint"
     if step < committed:
-        anew = f". Start a new run from its model: {_new_run(run, path)}" if path.exists() else ""
+        anew = f" from its model: {_new_run(run, path)}" if path.exists() else f": {_train(run)} --set name=NAME"
         raise ConfigError(
-            f"--from-step {step}: the queue has given up the groups before step {committed}, which are needed. {choices}{anew}"
+            f"--from-step {step}: the queue has given up the groups before step {committed}, which are needed. {choices}. "
+            f"Start a new run{anew}"
         )
     if step > 0 and not path.exists():
         raise ConfigError(f"--from-step {step}: there is no checkpoint of that step. {choices}")

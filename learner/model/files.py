@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,11 +44,17 @@ def saved_weights(checkpoint: Path, own: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], began_with: Path) -> None:
-    """`state` is a state dict of `model`, in float32; the tokenizer's files come from the directory `began_with`."""
+    """`state` is a state dict of `model`, in float32, from which training goes on exactly; the configuration names the type of
+    the directory `began_with`, into which whoever loads it turns the weights. The tokenizer's files come from there too."""
     saved: Any = model
     if (began_with / "generation_config.json").exists():
         saved.generation_config = GenerationConfig()  # many published ones do not pass the check made when saving
     saved.save_pretrained(directory, state_dict=dict(state), safe_serialization=True)
+    described, began = (json.loads((each / "config.json").read_text()) for each in (directory, began_with))
+    described["dtype"] = began.get("dtype") or began.get("torch_dtype") or described.get("dtype")
+    (directory / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     for path in began_with.iterdir():
         if path.suffix in _COMES_ALONG and not path.name.startswith(_OWN_FILES):
             shutil.copy2(path, directory / path.name)
+        elif path.name == "additional_chat_templates":
+            shutil.copytree(path, directory / path.name)

@@ -46,6 +46,14 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             f"learner.lora.targets = {list(config.targets)} has the input embeddings, and adapters are for linear layers; "
             "leave them out"
         )
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (other := first.setdefault(id(parameter), name)) != name and _BASE in name + other:
+            both = f"{name} and {other}".replace(_BASE, "")
+            raise ConfigError(
+                f"learner.lora.targets = {list(config.targets)}: {both} are one tensor, and an adapter of one of them would be "
+                "lost; leave it out"
+            )
 
 
 def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

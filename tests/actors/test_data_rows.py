@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +151,127 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path) -> None:
     heavy = mixed(tmp_path, {**a, "weight": 1e9}, {**b, "weight": 1})
     with pytest.raises(ConfigError, match=r"an epoch has 3e\+09 prompts, most are 50000000; raise its weight"):
         epoch_of(heavy, load_rows(heavy)[0])
+
+
+# Messages
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+}
+
+
+def test_messages_are_the_same_rows_from_every_source_whatever_keys_it_gives_them(tmp_path: Path) -> None:
+    """Arrow gives each message, each call and each argument the keys of all others, as null."""
+    other = {**CALL, "tool_calls": [{"id": "x", "function": {"name": "g", "arguments": {"b": None, "c": [2]}}}]}
+    rows = [
+        {"prompt": [{"role": "user", "content": "?"}]},
+        {"prompt": [CALL, other, {"role": "tool", "name": "g", "content": "6"}]},
+    ]
+    given = datasets.Dataset.from_list(rows)
+    given.save_to_disk(str(tmp_path / "saved"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    sources = (jsonl(tmp_path, rows), str(tmp_path / "rows.parquet"), str(tmp_path / "saved"), "caller")
+    found = [load_rows(DataConfig(source=source, held_out=0), given if source == "caller" else None)[0] for source in sources]
+    assert all(each == found[0] for each in found)
+    assert found[0][0].prompt == [{"role": "user", "content": "?"}]
+    assert found[0][1].prompt[1]["tool_calls"] == [{"id": "x", "function": {"name": "g", "arguments": {"c": [2]}}}]
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b", "image": None}, "c"],
+            },
+            "a bc",
+        ),
+        ({"role": "user", "content": {"type": "text", "text": "a"}}, "a"),
+        ({"role": "user", "content": "a", "tool_calls": [], "name": None}, "a"),
+        ({**CALL, "content": None}, None),
+    ],
+)
+def test_what_stands_for_text_is_text(tmp_path: Path, message: dict[str, Any], wanted: str | None) -> None:
+    row = load_rows(DataConfig(source=jsonl(tmp_path, [{"prompt": [message]}]), held_out=0))[0][0]
+    assert row.prompt[0].get("content") == wanted and None not in row.prompt[0].values()
+    assert row.prompt[0].keys() - {"content"} == message.keys() - {"content", "name"} - ({"tool_calls"} if wanted else set())
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+            "key 'content': part 2 is 'image', and text was expected",
+        ),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "key 'content': part 1 is 'image_url'"),
+        ({"content": 3}, "key 'content' is 'int', and text was expected"),
+        ({"content": {"answer": 4}}, "key 'content' is 'dict', and text was expected"),
+        ({"content": None}, "has no content"),
+        (
+            {"content": "a", "reasoning_content": [{"type": "thinking", "thinking": "b"}]},
+            "key 'reasoning_content': part 1 is 'thinking'",
+        ),
+        ({"content": "a", "images": ["x.png"]}, "has the key 'images', which is no text"),
+        ({"content": "a", "role": None}, "has no role"),
+        ("text", "message 2 is a str"),
+    ],
+)
+def test_what_no_template_for_text_can_say_is_refused_with_row_key_and_reason(
+    tmp_path: Path, message: Any, reason: str
+) -> None:
+    message = {"role": "user", **message} if isinstance(message, dict) else message
+    path = jsonl(tmp_path, [{"prompt": "fine"}, {"prompt": [{"role": "user", "content": "a"}, message]}])
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: a prompt is text or a list of messages .*: message 2") as found:
+        load_rows(DataConfig(source=path, held_out=0))
+    assert reason in str(found.value)
+
+
+# What the model reads
+
+
+def test_rows_are_held_out_by_what_the_template_says_of_them(tmp_path: Path) -> None:
+    articles = [{"prompt": f"{n % 12}", "article": f"article {n}", "id": n} for n in range(60)]
+    config = DataConfig(source=jsonl(tmp_path, articles), template="{prompt} {article}")
+    assert [len(part) for part in load_rows(config)] == [54, 6]
+    constant = DataConfig(
+        source=jsonl(tmp_path, [{**row, "prompt": "Sum:"} for row in articles]), template="{prompt} {article}"
+    )
+    assert [len(part) for part in load_rows(constant)] == [54, 6]
+    same = DataConfig(source=jsonl(tmp_path, articles), template="{prompt}")
+    assert [row.columns["id"] % 12 in range(6, 12) for row in load_rows(same)[0]] == [False] * 30
+
+
+def test_equal_prompts_that_are_written_otherwise_are_one_prompt(tmp_path: Path) -> None:
+    written = [
+        {"prompt": "a", "id": 1},
+        {"prompt": [{"content": "a", "role": "user"}]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]},
+        {"prompt": [{"role": "user", "content": "b"}]},
+        {"prompt": [{"role": "user", "content": "a"}]},
+    ]
+    training, _ = load_rows(DataConfig(source=jsonl(tmp_path, written), chat=True, held_out=1))
+    assert [row.prompt[0]["content"] for row in training] == ["b"]
+
+
+def test_with_an_environment_rows_are_equal_where_it_is_given_the_same(tmp_path: Path) -> None:
+    written = [{"prompt": "Play:", "board": n % 4, "id": n} for n in range(10)]
+    training, held_out = load_rows(
+        DataConfig(source=jsonl(tmp_path, written), held_out=1), None, lambda columns: columns["board"]
+    )
+    assert [row.columns["id"] for row in training] == [0, 2, 3, 4, 6, 7, 8] and held_out[0].columns["id"] == 9
+
+
+def test_a_template_that_would_write_what_is_no_text_is_refused_with_the_row(tmp_path: Path) -> None:
+    written = [{"prompt": "a", "choices": ["x", "y"], "hint": "h"}, {"prompt": "b", "choices": ["z"], "hint": None}]
+    for template, reason in (
+        ("{prompt} {choices}", r"prompt 0: data.template names 'choices', which is no text but \['x', 'y'\]; write"),
+        ("{hint}", "prompt 1: .*None"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_rows(DataConfig(source=jsonl(tmp_path, written), template=template, held_out=1))
+    fine = DataConfig(source=jsonl(tmp_path, written), template="{choices[0]} {choices!r:.9} {prompt:>3}", held_out=1)
+    assert fine.row_template.said(load_rows(fine)[0][0]) == "x ['x', 'y'   a"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.prompts import Row, Template, encode
@@ -122,3 +122,60 @@ def test_counting_imports_no_torch(chat: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
+
+
+# Special tokens, once each
+
+
+def saved(folder: Path, single: str, *, template: str | None = None, **declared: str) -> Path:
+    """A tokenizer of bytes whose post-processor makes `single` of one text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(["hello you"], trainer)
+    used = [(token, special.index(token)) for token in special if token in single.split()]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **declared).save_pretrained(folder)
+    return folder
+
+
+def test_tokens_that_the_model_would_read_in_a_wrong_place_are_remarked_on(tmp_path: Path) -> None:
+    both = PromptTokenizer(saved(tmp_path / "both", "<s> $A </s>"))
+    end, begin = both.remarks(["hello", "<s>you", "<s>hello"], [False] * 3)
+    assert end.startswith("the tokenizer appends '</s>' to every prompt")
+    assert begin.startswith("2 prompts begin with '<s>', and it is added to them once more")
+    assert both.remarks(["<s>hello"], [True]) == [] and len(both.remarks(["<s><s>hello"], [True])) == 1
+    assert PromptTokenizer(saved(tmp_path / "begin", "<s> $A")).remarks(["hello"], [False]) == []
+    assert PromptTokenizer(saved(tmp_path / "plain", "$A")).remarks(["<s>hello", ""], [False, False]) == []
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json", "the class"])
+def test_a_begin_token_is_rendered_wherever_the_checkpoint_declares_it(tmp_path: Path, place: str) -> None:
+    saved(tmp_path, "$A", template="{{ bos_token }}{{ messages[0].content }}", bos_token="<s>")
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if place != "tokenizer_config.json":
+        del described["bos_token"]
+    if place == "special_tokens_map.json":
+        (tmp_path / place).write_text(json.dumps({"bos_token": {"content": "<s>", "lstrip": False}}))
+    if place == "the class":
+        described["tokenizer_class"] = "LlamaTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    row = Row([{"role": "user", "content": "you"}], {})
+    wanted, _ = encode(row, AutoTokenizer.from_pretrained(tmp_path), Template())
+    assert PromptTokenizer(tmp_path).text(row, Template()) == wanted == "<s>you"
+
+
+def test_variables_of_a_chat_template_are_given_to_it_and_others_are_refused(tmp_path: Path) -> None:
+    written = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} at once{% endif %}"
+    ours, row = PromptTokenizer(saved(tmp_path, "$A", template=written)), Row([{"role": "user", "content": "you"}], {})
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for variables, text in (({}, "you"), ({"enable_thinking": False}, "you at once")):
+        template = Template(variables=variables)
+        assert ours.text(row, template) == encode(row, theirs, template)[0] == text
+    for name, message in (("enable_thinkin", "did you mean 'enable_thinking'"), ("messages", "leave it out")):
+        with pytest.raises(ConfigError, match=rf"chat_template_kwargs: '{name}' is no variable .*{message}"):
+            ours.text(row, Template(variables={name: False}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,6 +119,9 @@ class Characters:
             raise EpisodeError("the prompt has no tokens")
         return self._encode(content)
 
+    def is_chat(self, prompt: Content) -> bool:
+        return False
+
     def splits(self, prompt: Content) -> bool:
         return False
 
@@ -189,6 +193,8 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     assert played.fields["messages"][played.num_prompt :] == played.fields["completion_messages"]
     assert played.fields["completion_messages"][0]["role"] == "assistant"
     assert contents == [("user", "go"), ("assistant", "\x01\x02"), ("user", "xyz"), ("assistant", "\t")]
+    assert played.fields["model_prompt"] == "go\x01\x02xyz", "an episode of text is read as one"
+    assert replace(played, is_chat=True).fields["model_prompt"] == played.fields["messages"][:-1]
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests
 

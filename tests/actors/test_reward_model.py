@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
+from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import Span
 from tests.actors.scored import Bench
 from tests.actors.vllm_model import SHIPPED
 
@@ -67,3 +75,37 @@ def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_dir
         (tmp_path / name.name).write_bytes(name.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")
+
+
+def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_directory: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(judge_directory)
+    begin = tokenizer.convert_ids_to_tokens(3)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 3)])
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    shutil.copytree(judge_directory, tmp_path, dirs_exist_ok=True)
+    named = {name: getattr(tokenizer, name) for name in ("pad_token", "eos_token")}
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, chat_template=template, **named)
+    own.save_pretrained(tmp_path)
+    model, chat = RewardModel(tmp_path), [{"role": "user", "content": "sun"}]
+    ids = own.apply_chat_template([*chat, {"role": "assistant", "content": "nus"}], return_dict=True)["input_ids"]
+    assert model.read([chat, "sun"], ["nus", "nus"]) == [ids, ids] and ids.count(3) == 1
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    wanted = float(plain(input_ids=torch.tensor([ids])).logits[0, 0].detach())
+    assert model.score([chat, "sun", chat], ["nus", "nus", "n"], 64)[:2] == pytest.approx([wanted] * 2, abs=1e-5)
+
+
+def test_a_reward_model_reads_what_the_policy_read_and_other_rewards_the_column(judge_directory: Path) -> None:
+    row, template = Row("nus", {"answer": "sun"}), Template("Spell {prompt}: ")
+    completion = Completion(RolloutKey(0, 0, 0), np.array([5], np.int32), np.zeros(1, np.float32), (Span(0, 1),), "stop")
+    fields = fields_of(row, [1], completion, "sun", template)
+    assert (fields["prompt"], fields["model_prompt"]) == ("nus", "Spell nus: ")
+    assert fields_of(row, [1], completion, "sun", Template("{prompt}", chat=True))["model_prompt"] == [
+        {"role": "user", "content": "nus"}
+    ]
+    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}})
+    with Bench(specs) as bench:
+        bench.submit(0, "sun", **{name: fields[name] for name in ("prompt", "model_prompt")})
+        (found,) = bench.wait().values()
+    (wanted,) = RewardModel(judge_directory).score(["Spell nus: "], ["sun"], 64)
+    assert found.scores["reward_model"].value == pytest.approx(wanted, abs=1e-5)

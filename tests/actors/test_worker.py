@@ -227,6 +227,9 @@ class Answers:
 
 
 class Letters:
+    def is_chat(self, prompt: Content) -> bool:
+        return False
+
     def splits(self, prompt: Content) -> bool:
         return False
 

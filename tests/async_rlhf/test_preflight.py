@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
+from async_rlhf.run.model_checks import check_adapters
 from async_rlhf.run.preflight import preflight
+from async_rlhf.run.scoring import evaluated
 from tests.conftest import QUICK
 
 MODELS = QUICK.parent / "models"
@@ -187,3 +190,58 @@ def test_an_environment_is_resolved_once_for_all_that_looks_at_it(
     evaluated.write_text('{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
         checked(rows("a"), **settings)
+
+
+def test_a_training_prompt_in_which_the_model_reads_a_held_out_one_is_left_out_and_counted(
+    checked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A chat template that trims, and has no use for names; a normalizer that composes what is written in two characters."""
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content | trim }};{% endfor %}")
+    described = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**described, "normalizer": {"type": "NFC"}}))
+    user = {"role": "user", "content": "\u00e9"}
+    given = rows("a", [{**user, "content": " e\u0301\n"}], [{**user, "name": "Ann"}], "\u00e9 \u00e9", [user])
+    found = checked(given, model=str(model), **{"data.chat": True, "data.held_out": 1})
+    assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.dropped == 2
+    assert "2 training prompts are left out: the model reads the same as of held-out ones." in found.remarks
+
+
+@pytest.mark.parametrize(
+    ("described", "is_refused"), [({}, False), ({"tie_word_embeddings": True}, True), ({"model_type": "gemma"}, True)]
+)
+def test_an_adapter_of_a_tied_output_layer_is_refused_by_what_the_configuration_says(
+    small: Any, tmp_path: Path, described: dict[str, Any], is_refused: bool
+) -> None:
+    """Though the file holds its weight. Where nothing is said the family's default counts."""
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    own = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False} | described
+    if "model_type" in described:
+        del own["tie_word_embeddings"]
+    weights = load_file(model / "model.safetensors")
+    save_file({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps(own))
+    config = small(model=str(MODELS / "tiny-speller"), **{"learner.lora": {"rank": 4, "targets": ["q_proj", "lm_head"]}})
+    config = config.model_copy(update={"model": str(model)})
+    if not is_refused:
+        check_adapters(config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"targets names 'lm_head', whose weight is that of embeddings .*choose among down_proj"
+    ):
+        check_adapters(config)
+
+
+def test_variables_of_the_chat_template_may_be_others_in_evaluations_and_are_looked_at(
+    checked: Callable[..., Any], small: Any, tmp_path: Path
+) -> None:
+    model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ 'x' * 200 if think else '' }}")
+    settings = {"model": str(model), "data.chat": True, "data.held_out": 1, "data.chat_template_kwargs": {"think": False}}
+    assert checked(rows("a", "b"), **settings).num_prompts == 1
+    for variables, message in (({"think": True}, "prompt 0 has 201 tokens"), ({"thnk": True}, "did you mean 'think'")):
+        own = {**settings, "evaluation.chat_template_kwargs": variables}
+        with pytest.raises(ConfigError, match=message):
+            checked(rows("a", "b"), **own)
+        assert evaluated(small(**own)).data.row_template.variables == variables
+    assert evaluated(small(**settings)).data.row_template.variables == {"think": False}

@@ -39,7 +39,7 @@ def test_rows_of_python_are_trained_on_by_a_run_that_goes_on_without_them(tmp_pa
     assert first.finished and first.evaluations == [], "nothing is held out, so nothing is evaluated"
     logs = {path.stem for path in (first.run_dir / "logs").iterdir()}
     assert logs == {"hub", "learner", "actor-0"}
-    assert "1 prompts are left out: they are too long" in (first.run_dir / "logs" / "actor-0.log").read_text()
+    assert "1 prompts are left out: too long" in (first.run_dir / "logs" / "actor-0.log").read_text()
     with pytest.raises(ConfigError, match="began with other rows than those that are given"):
         train(QUICK, data=WORDS[1:], overrides={**overrides, "max_steps": 3}, resume=True, quiet=True)
     config = first.run_dir / "config.toml"
@@ -95,3 +95,10 @@ def test_paths_of_several_sources_are_seen_from_the_file_that_names_them(tmp_pat
     run = RunDir.create(config.model_copy(update={"output_dir": str(tmp_path)}))
     run.retire()
     assert run.config().data == config.data
+
+
+def test_rows_that_are_given_again_are_those_of_the_run_also_where_some_were_left_out(tmp_path: Path) -> None:
+    data, one, two = RunData(tmp_path, DataConfig(source="caller")), Row("1", {}), Row("2", {})
+    data.keep(([one, two], [one]), 1, [])
+    assert data.is_from(([one, Row("long", {}), two], [one])) and not data.is_from(([one, two], [one]))
+    assert not data.is_from(([two, one, two], [Row("other", {})])) and not data.is_from(([two, one, one], [one]))

@@ -130,3 +130,10 @@ def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir:
         make_backend(model_dir).load(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"checkpoint other has other adapters than learner.lora asks for"):
         make_backend(model_dir).load(tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_of_a_layer_that_shares_its_weight_is_refused(tmp_path: Path) -> None:
+    make_model("llama-tied").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor, .*leave it out"):
+        make_backend(tmp_path, targets=("q_proj", "lm_head"))

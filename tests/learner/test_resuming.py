@@ -100,7 +100,11 @@ def test_before_anything_is_given_up_the_run_can_begin_again(tmp_path: Path) -> 
             ConfigError,
             r"given up the groups before step 10, .* steps 10, 15, 20. Start a new run from its model: .*step_000005",
         ),
-        (0, ConfigError, r"given up the groups before step 10, which are needed. This run can go on from steps 10, 15, 20$"),
+        (
+            0,
+            ConfigError,
+            r"given up the groups before step 10, .* go on from steps 10, 15, 20. Start a new run: .* name=NAME$",
+        ),
         (15, DamagedError, r"step_000015 is torn: model/weights has other bytes .*. This run can go on from steps 10, 20"),
     ],
 )

@@ -217,6 +217,23 @@ def test_what_is_saved_is_a_model_directory_like_the_one_it_began_with(tmp_path:
     assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in TINY_SPELLER.iterdir()}
 
 
+def test_a_model_of_bfloat16_goes_on_from_float32_and_loads_as_bfloat16_with_all_its_chat_templates(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_pretrained(TINY_SPELLER, dtype=torch.bfloat16).save_pretrained(start)
+    AutoTokenizer.from_pretrained(TINY_SPELLER).save_pretrained(start)
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    backend = make_backend(start)
+    backend.step(make_updates(), 0)
+    (tmp_path / "saved").mkdir()
+    backend.save(tmp_path / "saved")
+    model = tmp_path / "saved" / "model"
+    assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.bfloat16
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert {name: bytes(p.detach().numpy().tobytes()) for name, p in exact.named_parameters()} == weights(backend)
+    assert AutoTokenizer.from_pretrained(model).chat_template == {"tools": "{{ messages }}"}
+
+
 def test_a_generation_config_that_cannot_be_saved_is_copied(tmp_path: Path) -> None:
     start = tmp_path / "start"
     shutil.copytree(TINY_SPELLER, start)

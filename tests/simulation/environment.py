@@ -63,6 +63,9 @@ class _Rendering:
     def prompt(self, content: Content) -> Rendered:
         return Rendered("p", [1])
 
+    def is_chat(self, prompt: Content) -> bool:
+        return False
+
     def splits(self, prompt: Content) -> bool:
         return True
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments.pool import Ended, Observation
+from async_rlhf.actors.environments.yields import End, Read, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
@@ -190,6 +191,13 @@ def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) ->
 def test_what_is_no_observation_is_failed_by_name(bench: Bench, act: str, reason: str) -> None:
     end = end_of(bench.play("a", act=act))
     assert end.reason == "failed" and end.score is not None and (end.score.failure or "").startswith(reason)
+
+
+def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
+    said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
+    assert read_yield(said, 0, 2, 1000) == Read([{"role": "user", "content": "a"}])
+    end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2, 1000)
+    assert isinstance(end, End) and "message 1, key 'content': part 1 is 'image'" in end.failure
 
 
 def test_failures_are_counted_by_kind_and_cleanups_apart(bench: Bench) -> None:

@@ -191,3 +191,9 @@ def test_a_conversation_is_the_messages_of_all_turns() -> None:
         tool,
         {"role": "assistant", "content": "c"},
     ]
+
+
+def test_variables_of_the_chat_template_reach_every_turn() -> None:
+    written = tokenizer(CHATML.replace("You help.", "{{ rule or 'You help.' }}"))
+    assert "Be brief." in Renderer(written, chat=True, variables={"rule": "Be brief."}).prompt("a").text
+    assert "You help." in Renderer(written, chat=True).prompt("a").text
