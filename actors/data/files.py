@@ -16,6 +16,7 @@ from typing import Any
 
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.parsing import json_value
 
 Located = tuple[str, Any]
 """Where a row stands, and what stands there."""
@@ -56,9 +57,13 @@ def plain(located: Iterable[Located]) -> Iterator[Located]:
     """
     for where, given in located:
         try:
-            yield where, json.loads(json.dumps(given, default=_written))
+            written = json.dumps(given, default=_written)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
+        try:
+            yield where, json_value(written)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}; write it as text") from error
 
 
 def _written(value: Any) -> Any:
@@ -84,15 +89,15 @@ def _json_lines(path: Path) -> Iterator[Located]:
             continue
         where = f"{path}:{number}"
         try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:
+            yield where, json_value(line)
+        except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}; write one object a line") from error
 
 
 def _json(path: Path) -> Iterator[Located]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
+        found = json_value(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}; a file with one object a line is called .jsonl") from error
     if not isinstance(found, list):
         raise ConfigError(f"{path} holds no list of objects but a {type(found).__name__}; write [{{...}}, {{...}}]")

@@ -22,6 +22,7 @@ from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrain
 from async_rlhf.learner.check import remarks
 from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
+from async_rlhf.run.inherited import check_inherited
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import OF_EPISODES, environment_spec, score_names, stage_specs, stop_strings
@@ -74,10 +75,11 @@ class Prepared:
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
-    rows = rows or load_rows(config.data)
     if is_here:
+        check_inherited()
         _check_packages(config)
         _check_devices(config)
+    rows = rows or load_rows(config.data)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
     spool = config.data.spool

@@ -59,35 +59,45 @@ def outliving_terminal() -> Iterator[None]:
 
 
 class Lasting:
-    """A stream of this process that leads nowhere once its other end is gone; so do then standard output and standard error,
-    where they lead to the same end."""
+    """A stream of this process that fails at nothing: what its encoding lacks is written out as an escape, what cannot be
+    written now (the disk of a log is full) is left out.
+
+    It leads nowhere once its other end is gone; so do then standard output and standard error, where they lead to the same end.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream: TextIO | None = stream or sys.stdout  # which may be closed
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._leave(error)
-            return len(text)
+        if self._stream is not None:
+            encoding = self._stream.encoding or "utf-8"
+            self._tried(self._stream, text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._leave(error)
+        if self._stream is not None:
+            self._tried(self._stream, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _leave(self, error: OSError) -> None:
-        if error.errno not in _GONE:
-            raise error
-        own = os.fstat(self._stream.fileno())
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in {self._stream.fileno(), 1, 2}:
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), own):
-                    os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+    @staticmethod
+    def _tried(stream: TextIO, text: str | None) -> None:
+        """Write the text; flush for None."""
+        try:
+            stream.flush() if text is None else stream.write(text)
+        except OSError as error:
+            if error.errno in _GONE:
+                _leave(stream)
+        except ValueError:  # it was closed
+            pass
+
+
+def _leave(stream: TextIO) -> None:
+    own = os.fstat(stream.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in {stream.fileno(), 1, 2}:
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), own):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)

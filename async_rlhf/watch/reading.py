@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
-from async_rlhf.launch.clocks import correction, read_offsets
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.launch.clocks import Offset, correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
 from async_rlhf.watch.completions import Decode, decoder, shown
@@ -96,7 +96,7 @@ class RunReading:
 
     def timeline(self) -> dict[str, Any]:
         """Of the newest steps, in the supervisor's time."""
-        spans = {actor: [self._moved(actor, line) for line in recent.lines] for actor, recent in self._spans.items()}
+        spans = {actor: list(self._moved(actor, recent.lines)) for actor, recent in self._spans.items()}
         return timeline(list(self._steps), spans, list(self._samples.lines))
 
     def completions(self) -> list[dict[str, Any]]:
@@ -138,19 +138,22 @@ class RunReading:
         if record.get("applied") is False:
             self._refused.append({"step": step, "time": record.get("time")})
 
-    def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
-        """An actor's span by the supervisor's clock."""
+    def _moved(self, actor: str, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """An actor's spans by the supervisor's clock."""
+        path, offsets = self.run.clock(actor), list[Offset]()
         with suppress(KeyError, TypeError, ValueError, OSError):
-            if (path := self.run.clock(actor)).exists():
-                by = correction(read_offsets(path), line["began"])
-                return {**line, "began": line["began"] + by, "ended": line["ended"] + by}
-        return line
+            offsets = read_offsets(path) if path.is_file() else []
+        for line in lines:
+            with suppress(KeyError, TypeError, ValueError):
+                by = correction(offsets, line["began"])
+                line = {**line, "began": line["began"] + by, "ended": line["ended"] + by}
+            yield line
 
     def _decode(self) -> Decode | None:
         with suppress(OSError):
             path = self.run.latest / "model" / "tokenizer.json"
             return decoder(path, path.stat().st_mtime)
-        with suppress(OSError, AsyncRLHFError):
+        with suppress(OSError, ValueError, AsyncRLHFError):
             path = Path(self.run.config().model) / "tokenizer.json"
             return decoder(path, path.stat().st_mtime)
         return None
@@ -160,5 +163,5 @@ class RunReading:
         """What cannot be read inside is a problem in words."""
         try:
             yield
-        except (DamagedError, OSError) as error:
-            self.problems.append(str(error))
+        except Exception as error:  # noqa: BLE001  whatever stands in one file, the others are read
+            self.problems.append(str(error) or repr(error))

@@ -85,7 +85,10 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    with _opened(Runs(path), address, token_file, say) as (app, bound):
+    runs = Runs(path, may_be_empty=True)
+    with _opened(runs, address, token_file, say) as (app, bound):
+        if runs.lacking:
+            say(f"{runs.lacking}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
         until_interrupted(app, bound)
 

@@ -1,0 +1,41 @@
+"""What a run is given by whoever starts it, and cannot work with: refused by name before anything is made.
+
+What is obeyed and what makes no difference stands in docs/operating.md; roles are given what they need in `launch.local`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import locale
+import resource
+import signal
+import sys
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.forked import umask
+from async_rlhf.launch.sockets import socket_root
+
+_FEWEST_FILES = 256
+"""Descriptors of a process: the hub, the supervisor and a learner of some shards need fewer."""
+
+
+def check_inherited() -> None:
+    """Raises ConfigError."""
+    socket_root()
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise ConfigError(
+            f"this process reads files as {encoding} (LC_ALL, LC_CTYPE, LANG or PYTHONUTF8 say so), and models and prompts are "
+            "UTF-8: set PYTHONUTF8=1"
+        )
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            f"PYTHONOPTIMIZE={sys.flags.optimize} takes away docstrings, and transformers reads them: set it to 0"
+        )
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise ConfigError("SIGCHLD is ignored in this process, so the end of a child cannot be seen: set it to SIG_DFL")
+    if sys.platform == "linux" and (mask := umask()) & 0o700:
+        raise ConfigError(f"umask {mask:04o} takes from you the rights to what the run makes: set umask 022, or 077")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _FEWEST_FILES:
+        raise ConfigError(f"a process may open {most} files (ulimit -n), and a run needs {_FEWEST_FILES}: raise the limit")
