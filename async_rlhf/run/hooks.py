@@ -40,6 +40,15 @@ def check_hooks(config: HooksConfig) -> None:
         raise ConfigError(
             f"hooks.url = {config.url!r}: there is no such environment variable; set it, or give the address itself"
         )
+    if config.url is not None:
+        import httpx2
+
+        try:
+            httpx2.AsyncClient()  # which reads what the environment says of proxies and certificates
+        except (OSError, ImportError, ValueError) as error:
+            raise ConfigError(
+                f"hooks.url: nothing can be sent as HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE say: {error}; set or unset them"
+            ) from error
 
 
 class Hooks:

@@ -138,6 +138,8 @@ def test_the_command_shows_a_page_where_no_run_is_yet(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(2)]
+        with urlopen(f"{said[0].split()[-1]}api/runs", timeout=60) as answer:
+            assert json.loads(answer.read())["runs"] == []
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     assert "is shown at http://127.0.0.1:" in said[0] and "the page is empty until a run begins there" in said[1]
