@@ -15,9 +15,8 @@ from typing import Any
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 64) - 1
 _LIMITS = f"numbers are integers from {_LOWEST} to {_HIGHEST}, or floats up to 1.8e308"
-# Without one of these a text has no number to look at.
-_LONG = re.compile(r"(?<![.0-9])[0-9]{19}|[eE]\+?[0-9]{3}")
-_DIGITS = re.compile(r"[0-9_]{4000}")  # Python's own limit is 4300, and its message names no key
+_LONG = re.compile(r"(?<![.0-9])[0-9]{19}|[eE]\+?[0-9]{3}")  # without one of these no number is beyond them
+_DIGITS = re.compile(r"(?<![0-9_])[0-9_]{4000}")  # Python's own limit is 4300, and its message names no key
 
 
 def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -26,7 +25,8 @@ def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
     try:
         if parse_constant is None and _LONG.search(text) is None:
             return json.loads(text)
-        return _within(json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=parse_constant))
+        found = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
+        return _within(found)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -41,33 +41,19 @@ def toml_table(text: str) -> dict[str, Any]:
     except ValueError as error:
         if isinstance(error, tomllib.TOMLDecodeError) or (digits := _DIGITS.search(text)) is None:
             raise
-        line = text.count("\n", 0, digits.start()) + 1
-        key = text[: digits.start()].rpartition("\n")[2].partition("=")[0].strip()
-        raise ValueError(f"{key[:200] or 'a value'} (line {line}): {_LIMITS}") from error
-
-
-def _integer(text: str) -> int:
-    return int(text) if len(text) <= len(str(_LOWEST)) else _HIGHEST + 1
+        before = text[: digits.start()].split("\n")
+        raise ValueError(f"{before[-1].partition('=')[0].strip()[:200]} (line {len(before)}): {_LIMITS}") from error
 
 
 def _float(text: str) -> float:
-    value = float(text)
-    return _HIGHEST + 1 if math.isinf(value) and "inf" not in text else value
+    return _HIGHEST + 1 if math.isinf(value := float(text)) and "inf" not in text else value
 
 
-def _within(value: Any) -> Any:
+def _within(value: Any, where: str = "") -> Any:
     """The value itself. Raises ValueError."""
-    if (where := _beyond(value, "")) is not None:
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            _within(each, f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else str(key))
+    elif isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
         raise ValueError(f"{where or 'it'}: {_LIMITS}")
     return value
-
-
-def _beyond(value: Any, where: str) -> str | None:
-    """Where the first number beyond the limits is."""
-    if isinstance(value, dict):
-        inner = ((f"{where}.{key}" if where else str(key), each) for key, each in value.items())
-    elif isinstance(value, list):
-        inner = ((f"{where}[{index}]", each) for index, each in enumerate(value))
-    else:
-        return where if isinstance(value, int) and not _LOWEST <= value <= _HIGHEST else None
-    return next((found for name, each in inner if (found := _beyond(each, name)) is not None), None)

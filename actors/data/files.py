@@ -57,13 +57,9 @@ def plain(located: Iterable[Located]) -> Iterator[Located]:
     """
     for where, given in located:
         try:
-            written = json.dumps(given, default=_written)
+            yield where, json_value(json.dumps(given, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
-        try:
-            yield where, json_value(written)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}; write it as text") from error
 
 
 def _written(value: Any) -> Any:
@@ -77,7 +73,7 @@ def _written(value: Any) -> Any:
 def _unwritable(given: Any) -> str:
     for name, value in given.items() if isinstance(given, dict) else ():
         try:
-            json.dumps(value, default=_written)
+            json_value(json.dumps({name: value}, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             return f"column {name!r} has no form in JSON ({error})"
     return f"a {type(given).__name__} is no row; give an object with a column 'prompt'"

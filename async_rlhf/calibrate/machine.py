@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.parsing import json_value
 from async_rlhf.calibrate.link import measure_loopback
 from async_rlhf.calibrate.stages import measure_generation, measure_publication, measure_training
 from async_rlhf.plan.calibration import Calibration
@@ -95,7 +95,7 @@ def calibrate(
 def _sizes(model: Path) -> tuple[int, int]:
     """Vocabulary, and the tokens that the model can hold. Raises ConfigError for a directory without its configuration."""
     try:
-        config = json_value((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {str(model)!r} is no model directory: its config.json cannot be read: {error}") from error
     config = config.get("text_config", config)

@@ -36,7 +36,6 @@ from async_rlhf.launch.sockets import socket_root
 _log = logging.getLogger(__name__)
 _TESTED = (2, 60)
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-_SESSION = len("/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _PROBE_S = 5.0
 _LOOK_S = 0.1
 _EVENTS_S = 1.0
@@ -96,9 +95,8 @@ class RayAgent:
 class RayHosts:
     """See `connection.Hosts`. Raises ConfigError when there is no such cluster, or no node of it can be used.
 
-    address: IP:PORT of its head, or `auto`: that of this machine, where a local one is started if there is none. most: nodes to
-    use, None for those that are there now. actors: of the run; no more nodes are used (None: as many as fit).
-    on_gpus: every agent takes its node's GPUs, so that no other work is given them.
+    address: IP:PORT of its head, or `auto` (`join`). most: nodes to use, None for those that are there now. actors: of the run;
+    no more nodes are used (None: as many as fit). on_gpus: every agent takes its node's GPUs, and no other work is given them.
     """
 
     def __init__(self, address: str, most: int | None, actors: int | None, start_timeout_s: float, *, on_gpus: bool) -> None:
@@ -239,7 +237,7 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
             if not or_local or address != "auto" or os.environ.get("RAY_ADDRESS"):
                 raise
             _log.warning("there is no Ray cluster here: one of this machine alone is started, and ends with this command")
-            temporary = os.environ.get("RAY_TMPDIR") or str(socket_root(_SESSION) / "ray")
+            temporary = os.environ.get("RAY_TMPDIR") or str(socket_root(room=70) / "ray")  # for its own sockets
             ray.init(address="local", include_dashboard=False, _temp_dir=temporary, **_QUIET)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}") from error

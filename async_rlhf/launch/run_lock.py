@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.parsing import json_value
 from async_rlhf.launch.program import role_of
 
 _LOOK_S = 0.1
@@ -95,11 +94,11 @@ def holder(path: Path) -> Holder | None:
     try:
         descriptor = _open(path, os.O_RDONLY)
         try:
-            found = json_value(os.pread(descriptor, _MAX_BYTES, 0))
+            found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
         finally:
             os.close(descriptor)
         host, pid = found["host"], found["pid"]
-    except (OSError, DamagedError, ValueError, KeyError, TypeError):
+    except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return Holder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
 

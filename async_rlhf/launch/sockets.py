@@ -22,8 +22,7 @@ from async_rlhf.buffers.files import lock_directory
 _PREFIX = "async-rlhf-"
 LONGEST = 107
 """Bytes of a socket's path (unix(7), without the zero behind it)."""
-_ROOM = 40
-"""Bytes for what follows the temporary directory: `/async-rlhf-XXXXXXXX/environment`, and vLLM's `/` and UUID."""
+_ROOM = 40  # for `/async-rlhf-XXXXXXXX/environment`, and vLLM's `/` and UUID
 ON_HOST = Path("{sockets}")
 """The directory of a node's own host, in the arguments of one that an agent starts: only the agent knows it."""
 
@@ -41,20 +40,18 @@ def scorer_address(directory: Path) -> str:
 
 
 def socket_root(room: int = _ROOM) -> Path:
-    """Where sockets are: the temporary directory, or `/tmp` where the path of a socket in that would be too long, or no text.
-
-    room: bytes of a path below it. Raises ConfigError when neither will do.
-    """
+    """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
+    when neither will do."""
     try:
         own = tempfile.gettempdir()
     except OSError as error:
-        raise ConfigError(f"no temporary directory can be written: {error}. Set TMPDIR to one") from error
+        raise ConfigError(f"no temporary directory can be written: {error}; set TMPDIR to one") from error
     for root in (own, "/tmp"):
         if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
             return Path(root)
     raise ConfigError(
-        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room}, in text that "
-        "can be printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
+        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room} that can be "
+        "printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
     )
 
 

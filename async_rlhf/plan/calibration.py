@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.formats import Format
-from async_rlhf.buffers.parsing import json_value
 from async_rlhf.plan.costs import Costs, Fit
 from async_rlhf.plan.devices import Device
 
@@ -57,7 +56,7 @@ def load(path: Path) -> Calibration:
     """Raises ConfigError for a file that is none, with the keys that are missing or wrong; FormatError for one of another
     format."""
     try:
-        values = json_value(path.read_text())
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"calibration {str(path)!r} does not exist; async-rlhf calibrate --out FILE makes one") from None
     except (OSError, ValueError) as error:

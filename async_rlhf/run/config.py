@@ -253,7 +253,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     except tomllib.TOMLDecodeError:
         return key.strip(), value
     except ValueError as error:
-        raise ConfigError(f"override {key.strip()}: {str(error).partition(': ')[2] or error}") from error
+        raise ConfigError(f"override {key.strip()}: {str(error).rpartition(': ')[2]}") from error
 
 
 def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""What a run is given by whoever starts it, and cannot work with: refused by name before anything is made.
-
-What is obeyed and what makes no difference stands in docs/operating.md; roles are given what they need in `launch.local`.
-"""
+"""What a run inherits and cannot work with, refused by name; docs/operating.md says what is obeyed or makes no difference."""
 
 from __future__ import annotations
 
@@ -15,19 +12,14 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
 
-_FEWEST_FILES = 256
-"""Descriptors of a process: the hub, the supervisor and a learner of some shards need fewer."""
+_FEWEST_FILES = 256  # hub, supervisor and a learner of some shards need fewer
 
 
 def check_inherited() -> None:
     """Raises ConfigError."""
     socket_root()
-    encoding = locale.getpreferredencoding(False)
-    if codecs.lookup(encoding).name != "utf-8":
-        raise ConfigError(
-            f"this process reads files as {encoding} (LC_ALL, LC_CTYPE, LANG or PYTHONUTF8 say so), and models and prompts are "
-            "UTF-8: set PYTHONUTF8=1"
-        )
+    if codecs.lookup(encoding := locale.getpreferredencoding(False)).name != "utf-8":
+        raise ConfigError(f"files are read as {encoding} (LC_ALL, LC_CTYPE, LANG), and they are UTF-8: set PYTHONUTF8=1")
     if sys.flags.optimize > 1:
         raise ConfigError(
             f"PYTHONOPTIMIZE={sys.flags.optimize} takes away docstrings, and transformers reads them: set it to 0"
@@ -36,6 +28,5 @@ def check_inherited() -> None:
         raise ConfigError("SIGCHLD is ignored in this process, so the end of a child cannot be seen: set it to SIG_DFL")
     if sys.platform == "linux" and (mask := umask()) & 0o700:
         raise ConfigError(f"umask {mask:04o} takes from you the rights to what the run makes: set umask 022, or 077")
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < _FEWEST_FILES:
+    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY and most < _FEWEST_FILES:
         raise ConfigError(f"a process may open {most} files (ulimit -n), and a run needs {_FEWEST_FILES}: raise the limit")

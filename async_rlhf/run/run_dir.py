@@ -369,8 +369,5 @@ def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
 def no_run(path: Path) -> str:
     """Why this is no run directory, and where runs are if it is that of a queue."""
     found = f"{str(path)!r} is no run directory (it has no config.toml)"
-    return f"{found}: it is a queue of runs, which are in {path / 'runs'}" if is_queue(path) else found
-
-
-def is_queue(path: Path) -> bool:
-    return (path / "queue").is_dir() and (path / "runs").is_dir()
+    is_queue = (path / "queue").is_dir() and (path / "runs").is_dir()
+    return f"{found}: it is a queue of runs, which are in {path / 'runs'}" if is_queue else found

@@ -59,45 +59,41 @@ def outliving_terminal() -> Iterator[None]:
 
 
 class Lasting:
-    """A stream of this process that fails at nothing: what its encoding lacks is written out as an escape, what cannot be
-    written now (the disk of a log is full) is left out.
-
-    It leads nowhere once its other end is gone; so do then standard output and standard error, where they lead to the same end.
-    """
+    """A stream of this process that fails at nothing: what its encoding lacks is written as an escape, what a full disk does
+    not take is left out. It leads nowhere once its other end is gone; so do then standard output and standard error, where they
+    lead to the same end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream: TextIO | None = stream or sys.stdout  # which may be closed
+        self._stream = stream or sys.stdout
 
     def write(self, text: str) -> int:
-        if self._stream is not None:
-            encoding = self._stream.encoding or "utf-8"
-            self._tried(self._stream, text.encode(encoding, "backslashreplace").decode(encoding))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        with self._lasting():
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            self._tried(self._stream, None)
+        with self._lasting():
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    @staticmethod
-    def _tried(stream: TextIO, text: str | None) -> None:
-        """Write the text; flush for None."""
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
         try:
-            stream.flush() if text is None else stream.write(text)
+            yield
         except OSError as error:
             if error.errno in _GONE:
-                _leave(stream)
-        except ValueError:  # it was closed
-            pass
+                self._leave()
+        except (ValueError, AttributeError):
+            pass  # it was closed, or there is none
 
-
-def _leave(stream: TextIO) -> None:
-    own = os.fstat(stream.fileno())
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in {stream.fileno(), 1, 2}:
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), own):
-                os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    def _leave(self) -> None:
+        own = os.fstat(self._stream.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in {self._stream.fileno(), 1, 2}:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), own):
+                    os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.launch.clocks import Offset, correction, read_offsets
+from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
 from async_rlhf.watch.completions import Decode, decoder, shown
@@ -96,7 +96,7 @@ class RunReading:
 
     def timeline(self) -> dict[str, Any]:
         """Of the newest steps, in the supervisor's time."""
-        spans = {actor: list(self._moved(actor, recent.lines)) for actor, recent in self._spans.items()}
+        spans = {actor: [self._moved(actor, line) for line in recent.lines] for actor, recent in self._spans.items()}
         return timeline(list(self._steps), spans, list(self._samples.lines))
 
     def completions(self) -> list[dict[str, Any]]:
@@ -138,16 +138,13 @@ class RunReading:
         if record.get("applied") is False:
             self._refused.append({"step": step, "time": record.get("time")})
 
-    def _moved(self, actor: str, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """An actor's spans by the supervisor's clock."""
-        path, offsets = self.run.clock(actor), list[Offset]()
+    def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
+        """An actor's span by the supervisor's clock."""
         with suppress(KeyError, TypeError, ValueError, OSError):
-            offsets = read_offsets(path) if path.is_file() else []
-        for line in lines:
-            with suppress(KeyError, TypeError, ValueError):
-                by = correction(offsets, line["began"])
-                line = {**line, "began": line["began"] + by, "ended": line["ended"] + by}
-            yield line
+            if (path := self.run.clock(actor)).is_file():
+                by = correction(read_offsets(path), line["began"])
+                return {**line, "began": line["began"] + by, "ended": line["ended"] + by}
+        return line
 
     def _decode(self) -> Decode | None:
         with suppress(OSError):

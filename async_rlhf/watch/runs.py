@@ -19,7 +19,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
 from async_rlhf.learner.loop.changes import Ledger
-from async_rlhf.run.run_dir import RunDir, is_queue, no_run
+from async_rlhf.run.run_dir import RunDir, no_run
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
 
@@ -59,8 +59,8 @@ class Runs:
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
         if not path.is_dir() and not (may_be_empty and not path.exists()):
             raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
-        if not self._found() and (not may_be_empty or is_queue(path)):
-            raise ConfigError(f"{self.lacking}; none of its directories is one either")
+        if not self._found() and not may_be_empty:
+            raise ConfigError(f"{no_run(path)}; none of its directories is one either")
 
     def start(self) -> None:
         self._thread.start()
@@ -69,11 +69,6 @@ class Runs:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    @property
-    def lacking(self) -> str:
-        """Why there is nothing to see; empty where there is a run."""
-        return "" if self._found() else no_run(self.path)
 
     def names(self) -> list[str]:
         self._be_current()

@@ -38,6 +38,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.run.run_dir import no_run
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
 from async_rlhf.watch.runs import Runs, as_json
@@ -85,10 +86,9 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    runs = Runs(path, may_be_empty=True)
-    with _opened(runs, address, token_file, say) as (app, bound):
-        if runs.lacking:
-            say(f"{runs.lacking}; the page is empty until a run begins there")
+    with _opened(runs := Runs(path, may_be_empty=True), address, token_file, say) as (app, bound):
+        if not runs.names():
+            say(f"{no_run(path)}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
         until_interrupted(app, bound)
 

@@ -25,7 +25,6 @@ from async_rlhf.buffers.curriculum.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.pools import Pools
 from async_rlhf.buffers.errors import DamagedError, JournalError
 from async_rlhf.buffers.files import DISK, Files
-from async_rlhf.buffers.parsing import json_value
 
 FILE_NAME = "order.jsonl"
 
@@ -175,7 +174,7 @@ def _written(line: _Line) -> bytes:
 def _parsed(data: bytes) -> _Line | None:
     """None for what is no line of this file."""
     try:
-        found: dict[str, Any] = json_value(data) if data.endswith(b"\n") else {}
+        found: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
         outcomes = [(int(number), rate) for number, rate in found["outcomes"]]
         return _Line(
             found["step"], outcomes, int(found["known"]), int(found["first"]), [int(place) for place in found["places"]]

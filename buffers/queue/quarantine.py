@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.files import DISK, Files
-from async_rlhf.buffers.parsing import json_value
 
 _LOST = "the file with the reason was lost"
 
@@ -53,7 +52,7 @@ class Quarantine:
         if self._path.name not in self._files.names(self._path.parent):
             return {}
         try:
-            records = [json_value(line) for line in self._files.read(self._path).splitlines()]
+            records = [json.loads(line) for line in self._files.read(self._path).decode().splitlines()]
             return {record["group"]: record for record in records}
         except (ValueError, KeyError, TypeError):
             return {}  # edited by hand; the journal knows the numbers

@@ -42,7 +42,6 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate
-from async_rlhf.launch.sockets import socket_root
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
@@ -132,7 +131,7 @@ def run_raw(load: Load) -> float:
     """Seconds from the first message received to the last."""
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     size = sum(map(len, wire.encode(wire.Put(group=header), arrays)))
-    with tempfile.TemporaryDirectory(prefix="rlhf-", dir=socket_root()) as folder:
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         address, each = f"ipc://{folder}/raw", load.num_groups // PRODUCERS
         context = zmq.Context()
         socket = context.socket(zmq.PULL)
@@ -211,7 +210,7 @@ def _status(address: str) -> Iterator[Iterator[int]]:
 @contextmanager
 def _hub(load: Load, bound: Bound) -> Iterator[tuple[str, BaseProcess, LearnerClient]]:
     """A hub in a process of its own, and a learner that has published version 0."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-", dir=socket_root()) as folder:
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         address = f"ipc://{folder}/hub"
         process = _SPAWN.Process(target=_serve, args=(address, folder, load.fsync, bound), daemon=True)
         with _running([process]):

@@ -39,7 +39,6 @@ from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
 from async_rlhf.experiments.throughput.sides import MODEL, ROOT
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
-from async_rlhf.launch.sockets import socket_root
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
@@ -142,7 +141,7 @@ class Fleet:
     @classmethod
     @contextmanager
     def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[Fleet]:
-        with tempfile.TemporaryDirectory(dir=socket_root()) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
             with (
                 process("hub", address, folder, transport) as hub,

@@ -18,7 +18,6 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import DISK, content_digest
-from async_rlhf.buffers.parsing import json_value
 
 # Of what a checkpoint holds; a newer one than this cannot be read here.
 SCHEMA = 2
@@ -144,9 +143,9 @@ def verified(checkpoint: Path, *, contents: bool = True) -> dict[str, Any]:
     Raises DamagedError, and CheckpointError for one of a newer schema.
     """
     try:
-        state: dict[str, Any] = json_value((checkpoint / _STATE).read_text())
+        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
         schema, files = state["schema"], state["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedError(f"checkpoint {checkpoint.name} is torn: {_STATE} cannot be read ({error!r})") from error
     if schema > SCHEMA:
         raise CheckpointError(

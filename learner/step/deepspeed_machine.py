@@ -7,6 +7,7 @@ checkpoint is the one that plain torch writes: it can be resumed by either, in a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
@@ -335,8 +335,8 @@ def reference_settings(config: LearnerConfig) -> dict[str, Any]:
 
 def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
     try:
-        own = json_value(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        own = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
     if not isinstance(own, dict):
         raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")

@@ -135,11 +135,6 @@ def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.M
     there = HooksConfig(url="$SOMEWHERE", command="sh -c 'exit 0'")
     check_hooks(there)
     assert there.address == "https://example.org/token" and there.argv == ["sh", "-c", "exit 0"]
-    for name, value, said in (("SSL_CERT_FILE", "/nowhere", "No such file"), ("ALL_PROXY", "x://y", "Unknown scheme")):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=rf"hooks\.url: nothing can be sent as .*SSL_CERT_FILE say: .*{said}"):
-            check_hooks(there)
-        monkeypatch.delenv(name)
     for key, value in {"hooks.url": "example.org", "hooks.command": "sh 'x", "hooks.events": ["beste"]}.items():
         with pytest.raises(ConfigError, match=key):
             small(**{key: value})

@@ -88,14 +88,12 @@ async def _post(url: str, request: Mapping[str, Any], headers: Mapping[str, str]
         raise ValueError(f"{url} answered what is no JSON: {response.text[:200]!r}") from error
 
 
-_NO_PROXY = ("all://127.0.0.1", "all://localhost")  # what HTTP_PROXY names is asked for other machines only
-
-
 @functools.cache
 def _client() -> httpx2.AsyncClient:
     """One for the process, so that connections are used again; the caller's time-out is the only one."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    return httpx2.AsyncClient(timeout=None, limits=limits, mounts=dict.fromkeys(_NO_PROXY))
+    here = dict.fromkeys(("all://127.0.0.1", "all://localhost"))  # what HTTP_PROXY names is asked for other machines only
+    return httpx2.AsyncClient(timeout=None, limits=limits, mounts=here)
 
 
 def _headers(api_key_env: str) -> dict[str, str]:
