@@ -1,7 +1,7 @@
 """JSON and TOML as others have written them: what comes of it has numbers that 64 bits hold.
 
-A longer integer raises far from its file, where it is shown, divided or sent; nesting of thousands of levels ends the
-interpreter's stack. Here both are a ValueError, as is what is no JSON or TOML.
+A longer integer raises far from its file, where it is shown, divided or sent, and deep nesting raises RecursionError: both are
+a ValueError here, as is what is no JSON or TOML.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
 def toml_table(text: str) -> dict[str, Any]:
     """As `tomllib.loads`. Raises ValueError, which names the key of a number beyond the limits."""
     try:
-        found: dict[str, Any] = _within(tomllib.loads(text, parse_float=_float))
-        return found
+        return dict(_within(tomllib.loads(text, parse_float=_float)))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:

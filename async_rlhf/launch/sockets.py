@@ -20,8 +20,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import lock_directory
 
 _PREFIX = "async-rlhf-"
-LONGEST = 107
-"""Bytes of a socket's path (unix(7), without the zero behind it)."""
+LONGEST = 107  # bytes of a socket's path (unix(7), without the zero behind it)
 _ROOM = 40  # for `/async-rlhf-XXXXXXXX/environment`, and vLLM's `/` and UUID
 ON_HOST = Path("{sockets}")
 """The directory of a node's own host, in the arguments of one that an agent starts: only the agent knows it."""

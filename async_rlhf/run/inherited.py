@@ -12,8 +12,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
 
-_FEWEST_FILES = 256  # hub, supervisor and a learner of some shards need fewer
-
 
 def check_inherited() -> None:
     """Raises ConfigError."""
@@ -28,5 +26,5 @@ def check_inherited() -> None:
         raise ConfigError("SIGCHLD is ignored in this process, so the end of a child cannot be seen: set it to SIG_DFL")
     if sys.platform == "linux" and (mask := umask()) & 0o700:
         raise ConfigError(f"umask {mask:04o} takes from you the rights to what the run makes: set umask 022, or 077")
-    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY and most < _FEWEST_FILES:
-        raise ConfigError(f"a process may open {most} files (ulimit -n), and a run needs {_FEWEST_FILES}: raise the limit")
+    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY and most < 256:
+        raise ConfigError(f"a process may open {most} files (ulimit -n), and a run needs 256: raise the limit")
