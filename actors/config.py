@@ -37,7 +37,7 @@ class GenerationConfig(Sampling):
     no room. With `environment.render = "split"` what is read is the whole conversation each time that a row begins anew, and
     all of it counts. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
-    """Sampling temperature; evaluation is greedy."""
+    """Sampling temperature; evaluation is greedy, unless a reward receives whole groups."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token after which its text contains one of these."""
     on_update: Literal["keep", "interrupt", "finish"] = "keep"

@@ -130,8 +130,9 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit ended it."""
-        return self.finish_reason != "stop"
+        """Whether a budget of tokens cut it: that of its last turn or of the whole row. One that had all its turns came to its
+        end."""
+        return self.finish_reason in ("length", "context")
 
     @property
     def length(self) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec
@@ -270,8 +269,6 @@ def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int |
             'learner.lora.publish = "adapter" and learner.lora.rank = 0: there is no adapter. Set learner.lora.rank = 8, '
             "or leave learner.lora.publish out."
         )
-    if config.lora.rank:
-        check_installed("peft", "learner.lora.rank", config.lora.rank, "lora", "0")
 
 
 def remarks(config: LearnerConfig) -> tuple[str, ...]:
@@ -366,7 +363,6 @@ def _check_deepspeed(config: LearnerConfig) -> None:
         if config.deepspeed_config is not None:
             raise ConfigError("learner.deepspeed_config is for learner.backend = 'deepspeed'; set that, or leave it out")
         return
-    check_installed("deepspeed", "learner.backend", config.backend, "deepspeed", "'torch'")
     if config.compile:
         raise ConfigError(
             "learner.compile = true with learner.backend = 'deepspeed', which gathers and frees parameters between layers; "

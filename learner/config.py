@@ -95,8 +95,10 @@ class LossConfig(Section):
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: Literal["off", "loss", "loss and baseline"] = "off"
-    """Completions that were cut at `generation.max_completion_length` are learned from (`off`), leave the loss and everything
-    it is divided by, while their rewards stay in the baseline of their group or batch (`loss`), or leave both."""
+    """Completions that a budget of tokens cut are learned from (`off`), leave the loss and everything it is divided by, while
+    their rewards stay in the baseline of their group or batch (`loss`), or leave both. Cut is what has the `finish_reason`
+    "length" (its last turn reached `generation.max_completion_length`) or "context" (the next turn found no room in
+    `generation.max_episode_length`); an episode that had all its turns ("max_turns") is not."""
     reduction: Literal["token", "sequence", "fixed"] = "token"
     """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
     fixed_length: int | None = Field(default=None, ge=1)

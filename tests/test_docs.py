@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import transformers
 from pydantic import TypeAdapter
 from typer.main import get_command
 
@@ -49,6 +51,18 @@ def test_every_setting_that_the_guide_for_newcomers_calls_ours_exists() -> None:
             field, kind = kind.model_fields[part], kind.model_fields[part].annotation
         if equals:
             TypeAdapter(Annotated[kind, *field.metadata, field]).validate_json(value)
+
+
+@pytest.mark.rest
+def test_every_setting_of_trl_in_the_guide_for_newcomers_is_one_of_the_trl_that_is_installed() -> None:
+    """Those that another name replaces are left out of its fields' documentation."""
+    trl = pytest.importorskip("trl")
+    table = (REPOSITORY / "docs" / "coming-from.md").read_text().partition("| TRL setting ")[2].partition("\n\n")[0]
+    theirs = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])]
+    of_trainer, inherited = {"environment_factory", "tools"}, {*transformers.TrainingArguments.__dataclass_fields__}
+    own = set(theirs) - of_trainer - inherited
+    assert all(f" {name} (`" in inspect.getsource(trl.GRPOConfig) for name in own), "documented, and not replaced"
+    assert len(own) >= 20 and own <= {*trl.GRPOConfig.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("section", [AdvantageConfig, LossConfig])

@@ -1,6 +1,7 @@
 """Evaluation: completions of held-out prompts by one pinned weight set, judged by the run's rewards.
 
-Greedy, one a prompt; and where it is wanted several sampled ones, whose share of solved prompts is pass@k.
+Greedy, one a prompt, or where a reward receives whole groups a group of each, as in training; and where it is wanted several
+sampled ones, whose share of solved prompts is pass@k.
 """
 
 from __future__ import annotations
@@ -27,47 +28,61 @@ _NUM_SHOWN = 8
 class Judging:
     """What is asked of every prompt, and what counts as solved.
 
-    num_sampled: completions a prompt beside the greedy one, drawn with `sampling`; their random numbers follow from `seed`, the
-    prompt's place and the member alone, so that two weight sets are given the same. composition: without running statistics, so
-    that a reward means the same at the start and at the end of a run.
+    group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
+    score that says what is solved, from `solved_at` on; empty: none does. num_sampled: further completions a prompt, drawn with
+    `sampling`; as many as fill groups. Random numbers follow from `seed`, the prompt's place and the member alone, so that two
+    weight sets are given the same. composition: without running statistics, so that a reward means the same at the start and at
+    the end of a run.
     """
 
     max_completion_length: int
     composition: Composition
     stop: tuple[str, ...] = ()
+    group_size: int | None = None
+    group_sampling: Sampling = GREEDY
+    solved_by: str = ""
     solved_at: float = 1.0
     num_sampled: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
 
+    @property
+    def num_judged(self) -> int:
+        """Completions a prompt that all figures but those of `sampled` are of: the first members."""
+        return self.group_size or 1
+
     def requests(self, number: int, prompt_ids: tuple[int, ...]) -> list[Request]:
-        """Of a prompt its greedy completion (member 0), and the sampled ones."""
+        """Of a prompt the completions that are judged, and behind them the sampled ones."""
         return [
             Request(
                 RolloutKey(number, 0, member),
                 prompt_ids,
                 self.max_completion_length,
-                self.sampling if member else GREEDY,
-                rollout_seed(self.seed, number, member) if member else 0,
+                self.group_sampling if member < self.num_judged else self.sampling,
+                rollout_seed(self.seed, number, member),
                 self.stop,
             )
-            for member in range(1 + self.num_sampled)
+            for member in range(self.num_judged + self.num_sampled)
         ]
 
     def place(self, key: RolloutKey) -> Place:
-        """Sampled completions of a prompt are a group, the greedy one is a group of its own."""
-        if key.member == 0:
-            return Place((key.group, "greedy"), 0, 1)
-        return Place((key.group, "sampled"), key.member - 1, self.num_sampled)
+        """The group that rewards receive: so many members, one behind the other."""
+        return Place((key.group, key.member // self.num_judged), key.member % self.num_judged, self.num_judged)
+
+    def solved(self, scores: Mapping[str, Score]) -> bool | None:
+        """None where nothing says so."""
+        score = scores.get(self.solved_by)
+        return None if score is None or score.value is None else score.value >= self.solved_at
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Means over the held-out prompts whose greedy completion could be judged; `failed` counts the others.
+    """Means over the completions that could be judged; `failed` counts the others.
 
-    accuracy: share of the judged ones whose reward reached `solved_at`. samples: of the first prompts the `prompt` as the model
-    saw it, its `completion` and its `reward` (None: not judged), so that a person can read what became of the model. sampled:
-    what `summary_of_samples` makes of the sampled completions; None where there are none.
+    group_size: completions of each prompt, judged as a group; None: one, greedy. rewards: means of the scores, before weights.
+    accuracy: share of solved ones among those that `solved_by` judged; None where no score is named. samples: of the first
+    prompts the `prompt` as the model saw it, its first `completion` and its `reward` (None: not judged), so that a person can
+    read what became of the model. sampled: what `summary_of_samples` makes of the sampled completions, where there are some.
     """
 
     mean_reward: float | None
@@ -78,6 +93,8 @@ class EvaluationResult:
     mean_length: float
     samples: Sequence[Mapping[str, str | float | None]]
     sampled: Mapping[str, Any] | None = None
+    solved_by: str = ""
+    group_size: int | None = None
 
 
 def evaluate(
@@ -127,49 +144,51 @@ def evaluate(
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     totals = {key: judging.composition.of(rows[key.group].columns).reward(scores[key]) for key in scores}
-    greedy = [key for key in scores if key.member == 0]
-    judged = [total for key in greedy if (total := totals[key]) is not None]
-    names = list(scores[greedy[0]]) if greedy else []
-    members = range(1, 1 + judging.num_sampled)
-    drawn = [[totals[RolloutKey(i, 0, member)] for member in members] for i in range(len(rows))]
+    first = [key for key in scores if key.member < judging.num_judged]
+    judged = [total for key in first if (total := totals[key]) is not None]
+    names = list(scores[first[0]]) if first else []
+    members = range(judging.num_judged, judging.num_judged + judging.num_sampled)
+    drawn = [[RolloutKey(i, 0, member) for member in members] for i in range(len(rows))]
     return EvaluationResult(
         mean_reward=_mean(judged),
-        accuracy=_mean([float(total >= judging.solved_at) for total in judged]),
-        rewards={name: _mean([scores[key][name].value for key in greedy]) for name in names},
+        accuracy=_mean([judging.solved(scores[key]) for key in first]),
+        rewards={name: _mean([scores[key][name].value for key in first]) for name in names},
         num_prompts=len(rows),
-        failed=len(greedy) - len(judged),
-        mean_length=_mean([lengths[key] for key in greedy]) or 0.0,
+        failed=len(first) - len(judged),
+        mean_length=_mean([lengths[key] for key in first]) or 0.0,
         samples=[
             {"prompt": text, "completion": answers[number], "reward": totals[RolloutKey(number, 0, 0)]}
             for number, (text, _) in enumerate(asked[:_NUM_SHOWN])
         ],
-        sampled=summary_of_samples(drawn, judging) if judging.num_sampled else None,
+        sampled=summary_of_samples(
+            [totals[key] for keys in drawn for key in keys],
+            [[judging.solved(scores[key]) for key in keys] for keys in drawn],
+            judging,
+        )
+        if judging.num_sampled
+        else None,
+        solved_by=judging.solved_by,
+        group_size=judging.group_size,
     )
 
 
-def summary_of_samples(drawn: Sequence[Sequence[float | None]], judging: Judging) -> dict[str, Any]:
-    """`drawn`: of each prompt the rewards of its sampled completions, None where one could not be judged.
+def summary_of_samples(
+    rewards: Sequence[float | None], solved: Sequence[Sequence[bool | None]], judging: Judging
+) -> dict[str, Any]:
+    """Of sampled completions: their rewards, None where one could not be judged; of each prompt which solved it, None where
+    nothing says so.
 
     `mean_reward` of those that were judged; `failed` counts the others. `pass_at`: for k = 1, 2, 4, ... and all of them, the
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).
     """
-    judged = [[reward for reward in rewards if reward is not None] for rewards in drawn]
+    known = [[each for each in of_prompt if each is not None] for of_prompt in solved]
     ks = [*(1 << i for i in range((judging.num_sampled - 1).bit_length())), judging.num_sampled]
     return {
         "num_samples": judging.num_sampled,
         "temperature": judging.sampling.temperature,
-        "mean_reward": _mean([reward for rewards in judged for reward in rewards]),
-        "failed": sum(map(len, drawn)) - sum(map(len, judged)),
-        "pass_at": {
-            str(k): _mean(
-                [
-                    pass_at(k, len(rewards), sum(reward >= judging.solved_at for reward in rewards))
-                    for rewards in judged
-                    if len(rewards) >= k
-                ]
-            )
-            for k in ks
-        },
+        "mean_reward": _mean(rewards),
+        "failed": sum(reward is None for reward in rewards),
+        "pass_at": {str(k): _mean([pass_at(k, len(each), sum(each)) for each in known if len(each) >= k]) for k in ks},
     }
 
 

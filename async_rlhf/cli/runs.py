@@ -267,8 +267,9 @@ def run_to_end(config: Any, **how: Any) -> None:
 
     with outliving_terminal():
         result = run(config, **how)
-    ending = f"{_ending(result)}: {result.steps} steps in {result.run_dir}\nmodel: {result.checkpoint}"
-    typer.echo(ending, file=cast(IO[str], Lasting()))
+    model = result.checkpoint or "none was saved"
+    said = f"{_ending(result)}: {result.steps} steps in {result.run_dir}\nmodel: {model}"
+    typer.echo(said, file=cast(IO[str], Lasting()))
 
 
 def _ending(result: Any) -> str:

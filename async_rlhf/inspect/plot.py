@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import is_step, read_last_lines, read_spread_lines
+from async_rlhf.run.run_files import figures, is_step, read_last_lines, read_spread_lines
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
-_STYLES = ("-", ":", "--")
+_STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 # A line of more points than this has no more to see, and is slow to draw.
 _MOST_POINTS = 2000
 # Metrics that are read from their beginning; of longer ones lines at so many places, of so many bytes each.
@@ -116,15 +116,16 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
     palette = COLOURS if len(runs) <= len(COLOURS) else [colormaps["tab20"](i) for i in range(20)]
     pens = [_Pen(palette[i % len(palette)], width) for i, width in enumerate(_widths(len(runs)))]
     panels = [panel for panel in PANELS if any(any(True for _ in points(run.steps, m)) for run in runs for m in _of(panel))]
-    judged = any(True for run in runs for name in _EVALUATED.values() for _ in points(run.evaluations, name))
-    num_panels = len(panels) + judged
+    judged = [_judged(run) for run in runs]
+    titles = list(dict.fromkeys(title for each in judged for title in each))
+    num_panels = len(panels) + len(titles)
     rows = -(-num_panels // _COLUMNS)
     figure = Figure(figsize=(4.6 * _COLUMNS, 2.9 * rows + 0.7), dpi=120, layout="constrained")
     axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
     for spare in axes[num_panels:]:
         spare.remove()
-    if judged:
-        _draw_evaluations(axes.pop(0), runs, pens)
+    for name in titles:
+        _draw_evaluations(axes.pop(0), name, [each.get(name, {}) for each in judged], pens)
     for panel, place in zip(panels, axes, strict=False):
         _draw_panel(place, panel, runs, pens)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
@@ -156,15 +157,12 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
             yield step, float(value)
 
 
-_EVALUATED = {"greedy reward": "mean_reward", "greedy accuracy": "accuracy"}
-
-
 def _of(panel: Panel) -> Iterable[str]:
     return panel.metrics.values()
 
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
-    drawn: dict[str, str] = {}
+    drawn: dict[str, Any] = {}
     smooth = panel.noisy and max(len(run.steps) for run in runs) >= _SMOOTH_FROM
     for run, pen in zip(runs, pens, strict=True):
         for (label, name), style in zip(panel.metrics.items(), _STYLES, strict=False):
@@ -175,7 +173,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[
     _finish(axes, f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, drawn, panel.floor, panel.ceiling)
 
 
-def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: str, *, smooth: bool) -> None:
+def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: Any, *, smooth: bool) -> None:
     steps, values = [step for step, _ in found], [value for _, value in found]
     every = -(-len(found) // _MOST_POINTS)
     if smooth:
@@ -187,32 +185,29 @@ def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: str,
     )
 
 
-def _draw_evaluations(axes: Any, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
-    """Points with lines; of the sampled completions the largest k."""
-    drawn: dict[str, str] = {}
-    for run, pen in zip(runs, pens, strict=True):
-        ks = {k for record in run.evaluations if (sampled := record.get("sampled")) for k in sampled.get("pass_at", ())}
-        metrics = {**_EVALUATED, **({} if not ks else {f"pass@{max(ks, key=int)}": f"sampled/pass_at/{max(ks, key=int)}"})}
-        for (label, name), style in zip(metrics.items(), _STYLES, strict=False):
-            if found := sorted(dict(_deep(run.evaluations, name)).items()):
-                drawn[label] = style
-                steps, values = zip(*found, strict=True)
-                axes.plot(steps, values, style, color=pen.colour, marker="o", markersize=2 + pen.width, linewidth=pen.width)
-    _finish(axes, "Held-out prompts", drawn, None, None)
+def _judged(run: Curves) -> dict[str, dict[str, dict[int, float]]]:
+    """By panel and label, what evaluations found at their steps; of sampled completions pass@k of the largest k."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for record in filter(is_step, run.evaluations):
+        pass_at = (record.get("sampled") or {}).get("pass_at") or {}
+        largest = {f"pass@{k}": pass_at[k] for k in sorted(pass_at, key=int)[-1:] if pass_at[k] is not None}
+        for name, value in (figures(record) | largest).items():
+            panel = panels.setdefault("Held-out rewards, each" if "/" in name else "Held-out prompts", {})
+            panel.setdefault(name.partition("/")[2] or name, {})[record["step"]] = value
+    return panels
 
 
-def _deep(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, float]]:
-    """As `points`, of parts of parts."""
-    *parts, last = name.split("/")
-    for record in records:
-        inside: Any = record
-        for part in parts:
-            inside = inside.get(part) if isinstance(inside, dict) else None
-        if isinstance(inside, dict):
-            yield from points([{"step": record.get("step"), last: inside.get(last)}], last)
+def _draw_evaluations(axes: Any, title: str, found: Sequence[dict[str, dict[int, float]]], pens: Sequence[_Pen]) -> None:
+    """Points with lines. found: of each run."""
+    drawn = dict(zip(dict.fromkeys(label for curves in found for label in curves), cycle(_STYLES), strict=False))
+    for curves, pen in zip(found, pens, strict=True):
+        look = {"color": pen.colour, "marker": "o", "markersize": 2 + pen.width, "linewidth": pen.width}
+        for label, curve in curves.items():
+            axes.plot(sorted(curve), [curve[step] for step in sorted(curve)], linestyle=drawn[label], **look)
+    _finish(axes, f"{title}, {next(iter(drawn))}" if len(drawn) == 1 else title, drawn, None, None)
 
 
-def _finish(axes: Any, title: str, drawn: dict[str, str], floor: float | None, ceiling: float | None) -> None:
+def _finish(axes: Any, title: str, drawn: dict[str, Any], floor: float | None, ceiling: float | None) -> None:
     """Scale, title, whole steps, and a legend of the line styles where there is more than one."""
     from matplotlib.ticker import MaxNLocator
 
@@ -230,7 +225,7 @@ def _finish(axes: Any, title: str, drawn: dict[str, str], floor: float | None, c
         axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
 
 
-def _line(pen: _Pen, style: str, label: str) -> Any:
+def _line(pen: _Pen, style: Any, label: str) -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=pen.colour, linewidth=pen.width, linestyle=style, label=label)

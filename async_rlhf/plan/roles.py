@@ -132,23 +132,26 @@ class Roles:
             update_groups=batch.groups // batch.updates_per_step,
             longest_row=self.spec.row_tokens,
         )
-        found = [self._trained(role, layout) for layout in tried]
+        found = [self._trained(role, layout, whole_groups=kind == "here") for layout in tried]
         return _front([self._as_checked(choice) for choice in found] if kind == "here" else found)
 
     def critic_beside(self, layout: Layout) -> Choice:
         """This learner's critic lies as its policy does, whose memory counts it."""
-        return replace(self._trained("train_critic", layout), kept_bytes=0.0, working_bytes=0.0)
+        return replace(self._trained("train_critic", layout, whole_groups=True), kept_bytes=0.0, working_bytes=0.0)
 
-    def _trained(self, role: Role, layout: Layout) -> Choice:
+    def _trained(self, role: Role, layout: Layout, *, whole_groups: bool) -> Choice:
+        """whole_groups: a group stays on one rank, as here; the rank with the most sets the pace."""
         place, model, updates = self.place(role, layout), self.models[role], self.spec.batch.updates_per_step
         tokens, rows = round(self.read + self.mean), self.rows // updates
+        if whole_groups:
+            rows = math.ceil(self.spec.batch.groups // updates / layout.data) * layout.data * self.spec.batch.group_size
         micro_batches = math.ceil(rows / layout.data / layout.micro_rows)
         update = training_s(
             place, rows, tokens, micro_batches=micro_batches, zero_stage=layout.zero_stage, recompute=layout.recompute
         ) + optimizer_s(place, zero_stage=layout.zero_stage)
         proximal = 0.0
         if role == "train" and self.spec.proximal_pass:
-            proximal = inference_s(place, self.rows, tokens, micro_batches=micro_batches * updates)
+            proximal = inference_s(place, rows * updates, tokens, micro_batches=micro_batches * updates)
         # A row is never cut: where one pass takes one row, it may be the longest.
         held = math.ceil(max(self.spec.row_tokens, layout.micro_rows * tokens) / layout.context)
         working = model.activation_bytes(1, held, tensor_parallel=layout.tensor, recompute=layout.recompute)

@@ -16,12 +16,15 @@ from async_rlhf.plan.spec import Spec
 from async_rlhf.plan.strategies import STRATEGIES, Ask
 
 _MOST_REFUSED = 200
+# Slower by less than this is as fast: the model of times is no finer.
+_AS_FAST = 1.02
 
 
 @dataclass(frozen=True)
 class Found:
     """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
-    queued_groups: with which it is fastest on virtual time.
+    queued_groups: with which it is fastest on virtual time. cheaper: of the same strategy, as fast within 2 % on the fewest
+    devices; None where all of them are needed.
 
     by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
     those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec lacks what it
@@ -30,6 +33,7 @@ class Found:
 
     roles: Roles
     best: Plan | None
+    cheaper: Plan | None
     settings: Mapping[str, Mapping[str, Any]]
     refusal: str
     queued_groups: int
@@ -56,22 +60,17 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
         if name not in STRATEGIES:
             raise ConfigError(f"search.strategies: {name!r}; {did_you_mean(name, STRATEGIES)}")
     roles = Roles.of(spec)
-    evaluation = Evaluation(roles)
-    ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
     plans: list[Plan] = []
     tried = dict.fromkeys(names, 0)
     for number, name in enumerate(names):
         progress(name, number, len(names))
-        for candidate in STRATEGIES[name].candidates(ask):
-            tried[name] += 1
-            if (plan := evaluation.plan(candidate)) is not None:
-                plans.append(plan)
+        fitting, tried[name] = _fitting(name, roles)
+        plans += fitting
     progress("", len(names), len(names))
     if not plans:
         raise ConfigError(f"no placement fits: {no_fit(roles)}")
     plans.sort(key=_seconds)
-    allowed = set(spec.search.max_staleness)
-    bounded = [plan for plan in plans if plan.candidate.max_staleness in allowed]
+    bounded = _bounded(plans, spec)
     best, settings, refusal = _first_that_runs(bounded, roles)
     queued_groups = 0
     if best is not None:
@@ -80,6 +79,7 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
     return Found(
         roles=roles,
         best=best,
+        cheaper=None if best is None else _cheaper(best, spec),
         settings=settings,
         refusal=refusal,
         queued_groups=queued_groups,
@@ -89,6 +89,35 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
         tried=tried,
         fitting=len(plans),
     )
+
+
+def _fitting(name: str, roles: Roles) -> tuple[list[Plan], int]:
+    """Plans of this strategy that fit, and how many were tried."""
+    spec, evaluation = roles.spec, Evaluation(roles)
+    ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
+    candidates = list(STRATEGIES[name].candidates(ask))
+    return [plan for each in candidates if (plan := evaluation.plan(each)) is not None], len(candidates)
+
+
+def _bounded(plans: list[Plan], spec: Spec) -> list[Plan]:
+    return [plan for plan in plans if plan.candidate.max_staleness in set(spec.search.max_staleness)]
+
+
+def _cheaper(best: Plan, spec: Spec) -> Plan | None:
+    """See `Found`."""
+    cluster = spec.cluster
+    ask = Ask((), cluster.size, cluster.devices_per_node, ())
+    for count in ask.counts():
+        nodes, per_node = max(1, count // cluster.devices_per_node), min(count, cluster.devices_per_node)
+        if nodes * per_node != count:
+            continue
+        smaller = cluster.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+        roles = Roles.of(spec.model_copy(update={"cluster": smaller}))
+        plans = sorted(_bounded(_fitting(best.candidate.strategy, roles)[0], spec), key=_seconds)
+        as_fast = [plan for plan in plans if plan.step.seconds <= _AS_FAST * best.step.seconds]
+        if (plan := _first_that_runs(as_fast, roles)[0]) is not None:
+            return plan
+    return None
 
 
 def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, Any]], str]:

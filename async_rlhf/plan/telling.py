@@ -24,6 +24,9 @@ def lines(found: Found) -> Iterator[str]:
     else:
         yield f"Best that runs here: {_headline(found.best)}"
         yield from _plan(found.best, found)
+    if (cheaper := found.cheaper) is not None:
+        yield f"As fast within 2%, on {cheaper.devices} of the devices: {_headline(cheaper)}"
+        yield from _plan(cheaper, found)
     fastest = found.fastest
     if found.best is None or fastest.step.seconds < 0.99 * found.best.step.seconds:
         yield f"Faster, not run here: {_headline(fastest)}"
@@ -136,6 +139,7 @@ def as_json(found: Found, simulated: Simulated | None = None) -> dict[str, Any]:
         "candidates": found.candidates,
         "fitting": found.fitting,
         "best": None if found.best is None else _as_json(found.best),
+        "cheaper": None if found.cheaper is None else _as_json(found.cheaper),
         "refusal": found.refusal,
         "settings": found.settings,
         "fastest": _as_json(found.fastest),
@@ -149,6 +153,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     bound = plan.candidate.max_staleness
     return {
         "strategy": plan.candidate.strategy,
+        "devices": plan.devices,
         "runs_here": plan.candidate.here,
         "max_staleness": None if math.isinf(bound) else bound,
         "seconds": plan.step.seconds,

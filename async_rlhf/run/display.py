@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from async_rlhf.run import progress
-from async_rlhf.run.run_files import printable
+from async_rlhf.run.run_files import figures, printable
 from async_rlhf.run.terminal import Lasting
 
 # A log that is read later wants a line now and then, not one a step.
@@ -160,12 +160,14 @@ def held_out(record: dict[str, Any]) -> str:
     when = "" if label == "alone" else f" at step {record['step']}" if label == "step" else f" at the {label}"
     if "missing" in record:
         return f"held-out{when}: not evaluated, {record['missing']}"
-    if record["mean_reward"] is None:
+    if not (found := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
         return f"held-out{when}: none of {record['num_prompts']} prompts could be judged"
-    failed = f", {record['failed']} could not be judged" if record["failed"] else ""
+    (first, value), *others = found
+    size, failed = record.get("group_size"), f", {record['failed']} could not be judged" if record["failed"] else ""
     return (
-        f"held-out accuracy{when}: {record['accuracy']:.3f}, reward {record['mean_reward']:.3f} "
-        f"(greedy, {record['num_prompts']} prompts{failed}){_pass_at(record.get('sampled'))}"
+        f"held-out {first}{when}: {value}{''.join(f', {name} {value}' for name, value in others)} "
+        f"({f'groups of {size} sampled' if size else 'greedy'}, {record['num_prompts']} prompts{failed})"
+        f"{_pass_at(record.get('sampled'))}"
     )
 
 

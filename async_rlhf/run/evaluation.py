@@ -23,13 +23,14 @@ from async_rlhf.actors.prompts import Row, Template, encode
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.sampling import GREEDY
 from async_rlhf.launch.program import evaluation_node
 from async_rlhf.launch.tether import PERCENT
 from async_rlhf.run.config import Config
 from async_rlhf.run.preflight import Prepared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import reward_specs
+from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -57,19 +58,23 @@ def run_evaluation(
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
-    judging = Judging(
-        max_completion_length=config.generation.max_completion_length,
-        composition=config.rewards.composition,
-        stop=config.generation.stop,
-        solved_at=asked.solved_at,
-        num_sampled=asked.samples,
-        sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
-        seed=config.data.held_out_seed,
-    )
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, evaluating_engine(config), version=int(step))
     try:
         with environment_of(config, tokenizer) as play:
+            in_groups = bool(group_rewards(config))
+            judging = Judging(
+                max_completion_length=config.generation.max_completion_length,
+                composition=config.rewards.composition,
+                stop=config.generation.stop,
+                group_size=config.generation.group_size if in_groups else None,
+                group_sampling=config.generation.sampling if in_groups else GREEDY,
+                solved_by=solved_by(config, score_names(config, play)),
+                solved_at=asked.solved_at,
+                num_sampled=asked.samples,
+                sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
+                seed=config.data.held_out_seed,
+            )
             result = evaluate(
                 engine,
                 scoring,

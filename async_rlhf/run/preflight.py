@@ -25,7 +25,7 @@ from async_rlhf.run.hooks import check_hooks
 from async_rlhf.run.inherited import check_inherited
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import OF_EPISODES, environment_spec, score_names, stage_specs, stop_strings
+from async_rlhf.run.scoring import OF_EPISODES, check_judging, environment_spec, score_names, stage_specs, stop_strings
 from async_rlhf.run.spooling import check_spool
 from async_rlhf.run.tracker import check_tracking
 
@@ -38,8 +38,8 @@ class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
 
     num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
-    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_spool: where prompts come from while it goes on,
-    and are not here yet.
+    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_evaluation: what is unlike a greedy one. of_spool:
+    where prompts come from while it goes on, and are not here yet.
     endless: neither the model's files nor the settings name what ends a completion.
     """
 
@@ -50,13 +50,14 @@ class Prepared:
     unknown: Sequence[str] = ()
     num_unknown: int = 0
     of_learner: Sequence[str] = ()
+    of_evaluation: Sequence[str] = ()
     of_spool: Sequence[str] = ()
     endless: bool = False
 
     @property
     def remarks(self) -> list[str]:
         """What a person should know, and what stops nothing."""
-        found = [*self.of_spool, *self.of_learner]
+        found = [*self.of_spool, *self.of_learner, *self.of_evaluation]
         if self.dropped:
             found.append(f"{self.dropped} prompts are left out: they are too long (data.on_overlong = 'drop').")
         if self.num_unknown:
@@ -93,8 +94,10 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     _check_judged(config, environment)
     names = score_names(config, environment)
     config.rewards.composition.check(names)
-    if (judge := config.data.curriculum.reward) and judge not in names:
-        raise ConfigError(f"data.curriculum.reward = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
+    judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}
+    for setting, judge in judges.items():
+        if judge and judge not in names:
+            raise ConfigError(f"{setting} = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
     prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, of_learner=remarks(config.learner))
@@ -103,7 +106,8 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_stop_strings(stop_strings(config), Path(config.model))
     _check_evaluation(config, rows[1], environment, converted)
     config.bound(prepared.num_prompts).check()
-    return replace(prepared, of_spool=remarks_of_spool)
+    is_evaluated = rows[1] or config.evaluation.source is not None
+    return replace(prepared, of_spool=remarks_of_spool, of_evaluation=check_judging(config, names) if is_evaluated else ())
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], environment: EnvironmentSpec | None, converted: bool) -> None:
@@ -220,6 +224,11 @@ def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
 
 
 def _check_packages(config: Config) -> None:
+    learner = config.learner
+    if learner.backend == "deepspeed":
+        check_installed("deepspeed", "learner.backend", learner.backend, "deepspeed", "'torch'")
+    if learner.lora.rank:
+        check_installed("peft", "learner.lora.rank", learner.lora.rank, "lora", "0")
     if config.engine.kind == "vllm":
         check_installed("vllm", "engine.kind", "vllm", "vllm", "'torch'")
     if Path(config.model).suffix == ".gguf":

@@ -10,7 +10,7 @@ import io
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,6 +31,7 @@ _GROWING_BYTES = 256 << 30
 """The same, where only its end or what was added is read: a hundred million steps."""
 _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
+_HIGHEST = 1e150  # no mean of scores: a number of a damaged file
 _SKIPPED_BYTES = 4 << 20
 
 
@@ -194,6 +195,17 @@ class Tail:
 def is_step(record: dict[str, Any]) -> bool:
     """The learner writes whole records; whatever else stands in its file after a crash is left out."""
     return type(record.get("step")) is int
+
+
+def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """What a line of `evaluations.jsonl` says, by name: `accuracy` where one reward says what is solved, `reward`, and where
+    there are several rewards the mean of each as `rewards/NAME`."""
+    means = evaluation.get("rewards")
+    several = means if isinstance(means, Mapping) and len(means) > 1 else {}
+    accuracy = None if several and not evaluation.get("solved_by") else evaluation.get("accuracy")
+    found = {"accuracy": accuracy, "reward": evaluation.get("mean_reward")}
+    found |= {f"rewards/{name}": mean for name, mean in several.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and abs(value) < _HIGHEST}
 
 
 def line_of_step(path: Path, step: int | None = None) -> dict[str, Any] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
@@ -13,6 +15,9 @@ from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
+
+if TYPE_CHECKING:
+    from async_rlhf.actors.loop.episodes import Play
 
 OF_EPISODES = frozenset({"messages", "turns", "sampled"})
 """Fields that rewards get beside the others where there is an environment: the conversation, what the model wrote in it, and
@@ -43,9 +48,41 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
     return spec
 
 
-def score_names(config: Config, environment: EnvironmentSpec | None) -> tuple[str, ...]:
+def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> tuple[str, ...]:
     """Of all that make the reward. environment: the run's, where it has one."""
     return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))
+
+
+def group_rewards(config: Config) -> list[str]:
+    """The rewards that receive whole groups: what one of them says of a completion depends on the others."""
+    return [spec.name for spec in reward_specs(config) if spec.scope == "group"]
+
+
+def solved_by(config: Config, names: Sequence[str]) -> str:
+    """The score that says which held-out prompts are solved: the one that is named, or the only one of these; empty where
+    several could, and where the only one compares the completions of a group."""
+    return config.evaluation.solved_by or (names[0] if len(names) == 1 and not group_rewards(config) else "")
+
+
+def check_judging(config: Config, names: Sequence[str]) -> list[str]:
+    """What a person should know about how evaluations are judged. names: of all scores. Raises ConfigError for a setting about
+    what is solved where no score says so, and for completions that fill no groups."""
+    asked, size, compared = config.evaluation, config.generation.group_size, group_rewards(config)
+    given = [
+        f"{key} = {getattr(asked, key)}" for key, none in (("samples", 0), ("solved_at", 1.0)) if getattr(asked, key) != none
+    ]
+    if given and not solved_by(config, names):
+        raise ConfigError(
+            f"evaluation.{given[0]} is about prompts that are solved, and no score says which are: of several, or where the "
+            f"only one compares completions, name one: evaluation.solved_by = {' or '.join(map(repr, names))}"
+        )
+    if compared and (over := asked.samples % size):
+        raise ConfigError(
+            f"evaluation.samples = {asked.samples}, and reward {compared[0]!r} receives groups of generation.group_size = "
+            f"{size}; nearest: {asked.samples - over} or {asked.samples - over + size}"
+        )
+    what = f"evaluations judge {size} completions of each held-out prompt, sampled as in training, instead of a greedy one."
+    return [f"{', '.join(compared)}: receives whole groups; {what}"] if compared else []
 
 
 def stop_strings(config: Config) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from async_rlhf.learner.checkpoint.evaluated import num_since_best
 
 
 class EvaluationConfig(Section):
-    """Evaluations by pinned weights: greedy completions, and sampled ones for pass@k. Nothing of them is trained on."""
+    """Evaluations by pinned weights: greedy completions, or groups as in training where a reward receives whole groups, and
+    sampled ones for pass@k. Nothing of them is trained on."""
 
     at_start: bool = True
     """Evaluate the initial model while training starts."""
@@ -27,10 +28,14 @@ class EvaluationConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """With `every`: evaluations in a row without a higher mean reward than before after which the run ends, drained, as
     finished. Those at the start and missing ones do not count; `"none"`: no such end."""
+    solved_by: str = ""
+    """The reward, by its name, whose score says whether a completion solves its prompt. Empty: the run's only one, unless that
+    receives whole groups; of several none, and there is no `accuracy`."""
     solved_at: float = 1.0
-    """Reward from which on a completion counts as solved; `accuracy` is the share of those."""
+    """Score from which on it does, before weights; `accuracy` is the share of those."""
     samples: int = Field(default=0, ge=0, le=4096)
-    """Completions sampled of each prompt beside the greedy one, for pass@1, 2, 4, ... up to this many."""
+    """Further completions sampled of each prompt, for pass@1, 2, 4, ... up to this many; whole groups where a reward receives
+    such."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Temperature of those; what else cuts tokens off is as in `[generation]`."""
     full_attention: bool = True

@@ -4,7 +4,7 @@ from                what
 changes.jsonl       values that an operator changed: asked for, applied from a step on; a run that went back, and a learner
                     that began again
 events.jsonl        what may need a person
-evaluations.jsonl   held-out reward and accuracy, or why there is none
+evaluations.jsonl   held-out rewards and accuracy, or why there are none
 quarantine.jsonl    groups given up for good
 metrics.jsonl       steps without an update
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from async_rlhf.run.run_files import figures
 from async_rlhf.watch.series import is_number
 
 MOST = 200
@@ -67,8 +68,7 @@ def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _evaluated(line: Line) -> dict[str, Any]:
-    reward, accuracy = line.get("mean_reward"), line.get("accuracy")
-    words = [f"{name} {value:.4g}" for name, value in (("reward", reward), ("accuracy", accuracy)) if is_number(value)]
+    words = [f"{name} {value:.4g}" for name, value in figures(line).items()]
     return _event("evaluation", line, str(line["missing"]) if "missing" in line else ", ".join(words))
 
 

@@ -20,6 +20,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.run_dir import RunDir, no_run
+from async_rlhf.run.run_files import figures
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
 
@@ -33,7 +34,7 @@ _NOTHING: dict[str, Any] = {
     "state": "cannot be read", "step": 0, "max_steps": 0, "alive": False, "last": None, "hub": {}, "config": {},
     "evaluations": [], "ended": None, "restarts": {},
 }  # fmt: skip
-_OF_EVALUATION = ("label", "step", "time", "mean_reward", "accuracy", "missing")
+_OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by", "missing")
 
 
 class Runs:
@@ -210,7 +211,8 @@ def _told(run: RunDir, ledger: Ledger) -> dict[str, Any]:
     """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
     their numbers only."""
     found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
-    numbers = [{key: line[key] for key in _OF_EVALUATION if key in line} for line in found["evaluations"]]
+    evaluations = found["evaluations"]
+    numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
     return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
 
 

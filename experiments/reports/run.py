@@ -93,8 +93,11 @@ def _draw(run: RunDir, result: CellResult, command: str, say: Callable[[str], No
 def _numbers(result: CellResult) -> Iterator[tuple[str, str]]:
     yield "held-out reward, start", _shown(result.held_out_start.reward)
     yield "held-out reward, end", _shown(result.held_out_end.reward)
-    yield "held-out accuracy, start", _shown(result.held_out_start.accuracy)
-    yield "held-out accuracy, end", _shown(result.held_out_end.accuracy)
+    for when, evaluation in (("start", result.held_out_start), ("end", result.held_out_end)):
+        if evaluation.accuracy is not None:
+            yield f"held-out accuracy, {when}", _shown(evaluation.accuracy)
+        for name, mean in evaluation.scores.items() if len(evaluation.scores) > 1 else ():
+            yield f"held-out {name}, {when}", _shown(mean)
     yield "reward, last quarter", _shown(result.reward_last_quarter)
     yield "area under the reward, as a mean height", _shown(result.reward_area)
     yield "staleness, mean (max, bound) [steps]", f"{result.staleness_mean:.2f} ({result.staleness_max}, {result.bound})"

@@ -24,7 +24,7 @@ from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.agreement import portable
 from async_rlhf.run.config import Config, dotted
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import MAX_LOG_BYTES, read_small
+from async_rlhf.run.run_files import MAX_LOG_BYTES, figures, read_small
 from async_rlhf.run.watching import TrackingConfig
 
 # How a run is watched changes no number of it.
@@ -45,7 +45,7 @@ SCORE = "rewards/{}/mean"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One greedy evaluation of the held-out prompts; None where there was none, or it does not say."""
+    """One evaluation of the held-out prompts; None where there was none, or it does not say."""
 
     reward: float | None
     accuracy: float | None
@@ -293,7 +293,8 @@ def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
 def _held_out(directory: RunDir, label: str) -> HeldOut:
     """The last evaluation with this label."""
     record: dict[str, Any] = next((r for r in reversed(directory.read_evaluations()) if r["label"] == label), {})
-    return HeldOut(record.get("mean_reward"), record.get("accuracy"), record.get("mean_length"), record.get("rewards", {}))
+    accuracy = figures(record).get("accuracy")
+    return HeldOut(record.get("mean_reward"), accuracy, record.get("mean_length"), record.get("rewards", {}))
 
 
 def _code(path: Path) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
         return
     yield "## Scores apart"
     yield (
-        "Mean score by each reward function, before weights: greedy on the held-out prompts at the end, and along training "
+        "Mean score by each reward function, before weights: on the held-out prompts at the end, and along training "
         f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
         "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
     )

@@ -128,6 +128,8 @@ def table(results: Sequence[CellResult]) -> str:
         "largest ratio": lambda cells: f"{_highest(c.is_ratio_max for c in cells)}",
         "samples/s": lambda cells: number(estimate(c.samples_per_s for c in cells), digits=0),
     }
+    if all(cell.held_out_end.accuracy is None for cells in groups.values() for cell in cells):
+        del columns["held-out accuracy, end"]
     rows = ([label, *(shown(cells) for shown in columns.values())] for label, cells in groups.items())
     return as_table([["setting", *columns], *rows])
 

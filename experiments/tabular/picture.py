@@ -49,7 +49,7 @@ def _picture(question: Question, rows: Sequence[Row]) -> Figure:
     above.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     _draw_comparisons(under.subplots(), question, found)
     seeds = len({row["seed"] for row in rows})
-    made = f"{seeds} paired seeds, {question.samples}; bars: 95 % intervals (bootstrap)"
+    made = f"{seeds} paired seeds, {question.samples}; bars: 95 % t intervals"
     figure.suptitle(f"{question.title}\n{made}\n{command(question, rows)}", fontsize="medium")
     return figure
 

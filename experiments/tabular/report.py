@@ -67,7 +67,7 @@ unless the rate is what is varied. What is reported is exact: sums over all comp
 reward is the gold one but for {OVERRATED * 100:g} % of the completions, which it takes to be {BONUS:g} better than they are.
 Lengths alone are asked of an emulated queue, in which nothing is learned.
 
-Numbers are means over seeds and, in brackets, 95 % intervals of the bootstrap over seeds; comparisons are within a seed. A
+Numbers are means over seeds and, in brackets, 95 % t intervals over seeds; comparisons are within a seed. A
 difference is said to be there when its p value, after Holm's correction over all comparisons of its question, is below 0.05."""
 
 

@@ -231,9 +231,8 @@ class _Measured:
             with torch.no_grad():
                 for name, each in objective(inputs, loss).sums.items():
                     sums[name] = sums.get(name, 0.0) + float(each)
-            self._tokens[seed].append(
-                StepTokens(inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.advantage_N, inputs.staleness_N)
-            )
+            proximal_N, behaviour_N, all_N = inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.staleness_N >= 0
+            self._tokens[seed].append(StepTokens(proximal_N, behaviour_N, inputs.advantage_N, inputs.staleness_N, all_N))
 
     def metrics(self, loss: LossConfig) -> list[Mapping[str, Any]]:
         joined = [StepTokens.joined(parts) for parts in self._tokens]

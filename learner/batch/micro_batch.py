@@ -52,13 +52,15 @@ class MicroBatch(PolicyInputs):
     """Tensors of one forward pass and of its loss.
 
     member_N: int64, which completion of the batch a token belongs to; a completion's tokens follow each other. group_S: int64,
-    number of a completion's group. version_N: int64. logp_behaviour_N, advantage_N: float32. What follows is float32 [N], as in
+    number of a completion's group. version_N: int64. comparable_N: bool, whether what a token was sampled from follows from the
+    weights `version_N` and its row alone. logp_behaviour_N, advantage_N: float32. What follows is float32 [N], as in
     `TokenTargets`, None where the step has no use for it.
     """
 
     member_N: Tensor
     group_S: Tensor
     version_N: Tensor
+    comparable_N: Tensor
     logp_behaviour_N: Tensor
     advantage_N: Tensor
     mask_N: Tensor | None = None
@@ -181,6 +183,9 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
         member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),
         group_S=torch.tensor([group.number for group in groups]),
         version_N=_joined([rollout.versions for rollout in rollouts], np.int64),
+        comparable_N=_joined(
+            [_comparable(r, not g.sampling.truncation) for r, g in zip(rollouts, groups, strict=True)], np.bool_
+        ),
         logp_behaviour_N=_joined([rollout.logprobs for rollout in rollouts], np.float32),
         advantage_N=_joined([member.advantages for member in members], np.float32),
         **targets,
@@ -238,6 +243,13 @@ class _Layout:
         return self._begin_of_row + begin
 
 
+def _comparable(rollout: Rollout, from_all: bool) -> np.ndarray:
+    """bool [N]: sampled with no keys and values of older weights, and from all tokens or from a sampling mask that is known."""
+    known = from_all or rollout.sampling_mask is not None
+    spans = [span for span in rollout.spans if span.version is not None]
+    return np.repeat([known and span.cache_version is None for span in spans], [span.num_tokens for span in spans])
+
+
 def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:
     """None where nothing was cut off from any of them."""
     kept = [rollout.sampling_mask for rollout in rollouts]
@@ -253,5 +265,5 @@ def _targets(members: Sequence[Member]) -> dict[str, Tensor]:
     return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64 | np.float32]) -> Tensor:
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64 | np.float32 | np.bool_]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))

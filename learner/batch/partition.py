@@ -66,5 +66,6 @@ def padding_batch() -> MicroBatch:
         **dict.fromkeys(("ids_RL", "positions_RL", "segments_RL"), position),
         **dict.fromkeys(("source_N", "target_N", "member_N", "group_S", "version_N"), nothing),
         **dict.fromkeys(("temperature_N", "logp_behaviour_N", "advantage_N"), zero),
+        comparable_N=nothing.bool(),
         sampling_masks=None,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from async_rlhf.buffers.lines import Line, read_lines
@@ -32,12 +33,14 @@ def num_since_best(records: Iterable[Line]) -> int:
 
 
 def _rewards(records: Iterable[Line]) -> dict[int, float]:
-    """Mean reward by step, of those that have a checkpoint."""
-    return {
-        record["step"]: reward
+    """Mean reward by step, of those that have a checkpoint; the newest judged in one way: greedy, or in such groups."""
+    found = [
+        (record["step"], record.get("group_size"), reward)
         for record in records
         if isinstance(reward := record.get("mean_reward"), int | float) and is_evaluation(record) and record["step"] > 0
-    }
+    ]
+    newest = [*takewhile(lambda each: each[1] == found[-1][1], reversed(found))]
+    return {step: reward for step, _, reward in reversed(newest)}
 
 
 def _best(rewards: Mapping[int, float]) -> int | None:
@@ -73,7 +76,7 @@ def needed(evaluations: Path, is_due: Callable[[int], bool]) -> Callable[[int], 
 
     evaluations: the file of that name. is_due: of a `Cadence`.
     """
-    kept = ("step", "mean_reward")  # not the answers that a line quotes: a run of weeks has many
+    kept = ("step", "mean_reward", "group_size")  # not the answers that a line quotes: a run of weeks has many
     lines = (line for line in read_lines(evaluations) if is_evaluation(line))
     records = [{key: line[key] for key in kept if key in line} for line in lines]
     best, done = best_step(records), {record["step"] for record in records}

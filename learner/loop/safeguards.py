@@ -31,8 +31,8 @@ _MIN_TOKENS = 64
 @dataclass(frozen=True)
 class Limits:
     """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches, max_nonfinite_steps: in a row. mismatch_limit:
-    mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with; comparable: False where a
-    step does not measure that. guard: its limits to divergence."""
+    mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with. guard: its limits to
+    divergence."""
 
     max_staleness: int
     max_failed_ratio: float
@@ -40,7 +40,6 @@ class Limits:
     max_unscored_batches: int
     max_nonfinite_steps: int
     mismatch_limit: float = math.inf
-    comparable: bool = True
     guard: GuardConfig = field(default_factory=GuardConfig)
 
 
@@ -96,7 +95,7 @@ class Safeguards:
         if self._constant_in_a_row >= self.limits.max_constant_batches:
             rollouts = sum(len(group.rollouts) for group in groups)
             cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
-            way_out = "raise generation.max_completion_length, or " if masked else ""
+            way_out = "raise generation.max_completion_length (of episodes max_episode_length), or " if masked else ""
             raise RewardError(
                 f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
                 f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}{cut}. "
@@ -115,20 +114,10 @@ class Safeguards:
                 f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
             )
 
-    def check_mismatch(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
+    def check_mismatch(self, report: StepReport) -> None:
         """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
         mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self.limits.mismatch_limit
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        fresh = [span for rollout in rollouts for span in rollout.spans if span.version == step]
-        comparable = (
-            self.limits.comparable
-            and sum(span.num_tokens for span in fresh) >= _MIN_TOKENS
-            and all(span.cache_version is None for span in fresh)  # older keys and values are another policy's
-            and all(
-                rollout.sampling_mask is not None for group in groups if group.sampling.truncation for rollout in group.rollouts
-            )
-        )
-        if report.applied and comparable and mismatch is not None and not mismatch <= limit:
+        if report.applied and (report.metrics["mismatch/tokens"] or 0) >= _MIN_TOKENS and not mismatch <= limit:
             raise MismatchError(
                 f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
                 f"the same weights; the limit is {limit:g}. One of them computes this model wrong, or another "

@@ -93,7 +93,6 @@ class TrainerConfig:
     @property
     def limits(self) -> Limits:
         most = self.advantage.max_constant_batches
-        interpolated = self.loss.proximal == "interpolate" and self.learner.updates_per_step * self.learner.epochs > 1
         return Limits(
             self.max_staleness,
             self.max_failed_ratio,
@@ -101,7 +100,6 @@ class TrainerConfig:
             most if self.max_steps is None else min(most, self.max_steps),  # a short run does not end well without a reward
             self.learner.max_nonfinite_steps,
             self.mismatch_limit,
-            comparable=not interpolated,
             guard=self.guard,
         )
 
@@ -204,7 +202,7 @@ class Trainer:
             estimates, constant = self._estimate(groups, rewards)
             self._safeguards.count_constant(groups, masked, constant=constant)
             report = self._update(groups, estimates)
-            self._safeguards.check_mismatch(groups, report, step)
+            self._safeguards.check_mismatch(report)
         self._staleness.adjust(report.metrics, step)
         self._session.trained(step, groups)
         self.step = step + 1

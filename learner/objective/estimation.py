@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
 
+from async_rlhf.buffers.composition import EPSILON
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
@@ -32,12 +34,17 @@ class AdvantageEstimates:
 
     @property
     def zero_advantage_groups(self) -> int:
-        """Groups without a completion to learn from."""
-        return sum(all(value is None for value in group) for group in self.advantages)
+        """Groups without a completion that has an advantage: all left out, or none better than another."""
+        have_one = map(self._has_one, count(), chain.from_iterable(self.advantages))
+        return sum(not sum(islice(have_one, len(group))) for group in self.advantages)
+
+    def _has_one(self, index: int, value: float | None) -> bool:
+        of_tokens = self.targets[index].advantage if index in self.targets else None  # these may differ, and have a mean of 0
+        return value is not None and float(np.abs(value if of_tokens is None else of_tokens).max()) >= EPSILON
 
 
 def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[float | None]]:
-    """The rewards of the completions that ended by themselves; None for those that were cut at their greatest length.
+    """The rewards of the completions that came to their end; None for those that a budget of tokens cut (`is_truncated`).
 
     Leaving these out is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """

@@ -1,7 +1,7 @@
 """What one learner step reports: means over the tokens of all ranks, and how far its data are from the policy.
 
 An effective sample size near 1 does not certify a step: runs have died at 0.99. So tails, moments and signs are measured too,
-and what the engine's arithmetic does (tokens of staleness 0) apart from what staleness does (all others).
+and what the engine's arithmetic does (tokens of the same weights alone) apart from what staleness does (all others).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ NAMES = (
     "kl/behaviour",
     "mismatch/kl",
     "mismatch/abs_log_ratio",
+    "mismatch/tokens",
     "drift/kl",
     "drift/by_staleness",
 )
@@ -38,12 +39,14 @@ NAMES = (
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Of all tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N."""
+    """Of all tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N; bool [N]
+    comparable_N, as in `MicroBatch`."""
 
     logp_proximal_N: Tensor
     logp_behaviour_N: Tensor
     advantage_N: Tensor
     staleness_N: Tensor
+    comparable_N: Tensor
 
     @classmethod
     def joined(cls, parts: list[StepTokens]) -> StepTokens:
@@ -57,8 +60,9 @@ def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
     is/*: of the ratio proximal / behaviour before truncation. second_moment: mean squared log-ratio. tail_negative: share of
     all ratio mass that lies above the cap on tokens with a negative advantage, the unbounded side of a policy loss.
     kl/behaviour: mean of log p_behaviour - log p_proximal over behaviour's tokens, an unbiased estimate of the divergence.
-    mismatch/*: over tokens of staleness 0, where both policies are meant to be one: the engine's noise. drift/kl: over the
-    others, less the noise. drift/by_staleness: k3 estimate of the divergence and number of tokens at each staleness.
+    mismatch/*: over comparable tokens of staleness 0, where both policies are meant to be one: the engine's noise. drift/kl:
+    over tokens of any other staleness, less the noise. drift/by_staleness: k3 estimate of the divergence and number of tokens
+    at each staleness.
     """
     log_N = log_ratio(tokens.logp_proximal_N, tokens.logp_behaviour_N).double()
     ratio_N = log_N.exp()
@@ -66,7 +70,8 @@ def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
     quantiles = torch.quantile(_thinned(ratio_N), torch.tensor(list(_QUANTILES.values()), dtype=ratio_N.dtype))
     k3_N = ratio_N - 1 - log_N  # of behaviour from proximal, at tokens of behaviour
     fresh_N = tokens.staleness_N == 0
-    mismatch, stale = _mean(k3_N, fresh_N), _mean(k3_N, ~fresh_N)
+    same_N = fresh_N & tokens.comparable_N
+    mismatch, stale = _mean(k3_N, same_N), _mean(k3_N, ~fresh_N)
     return {
         "is/ratio_max": float(ratio_N.max()),
         "is/ratio_mean": float(ratio_N.mean()),
@@ -76,7 +81,8 @@ def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
         "is/tail_negative": float(ratio_N[above_N].sum() / ratio_N.sum()),
         "kl/behaviour": float((tokens.logp_behaviour_N - tokens.logp_proximal_N).double().mean()),
         "mismatch/kl": mismatch,
-        "mismatch/abs_log_ratio": _mean(log_N.abs(), fresh_N),
+        "mismatch/abs_log_ratio": _mean(log_N.abs(), same_N),
+        "mismatch/tokens": int(same_N.sum()),
         "drift/kl": None if stale is None else stale - (mismatch or 0.0),
         "drift/by_staleness": _curve(k3_N, tokens.staleness_N),
     }
@@ -133,9 +139,11 @@ class StepReport:
 
 
 class StepSums:
-    """Filled micro-batch by micro-batch; `report` puts the ranks together."""
+    """Filled micro-batch by micro-batch; `report` puts the ranks together. interpolates: the policy at the start of the step is
+    known in its first update alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, interpolates: bool = False) -> None:
+        self._interpolates = interpolates
         self._losses: list[float] = []
         self._grad_norms: list[float] = []
         self._sums: dict[str, Tensor] = {}
@@ -146,7 +154,9 @@ class StepSums:
         entropy = {} if inputs.entropy_N is None else {"entropy": inputs.entropy_N.detach().sum()}
         for name, value in {**entropy, **outputs.sums}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
-        self._tokens.append(StepTokens(inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.advantage_N, inputs.staleness_N))
+        comparable_N = batch.comparable_N & (not (self._interpolates and self._losses))
+        proximal_N, behaviour_N = inputs.logp_proximal_N, inputs.logp_behaviour_N
+        self._tokens.append(StepTokens(proximal_N, behaviour_N, inputs.advantage_N, inputs.staleness_N, comparable_N))
         self._members.append(batch.member_N)
 
     def add_critic(self, loss: Tensor, value_N: Tensor, return_N: Tensor) -> None:

@@ -54,7 +54,7 @@ class Step:
 
     def train(self, updates: Sequence[Update], step: int) -> StepReport:
         """This rank's part of a learner step; rank 0's report is of all ranks, the others' of nothing."""
-        sums = StepSums()
+        sums = StepSums(interpolates=self.loss.proximal == "interpolate")
         proximal = self._proximal(updates)
         applied = all(self._update(update, proximal.get(update.number), step, sums) for update in updates)
         return sums.report(self.ranks, applied, self.loss.is_cap)

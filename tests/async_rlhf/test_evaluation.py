@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.sampling import GREEDY, Sampling
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.run.api import run as api_run
 from async_rlhf.run.config import dump, load
+from async_rlhf.run.display import held_out
 from async_rlhf.run.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
 from async_rlhf.run.evaluator import Due, Evaluator, plan
 from async_rlhf.run.placing import placement_of
 from async_rlhf.run.preflight import preflight
+from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.progress import Progress
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import figures
 from async_rlhf.run.tracking import rewind
 from async_rlhf.run.watching import EvaluationConfig
 
@@ -66,9 +71,108 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_solved_completion(num_sam
 
 def test_a_sample_that_could_not_be_judged_counts_in_no_pass_at_k() -> None:
     judging = Judging(max_completion_length=1, composition=Composition(), num_sampled=4)
-    found = summary_of_samples([[1.0, 0.0, None, None], [0.0, 0.0, 0.0, 1.0]], judging)
+    solved = [[True, False, None, None], [False, False, False, True]]
+    found = summary_of_samples([1.0, 0.0, None, None, 0.0, 0.0, 0.0, 1.0], solved, judging)
     assert found["failed"] == 2 and found["mean_reward"] == pytest.approx(2 / 6)
     assert found["pass_at"] == {"1": pytest.approx((1 / 2 + 1 / 4) / 2), "2": pytest.approx((1 + 1 / 2) / 2), "4": 1.0}
+
+
+JUDGES = """
+from async_rlhf import reward
+
+@reward
+def exact(completion): return 0.0
+
+@reward(weight=3.0)
+def brief(completion): return 0.5
+
+@reward(scope="group")
+def rank(completions): return [member / len(completions) for member in range(len(completions))]
+"""
+
+
+@pytest.fixture
+def judged(small: Callable[..., Any], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The line of an evaluation by these rewards of `JUDGES`, under this configuration."""
+    (file := tmp_path / "judges.py").write_text(JUDGES)
+
+    def evaluated(*names: str, **values: Any) -> dict[str, Any]:
+        config = small(**{"rewards.functions": [f"{file}:{name}" for name in names], "data.held_out": 5, **values})
+        config = as_rewards_want(config)
+        run = RunDir.create(config.model_copy(update={"name": "-".join(names)}), overwrite=True)
+        preflight(config)
+        run_evaluation(run, config, config.model, "start", "0")
+        return run.read_evaluations()[-1]
+
+    return evaluated
+
+
+def test_of_several_rewards_only_the_one_that_is_named_says_what_is_solved(judged: Callable[..., dict[str, Any]]) -> None:
+    found = judged("exact", "brief")
+    assert found["mean_reward"] == 1.5 and found["accuracy"] is None and found["rewards"] == {"exact": 0.0, "brief": 0.5}
+    assert (
+        held_out(found) == "held-out reward at the start: 1.500, rewards/exact 0.000, rewards/brief 0.500 (greedy, 5 prompts)"
+    )
+    found = judged("exact", "brief", **{"evaluation.solved_by": "exact", "evaluation.samples": 2})
+    assert found["accuracy"] == 0.0 and found["sampled"]["pass_at"] == {"1": 0.0, "2": 0.0}
+    assert held_out(found).startswith("held-out accuracy at the start: 0.000, reward 1.500, rewards/exact 0.000")
+    found = judged("exact", "brief", **{"evaluation.solved_by": "brief", "evaluation.solved_at": 0.6, "evaluation.samples": 2})
+    assert found["accuracy"] == 0.0 and found["sampled"]["pass_at"]["2"] == 0.0, "its score, before the weight of 3"
+    assert judged("brief", **{"evaluation.solved_at": 0.5})["accuracy"] == 1.0, "where there is one reward it is that one"
+
+
+def test_a_reward_that_receives_whole_groups_judges_groups_as_in_training(judged: Callable[..., dict[str, Any]]) -> None:
+    found = judged("rank")
+    assert found["rewards"] == {"rank": 0.375} and found["mean_reward"] == 0.375 and found["accuracy"] is None
+    assert held_out(found) == "held-out reward at the start: 0.375 (groups of 4 sampled, 5 prompts)"
+    found = judged("rank", "brief", **{"evaluation.samples": 8, "evaluation.solved_by": "brief"})
+    assert found["rewards"] == {"rank": 0.375, "brief": 0.5} and found["mean_reward"] == 1.875
+    assert found["sampled"]["mean_reward"] == 1.875 and list(found["sampled"]["pass_at"]) == ["1", "2", "4", "8"]
+
+
+def test_groups_are_sampled_as_in_training_and_one_alone_is_greedy() -> None:
+    training, own = Sampling(temperature=0.7), Sampling(temperature=0.2)
+    alone = Judging(max_completion_length=1, composition=Composition(), num_sampled=2, sampling=own)
+    groups = replace(alone, group_size=3, group_sampling=training, num_sampled=3)
+    assert [request.sampling for request in alone.requests(0, (1,))] == [GREEDY, own, own]
+    assert [request.sampling for request in groups.requests(0, (1,))] == [training] * 3 + [own] * 3
+    places = [groups.place(request.key) for request in groups.requests(0, (1,))]
+    assert [place.member for place in places] == [0, 1, 2, 0, 1, 2] and {place.size for place in places} == {3}
+    assert places[0].group == places[2].group != places[3].group == places[5].group
+
+
+def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_say(
+    small: Callable[..., Any], tmp_path: Path
+) -> None:
+    (file := tmp_path / "judges.py").write_text(JUDGES)
+
+    def checked(*names: str, **values: Any) -> list[str]:
+        return preflight(small(**{"rewards.functions": [f"{file}:{name}" for name in names], **values})).remarks
+
+    said = "rank: receives whole groups; evaluations judge 4 completions of each held-out prompt, sampled as in training"
+    assert next(remark for remark in checked("rank", "brief") if "groups" in remark).startswith(said)
+    assert not [remark for remark in checked("exact", "brief") if "groups" in remark]
+    assert not [remark for remark in checked("rank", **{"data.held_out": 0}) if "groups" in remark], "nothing is evaluated"
+    with pytest.raises(ConfigError, match=r"evaluation\.solved_by = 'exakt' is no reward of this run; did you mean 'exact'"):
+        checked("exact", "brief", **{"evaluation.solved_by": "exakt"})
+    for setting in ({"evaluation.samples": 4}, {"evaluation.solved_at": 0.5}):
+        [(key, value)] = setting.items()
+        asked = rf"{key} = {value} is about .*: evaluation\.solved_by = 'exact' or 'brief'"
+        with pytest.raises(ConfigError, match=asked):
+            checked("exact", "brief", **setting)
+        with pytest.raises(ConfigError, match=r"only one compares completions.*evaluation\.solved_by = 'rank'"):
+            checked("rank", **setting)
+        checked("exact", "brief", **setting, **{"evaluation.solved_by": "brief"})
+    with pytest.raises(ConfigError, match=r"samples = 6, and reward 'rank' .*group_size = 4; nearest: 4 or 8"):
+        checked("rank", "brief", **{"evaluation.samples": 6, "evaluation.solved_by": "brief"})
+
+
+def test_a_line_says_accuracy_only_where_one_reward_does() -> None:
+    several = {"mean_reward": 1.2, "accuracy": 1.0, "rewards": {"accuracy": 0.0, "brief": 1.2}}
+    assert figures(several) == {"reward": 1.2, "rewards/accuracy": 0.0, "rewards/brief": 1.2}
+    assert figures({**several, "solved_by": "brief"}) == {"accuracy": 1.0, **figures(several)}
+    assert figures({"mean_reward": 0.5, "accuracy": 0.25, "rewards": {"exact": 0.5}}) == {"accuracy": 0.25, "reward": 0.5}
+    assert figures({"mean_reward": 10**400, "accuracy": float("nan"), "rewards": [1, 2]}) == {}
 
 
 def line(label: str, step: int, **more: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
     "actors as a list": ("ledger.json", '{"actors": []}', "ledger.json: actors: Input should be a valid dictionary"),
     "state of another type": ("ledger.json", '{"state": 5}', "ledger.json: state"),
     "an evaluation without a name": ("evaluations.jsonl", '{"num": 1}\n', "evaluations.jsonl: 1 of its last 1 lines"),
-    "an evaluation without numbers": ("evaluations.jsonl", '{"label": "start"}\n', "cannot be shown (KeyError: 'mean_reward')"),
+    "an evaluation without numbers": ("evaluations.jsonl", '{"label": "start"}\n', "cannot be shown (KeyError: 'num_prompts')"),
 }
 
 

@@ -64,6 +64,7 @@ def micro_batch() -> MicroBatch:
         member_N=n,
         group_S=torch.zeros(2 * ROWS, dtype=torch.int64),
         version_N=n,
+        comparable_N=n == 0,
         logp_behaviour_N=torch.zeros(TOKENS),
         advantage_N=torch.zeros(TOKENS),
     )

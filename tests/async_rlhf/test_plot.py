@@ -32,10 +32,22 @@ def test_runs_have_colours_and_measures_have_line_styles() -> None:
     panels = {axes.get_title(): axes for axes in figure.axes}
     assert list(panels) == ["Held-out prompts", "Training reward", "Staleness [steps]"], "panels without numbers are left out"
     judged = panels["Held-out prompts"]
-    assert [text.get_text() for text in judged.get_legend().get_texts()] == ["greedy reward", "greedy accuracy", "pass@8"]
+    assert [text.get_text() for text in judged.get_legend().get_texts()] == ["accuracy", "reward", "pass@8"]
     colours = {line.get_color() for line in panels["Staleness [steps]"].get_lines()}
     assert len(colours) == 2
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "all panels have the same steps"
+
+
+def test_of_several_rewards_each_is_drawn_and_what_is_solved_only_where_one_says_so() -> None:
+    names = [f"reward_{i}" for i in range(8)]
+    line = {"label": "step", "step": 10, "mean_reward": 3.0, "accuracy": 1.0, "rewards": dict.fromkeys(names, 0.5)}
+    figure = picture([Curves("one", steps(), [line]), Curves("other", steps(), [{**line, "solved_by": "reward_0"}])])
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    first, each = panels["Held-out prompts"], panels["Held-out rewards, each"]
+    assert [len(curve.get_xdata()) for curve in first.get_lines()] == [1, 1, 1], "two rewards, one accuracy"
+    assert [text.get_text() for text in each.get_legend().get_texts()] == names and len(each.get_lines()) == 16
+    alone = {axes.get_title() for axes in picture([Curves("one", steps(), [line])]).axes}
+    assert {"Held-out prompts, reward", "Held-out rewards, each"} <= alone
 
 
 def test_steps_are_whole_and_of_runs_that_coincide_each_shows() -> None:

@@ -104,8 +104,14 @@ def test_a_package_that_only_one_setting_needs_is_missed_in_time(
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"engine\.kind = 'vllm' needs the package vllm: pip install 'async-rlhf\[vllm\]'"):
-        checked(rows("a"), **{"engine.kind": "vllm"})
+    for package, extra, setting, value in (
+        ("vllm", "vllm", "engine.kind", "vllm"),
+        ("deepspeed", "deepspeed", "learner.backend", "deepspeed"),
+        ("peft", "lora", "learner.lora.rank", 4),
+    ):
+        refused = rf"{setting} = {value!r} needs the package {package}: pip install 'async-rlhf\[{extra}\]'"
+        with pytest.raises(ConfigError, match=refused):
+            checked(rows("a"), **{setting: value})
     with pytest.raises(ConfigError, match=r"needs the package gguf: pip install 'async-rlhf\[gguf\]'"):
         checked(rows("a"), model=str(tmp_path / "model.gguf"))
 

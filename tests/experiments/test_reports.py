@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -105,6 +106,20 @@ def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_w
     assert "| queue.max_staleness = 0 | area | 0.000 | 3 | 0.000 | - |" in power
     ends = page[page.index("## What became of the groups") : page.index("## What so many")]
     assert "| queue.max_staleness = 1 | 144 | 6 | - | - | - | 93 | - |" in ends
+
+
+def test_a_sweep_and_a_run_have_an_accuracy_only_where_a_reward_says_what_is_solved(sweep: Path, run: RunDir) -> None:
+    assert "held-out accuracy" not in page_of(sweep)
+    for path in (sweep / "cells").iterdir():
+        found = kept(path)
+        assert found is not None
+        keep(replace(found, held_out_end=replace(found.held_out_end, accuracy=0.5)), path)
+    assert "held-out accuracy, end" in page_of(sweep)
+    lines = run.read_evaluations()
+    run.evaluations.write_text("".join(json.dumps({**line, "rewards": {"exact": 0.0, "brief": 0.8}}) + "\n" for line in lines))
+    report(run.path, None, [].append)
+    page = (run.path / "report.md").read_text()
+    assert "accuracy" not in page and "| held-out exact, end | 0.000 |" in page and "| held-out brief, end | 0.800 |" in page
 
 
 def test_seconds_are_compared_only_where_no_cell_ever_shared_the_machine(sweep: Path) -> None:

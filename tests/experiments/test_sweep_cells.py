@@ -83,6 +83,11 @@ def test_the_last_evaluation_of_a_label_counts_and_a_missing_accuracy_is_missing
     assert result.held_out_end == HeldOut(0.9, 0.85)
 
 
+def test_several_rewards_of_which_none_says_what_is_solved_have_no_accuracy(write: Write) -> None:
+    scores = {"exact": 0.0, "brief": 0.9}
+    assert read(write(evaluations=({**END, "rewards": scores},))).held_out_end == HeldOut(0.9, None, scores=scores)
+
+
 def test_a_run_without_evaluation_and_ledger_still_has_its_other_numbers(write: Write) -> None:
     found = read(write(evaluations=(), ledger=False))
     assert found.held_out_end == HeldOut(None, None)

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracles
 import pytest
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.buffers.attention import Reach
-from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Span
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import Packing, attention_mask, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -111,6 +113,22 @@ def test_each_token_is_predicted_by_the_position_before_it() -> None:
     assert batch.advantage_N.tolist() == [1.0, 1.0, 1.0, -1.0]
     assert batch.temperature_N.tolist() == [0.5] * 4
     assert batch.version_N.tolist() == [0, 0, 0, 0]
+
+
+def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_comparable() -> None:
+    def comparable(group: Group) -> list[bool]:
+        (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
+        assert batch.comparable_N.dtype == torch.bool
+        return batch.comparable_N.tolist()
+
+    group = make_group(0, [5, 2])
+    spans = (Span(0, 1), Span(None, 1), Span(1, 2, cache_version=0), Span(1, 1))
+    first = replace(group.rollouts[0], spans=spans, logprobs=group.rollouts[0].logprobs[:4])
+    mixed = replace(group, rollouts=(first, group.rollouts[1]))
+    assert comparable(mixed) == [True, False, False, True, True, True]
+    masked = replace(first, sampling_mask=SamplingMask(np.ones(4, np.int32), first.sampled_ids))
+    cut = replace(mixed, rollouts=(masked, group.rollouts[1]), sampling=Sampling(top_k=3))
+    assert comparable(cut) == [True, False, False, True, False, False]
 
 
 def test_a_row_that_begins_anew_stands_beside_its_prompt_or_in_a_row_of_its_own() -> None:

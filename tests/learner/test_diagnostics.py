@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ rows = st.lists(
 
 
 def tokens(drawn: list[tuple[float, float, float, int]]) -> StepTokens:
-    proximal, behaviour, advantage, staleness = zip(*drawn, strict=True)
-    return StepTokens(torch.tensor(proximal), torch.tensor(behaviour), torch.tensor(advantage), torch.tensor(staleness))
+    proximal, behaviour, advantage, staleness = map(torch.tensor, zip(*drawn, strict=True))
+    return StepTokens(proximal, behaviour, advantage, staleness, torch.ones(len(drawn), dtype=torch.bool))
 
 
 def test_an_example_by_hand() -> None:
@@ -61,3 +62,14 @@ def test_engine_noise_is_told_from_staleness() -> None:
     assert found["mismatch/kl"] == pytest.approx(0.01**2 / 2, rel=0.01)
     assert found["drift/kl"] == pytest.approx(math.cosh(0.5) - 1 - found["mismatch/kl"], rel=1e-3)
     assert measure(tokens(stale), None)["mismatch/kl"] is None and measure(tokens(noisy), None)["drift/kl"] is None
+
+
+def test_tokens_behind_older_keys_and_values_are_no_engine_noise() -> None:
+    exact, mixed = [(-1.0, -1.0, 1.0, 0)] * 3, [(-1.0, -1.5, 1.0, 0)] * 2
+    both = tokens(exact + mixed)
+    found = measure(replace(both, comparable_N=torch.tensor([True] * 3 + [False] * 2)), None)
+    assert (found["mismatch/kl"], found["mismatch/abs_log_ratio"], found["mismatch/tokens"]) == (0, 0, 3)
+    assert found["drift/kl"] is None and found["drift/by_staleness"]["0"]["tokens"] == 5
+    assert measure(both, None)["mismatch/abs_log_ratio"] == pytest.approx(0.2)
+    nothing = measure(replace(both, comparable_N=torch.zeros(5, dtype=torch.bool)), None)
+    assert (nothing["mismatch/kl"], nothing["mismatch/abs_log_ratio"], nothing["mismatch/tokens"]) == (None, None, 0)

@@ -12,11 +12,13 @@ from making import make_group, make_rollout
 
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.loop.metrics import data_metrics
 from async_rlhf.learner.objective.advantages import gae, group_relative, leave_one_out
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.estimation import (
     AdvantageEstimates,
     PolicyEvaluation,
+    TokenTargets,
     baseline_rewards,
     estimate_advantages,
     num_masked,
@@ -149,7 +151,7 @@ def test_a_cut_completion_leaves_the_loss_and_its_reward_the_baseline_only_where
     assert masked("off").advantages == [plain, leave_one_out(CUT_REWARDS[1])]
     assert masked("loss").advantages == [[plain[0], None, plain[2]], [None, None, None]]
     assert masked("loss and baseline").advantages == [[gone[0], None, gone[1]], [None, None, None]]
-    assert masked("loss").zero_advantage_groups == 1
+    assert masked("off").zero_advantage_groups == 0 and masked("loss").zero_advantage_groups == 1
     assert [num_masked(CUT, CUT_REWARDS, LossConfig(mask_truncated=mask)) for mask in ("off", "loss")] == [0, 4]
 
 
@@ -214,3 +216,22 @@ def test_without_scores_of_turns_a_completion_of_one_turn_has_the_advantage_of_a
         assert target.advantage is not None
         assert target.advantage.tolist() == pytest.approx([flat[index]] * len(target.advantage))
     assert by_turn.targets.keys() == {index for index, advantage in enumerate(flat) if advantage is not None}
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("stop", False), ("length", True), ("context", True), ("max_turns", False)])
+def test_what_a_budget_of_tokens_ended_was_cut_and_a_game_played_to_its_last_turn_was_not(reason: str, is_cut: bool) -> None:
+    group = make_group(0, [3, 1, 4])
+    ended = replace(group, rollouts=tuple(replace(rollout, finish_reason=reason) for rollout in group.rollouts))  # type: ignore[arg-type]
+    rewards = [[1.0, 0.0, 0.4]]
+    assert num_masked([ended], rewards, LossConfig(mask_truncated="loss")) == 3 * is_cut
+    assert data_metrics([ended], rewards, 0, 0)["completions/clipped_ratio"] == float(is_cut)
+
+
+def test_groups_whose_rewards_are_all_equal_have_no_advantage_though_they_are_kept() -> None:
+    groups = [make_group(n, [2, 2, 2]) for n in range(3)]
+    rewards: list[list[float | None]] = [[0.1, 0.1, 0.1], [0.7, None, None], [0.1, 0.1, 0.2]]
+    for kind in ("group_relative", "leave_one_out"):
+        advantage = AdvantageConfig.model_validate({"kind": kind})
+        assert estimate_advantages(groups, rewards, rewards, {}, advantage, LossConfig()).zero_advantage_groups == 2
+    by_token = TokenTargets(advantage=np.array([1.0, -1.0], np.float32))
+    assert AdvantageEstimates([[0.0], [0.0]], {1: by_token}).zero_advantage_groups == 1, "a mean of 0 is no advantage of 0"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.learner.checkpoint.evaluated import Cadence, best_step, link_best, needed
+from async_rlhf.learner.checkpoint.evaluated import Cadence, best_step, link_best, needed, num_since_best
 from async_rlhf.learner.checkpoint.store import Checkpoints
 
 
@@ -51,10 +51,20 @@ def test_the_best_is_the_earliest_of_equal_ones_and_was_judged(evaluations: Path
     assert best_step([missing]) is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1)), max_size=12), st.integers(0, 12))
-def test_what_becomes_the_best_later_was_kept_at_every_moment_before(rewards: list[tuple[int, float]], now: int) -> None:
+def test_greedy_completions_and_groups_are_not_compared() -> None:
+    of_one = [{"step": 1, "mean_reward": 1.0}, {"step": 2, "mean_reward": 1.0, "group_size": None}]
+    in_groups = [{"step": 3, "mean_reward": 0.4, "group_size": 8}, {"step": 4, "mean_reward": 0.3, "group_size": 8}]
+    assert best_step(of_one) == 1 and best_step([*of_one, *in_groups]) == 3
+    assert num_since_best([*of_one, *in_groups]) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.sampled_from([None, 4, 8])), max_size=12), st.integers(0, 12))
+def test_what_becomes_the_best_later_was_kept_at_every_moment_before(
+    found: list[tuple[int, float, int | None]], now: int
+) -> None:
     """The learner reads the file at one moment, the supervisor sets the link at a later one."""
-    records = [{"step": step, "mean_reward": reward} for step, reward in dict(rewards).items()]
+    by_step = {step: (reward, size) for step, reward, size in found}
+    records = [{"step": step, "mean_reward": reward, "group_size": size} for step, (reward, size) in by_step.items()]
     judged = {record["step"] for record in records[:now]}
     later = best_step(records)
     assert later is None or later not in judged or later == best_step(records[:now])

@@ -83,14 +83,6 @@ def test_ranks_that_do_not_divide_what_they_share_are_refused_with_what_does(set
     check_division(LearnerConfig(ranks=4), sizes.get)
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "peft"])
-def test_a_package_that_is_not_there_is_named_with_the_way_to_get_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    settings: dict[str, Any] = {"deepspeed": {"backend": "deepspeed"}, "peft": {"lora": {"rank": 4}}}[package]
-    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'async-rlhf\[(deepspeed|lora)\]'"):
-        check_machine(LearnerConfig(**settings), 4, 100)
-
-
 DEEPSPEED_FILES = {
     "not json": ("{", "cannot be read"),
     "a list": ("[]", "must hold one JSON object"),

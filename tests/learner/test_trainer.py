@@ -19,7 +19,7 @@ from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import MismatchError, NonFiniteError, RecordError, RefusedError, RewardError, StalenessError
 from async_rlhf.buffers.files import Disk
-from async_rlhf.buffers.record import Group, Score
+from async_rlhf.buffers.record import Group, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.stages import StageTime, pack, pack_ahead, stage_metrics
 from async_rlhf.learner.checkpoint import resuming
@@ -187,6 +187,35 @@ def test_an_engine_that_samples_from_another_policy_than_the_learner_s_ends_the_
         MismatchError, match=r"differ by \d.* nats on average .* the limit is 0\.01.*raise engine\.mismatch_limit"
     ):
         run("fresh", 1, 0.01)
+
+
+def test_the_limit_holds_for_the_tokens_behind_no_older_keys_whatever_else_is_in_the_batch(live: Live) -> None:
+    def life(name: str, mixed_members: int, **settings: Any) -> Life:
+        batch = [make_group(n, [12] * 6, version=1, rewards=[0.0, 1.0] * 3) for n in (0, 1)]
+        mixed = (Span(0, 2), Span(1, 10, cache_version=0))
+        batch = [
+            replace(
+                g, rollouts=tuple(replace(r, spans=mixed if m < mixed_members else r.spans) for m, r in enumerate(g.rollouts))
+            )
+            for g in batch
+        ]
+        return live([[], batch], name=name, max_steps=2, believing={"mismatch_limit": 0.01}, **settings)
+
+    with pytest.raises(MismatchError):
+        life("72 others", 3).trainer.run()
+    few, none = life("48 others", 4).ran(), life("no others", 6).ran()
+    assert few.metrics()[1]["mismatch/tokens"] == 48 and few.metrics()[1]["mismatch/abs_log_ratio"] > 0.01
+    assert none.metrics()[1]["mismatch/tokens"] == 0 and none.metrics()[1]["mismatch/abs_log_ratio"] is None
+
+
+def test_where_the_policy_before_a_step_is_interpolated_only_the_first_update_is_compared_with_the_engine(live: Live) -> None:
+    batch = [make_group(n, [12] * 6, version=0, rewards=[0.0, 1.0] * 3) for n in (0, 1)]
+    for proximal, tokens in (("recompute", 144), ("interpolate", 72)):
+        loss = LossConfig.model_validate({"proximal": proximal})
+        assert (
+            live([batch], name=proximal, max_steps=1, loss=loss, updates_per_step=2).ran().metrics()[0]["mismatch/tokens"]
+            == tokens
+        )
 
 
 def poisoned(group: Group) -> Group:

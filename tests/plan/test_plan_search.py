@@ -58,6 +58,26 @@ def best(found: Found) -> Plan:
 FOUND = (shipped, with_everything)
 
 
+def test_fewer_devices_that_are_as_fast_are_named_beside_the_plan() -> None:
+    """The weight channel sets the pace of 64 devices, which half of them keep."""
+    found = search(spec(cluster={"nodes": 8}, search=BOUNDED, efficiency={"weights_bytes_per_s": 1e7}))
+    assert found.cheaper is not None and found.cheaper.devices < 32
+    assert found.cheaper.step.seconds <= 1.02 * best(found).step.seconds
+    assert f"on {found.cheaper.devices} of the devices" in "\n".join(telling.lines(found))
+
+
+def test_a_rank_trains_on_whole_groups() -> None:
+    """Of 64 groups on 40 ranks some have two: as long as 64 on 32 ranks, but for what ranks say to each other."""
+    roles = Roles.of(spec(cluster={"nodes": 8}, batch={"groups": 64, "group_size": 8}))
+    few, many = (min(each.seconds for each in roles.training("train", count, "here")) for count in (32, 40))
+    assert many >= 0.97 * few
+
+
+def test_a_plan_for_other_machines_needs_no_package_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert best(search(spec(search=BOUNDED))).layout("train").devices > 1
+
+
 @pytest.mark.parametrize("found", FOUND)
 def test_every_plan_fits_and_gives_each_device_once(found: Any) -> None:
     found = found()

@@ -51,6 +51,19 @@ def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_
     assert not [key for key in found if "spool" in key[0] and key[-1] == "filed"]
 
 
+def test_of_several_rewards_none_of_which_is_named_there_is_no_held_out_accuracy(tmp_path: Path) -> None:
+    line = {"label": "step", "step": 3, "mean_reward": 1.5, "accuracy": 1.0, "rewards": {"exact": 0.0, "brief": 1.5}}
+    for name, more in {"unnamed": {}, "named": {"solved_by": "brief"}}.items():
+        (made_run(tmp_path / name, 3) / "evaluations.jsonl").write_text(json.dumps({**line, **more}) + "\n")
+    runs = Runs(tmp_path)
+    found = samples(runs)
+    assert found["async_rlhf_evaluation_reward", "unnamed"] == found["async_rlhf_evaluation_reward", "named"] == 1.5
+    assert ("async_rlhf_evaluation_accuracy_ratio", "unnamed") not in found
+    assert found["async_rlhf_evaluation_accuracy_ratio", "named"] == 1.0
+    [shown] = runs.state("unnamed")["summary"]["evaluations"]
+    assert shown["accuracy"] is None and shown["rewards"] == {"exact": 0.0, "brief": 1.5}, "what the page draws"
+
+
 def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:
     with serving(Runs(made_run(tmp_path / "run", 40))) as site:
         scraped, rules = site.get("/metrics"), site.get("/alerts.yml").text

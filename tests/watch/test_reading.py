@@ -101,13 +101,15 @@ def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path)
     write_lines(run / "events.jsonl", [{"time": BEGAN + 12, "event": "stalled", "run_dir": "x", "text": "no step for 900 s"}])
     about = [
         {"step": 8, "time": BEGAN + 8, "mean_reward": 0.5, "accuracy": 0.25},
+        {"step": 7, "time": BEGAN + 7, "mean_reward": 1.5, "accuracy": 1.0, "rewards": {"exact": 0.0, "brief": 1.5}},
         {"step": 9, "time": BEGAN + 9, "missing": "killed"},
     ]
     assert [(event["step"], event["kind"], event["text"]) for event in read(run).events(about)] == [
         (None, "stalled", "no step for 900 s"),
         (11, "no update", "loss or gradient not finite, or nothing to learn from"),
         (9, "evaluation", "killed"),
-        (8, "evaluation", "reward 0.5, accuracy 0.25"),
+        (8, "evaluation", "accuracy 0.25, reward 0.5"),
+        (7, "evaluation", "reward 1.5, rewards/exact 0, rewards/brief 1.5"),
         (5, "change applied", "learner.learning_rate 0.0002 → 0.0001"),
         (None, "change asked", "learner.learning_rate 0.0002 → 0.0001"),
     ]

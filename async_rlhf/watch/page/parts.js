@@ -59,9 +59,9 @@ function joined(known, added, from) {
   return Object.fromEntries(Object.entries(added).map(([key, values]) => [key, [...known[key].slice(0, end), ...values]]));
 }
 
-function evaluationCurve(evaluations) {
-  const good = evaluations.filter((e) => Number.isInteger(e.step) && Number.isFinite(e.mean_reward));
-  const latest = new Map(good.map((e) => [e.step, e.mean_reward]));
+function evaluationCurve(evaluations, value = (e) => e.mean_reward) {
+  const good = evaluations.filter((e) => Number.isInteger(e.step) && Number.isFinite(value(e)));
+  const latest = new Map(good.map((e) => [e.step, value(e)]));
   const steps = [...latest.keys()].sort((a, b) => a - b);
   return { step: steps, mean: steps.map((step) => latest.get(step)) };
 }

@@ -97,8 +97,16 @@ class RunView {
       index,
       curve: this.known.curves[metric],
     }));
-    if (panel.metrics.mean === "reward")
-      lines.push({ label: "held-out", index: 1, dots: true, curve: evaluationCurve(summary.evaluations) });
+    if (panel.metrics.mean === "reward") {
+      const { evaluations } = summary;
+      lines.push({ label: "held-out", index: 1, dots: true, curve: evaluationCurve(evaluations) });
+      const means = evaluations.flatMap((e) => Object.entries(e.rewards ?? {}));
+      const names = [...new Set(means.filter(([, mean]) => Number.isFinite(mean)).map(([name]) => name))];
+      for (const [i, name] of (names.length > 1 ? names : []).entries()) {
+        const curve = evaluationCurve(evaluations, (e) => e.rewards?.[name]);
+        lines.push({ label: `held-out ${name}`, index: 2 + i, dots: true, curve });
+      }
+    }
     return lines;
   }
 
