@@ -6,11 +6,22 @@ import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
 
 from async_rlhf.buffers.errors import ConfigError
+
+REVEALED = {"secrets": "revealed"}
+"""Context of a dump that holds secrets, for a file that this user alone may read; without it they are asterisks."""
+
+
+def _dumped(secret: SecretStr, info: SerializationInfo) -> str:
+    return secret.get_secret_value() if info.context == REVEALED else str(secret)
+
+
+Secret = Annotated[SecretStr, PlainSerializer(_dumped, when_used="json")]
+"""A text that no display, tracker, message or report shows: the type of a setting that may hold a key."""
 
 
 class Section(BaseModel):

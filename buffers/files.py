@@ -40,7 +40,7 @@ class Files(Protocol):
     def names(self, directory: Path) -> list[str]: ...
     def is_readable(self, path: Path) -> bool: ...
     def lock(self, path: Path) -> File: ...
-    def create(self, path: Path) -> File: ...
+    def create(self, path: Path, private: bool = False) -> File: ...
     def append(self, path: Path) -> File: ...
     def reader(self, path: Path) -> File: ...
     def read_at(self, file: File, length: int, offset: int) -> bytes: ...
@@ -68,8 +68,8 @@ class Disk:
         return os.listdir(directory)
 
     def is_readable(self, path: Path) -> bool:
-        """Whether it is a regular file that this process may read."""
-        return path.is_file() and os.access(path, os.R_OK)
+        """Whether it is a regular file, no link to one, that this process may read."""
+        return path.is_file() and not path.is_symlink() and os.access(path, os.R_OK)
 
     def lock(self, path: Path) -> File:
         """Held until the file is closed; raises OSError when another process holds it."""
@@ -81,15 +81,21 @@ class Disk:
             raise
         return file
 
-    def create(self, path: Path) -> File:
-        return path.open("wb")
+    def create(self, path: Path, private: bool = False) -> File:
+        """private: this user alone may read it. A link of this name is not followed."""
+        mode = 0o600 if private else 0o666
+        file = open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode))  # noqa: SIM115  its caller's
+        if private:
+            os.fchmod(file.fileno(), mode)  # one that was there before keeps its mode
+        return file
 
     def append(self, path: Path) -> File:
         """Unbuffered: a write may take less than it is given, and nothing waits in this process."""
         return path.open("ab", buffering=0)
 
     def reader(self, path: Path) -> File:
-        return path.open("rb")
+        """A link is not followed, and nothing is waited for."""
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
 
     def read_at(self, file: File, length: int, offset: int) -> bytes:
         return os.pread(file.fileno(), length, offset)
@@ -151,14 +157,14 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def write_whole(path: Path, data: bytes | str, files: Files = DISK) -> None:
+def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: bool = False) -> None:
     """Replace a small file: after a crash or on a full disk it holds the old bytes or the new ones, never a part of them.
 
-    Durable when it returns. Raises OSError; the file is then as it was.
+    private: this user alone may read it. Durable when it returns. Raises OSError; the file is then as it was.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        file = files.create(temporary)
+        file = files.create(temporary, private)
         try:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()

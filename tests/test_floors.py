@@ -59,7 +59,7 @@ ROOMS = {
     "tensorboard": ("async_rlhf/run/tracking.py",),
     "wandb": ("async_rlhf/run/tracking.py",),
     "starlette": ("async_rlhf/watch/server.py", "async_rlhf/watch/intake.py"),
-    "uvicorn": ("async_rlhf/watch/server.py",),
+    "uvicorn": ("async_rlhf/watch/server.py", "async_rlhf/watch/connections.py"),
     "prometheus_client": ("async_rlhf/watch/prometheus.py",),
     "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (
@@ -67,6 +67,7 @@ ROOMS = {
         "async_rlhf/run/hooks.py",
         "async_rlhf/run/manifest.py",
         "async_rlhf/serve/daemon.py",
+        "async_rlhf/watch/beside.py",
         "learner/model/gguf.py",
         "experiments/",
     ),

@@ -23,7 +23,7 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
-from async_rlhf.actors.environments.rendering import Rendered, Renderer, conversation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer, as_messages, conversation
 from async_rlhf.actors.loop.transcript import Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.answer import as_text
@@ -65,8 +65,9 @@ class Played:
 
     completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
     prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment said between them. messages: the conversation. score: the environment's;
-    turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds since the epoch.
+    the environment said between them. messages: the conversation; num_prompt: of them before the first turn. score: the
+    environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in seconds
+    since the epoch.
     """
 
     completion: Completion
@@ -76,6 +77,7 @@ class Played:
     prompt: str = ""
     read: tuple[Content, ...] = ()
     messages: Sequence[Message] = ()
+    num_prompt: int = 0
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
@@ -86,7 +88,8 @@ class Played:
         if not self.messages:
             return {}
         was_sampled = sampled(self.completion.spans).tolist()
-        return {"messages": [*self.messages], "turns": [*self.turns], "sampled": was_sampled}
+        behind = [*self.messages[self.num_prompt :]]
+        return {"messages": [*self.messages], "completion_messages": behind, "turns": [*self.turns], "sampled": was_sampled}
 
 
 @dataclass(eq=False)
@@ -283,6 +286,7 @@ class Episodes:
             prompt=episode.group.text,
             read=tuple(read),
             messages=said,
+            num_prompt=len(as_messages(prompt)),
             score=score,
             turn_scores=tuple(episode.scores[: len(turns) - 1]),
             steps=tuple(episode.steps),

@@ -13,18 +13,16 @@ of ours; `adapted` chooses by what it sees. The functions themselves stay unchan
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_rlhf.actors.rewards.answer import as_text, shown
+from async_rlhf.actors.rewards.answer import as_text, scalar, shown
 from async_rlhf.actors.rewards.declaring import SETTINGS
 from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
-from async_rlhf.actors.rewards.signature import ALTERNATIVES
+from async_rlhf.actors.rewards.signature import ALTERNATIVES, written
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.score import Score
+from async_rlhf.buffers.score import MAX_SCORE, Score
 
 # Where the right answer may stand, in the order in which it is looked for.
 _TRUTH = ("ground_truth", "answer", "label", "labels", "reward_model", "solution")
@@ -36,7 +34,11 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
         return ADAPTERS[scheme](target)
     if _is_rubric(target):
         return from_verifiers(target)
-    if not callable(target) or isinstance(target, type):
+    if isinstance(target, type):
+        raise RewardError(
+            f"is the class {target.__name__}; pass an instance of it, or name one: my_reward = {target.__name__}()"
+        )
+    if not callable(target):
         raise RewardError(f"is a {type(target).__name__}, not a function")
     names = _parameters(target)
     if {"solution_str", "ground_truth"} <= names:
@@ -44,19 +46,6 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
     if {"queries", "labels"} <= names:
         return from_openrlhf(target)
     return target  # type: ignore[no-any-return]
-
-
-def from_trl(function: RewardFunction) -> RewardFunction:
-    """A TRL reward, which is one of ours already; where prompts are chats, completions are chats of one message, as there."""
-
-    @functools.wraps(function)
-    def call(**given: Any) -> Any:
-        prompts, completions = given.get("prompts"), given.get("completions")
-        if prompts and completions and not isinstance(prompts[0], str):
-            given["completions"] = [[{"role": "assistant", "content": completion}] for completion in completions]
-        return function(**given)
-
-    return _awaited(call) if inspect.iscoroutinefunction(function) else call
 
 
 def from_verl(function: RewardFunction) -> RewardFunction:
@@ -147,7 +136,7 @@ def from_verifiers(rubric: Any) -> RewardFunction:
 
 
 ADAPTERS: Mapping[str, Callable[[Any], RewardFunction]] = {
-    "trl": from_trl,
+    "trl": adapted,
     "verl": from_verl,
     "openrlhf": from_openrlhf,
     "gym": from_reasoning_gym,
@@ -178,14 +167,6 @@ def _adapter(
     return call
 
 
-def _awaited(call: RewardFunction) -> RewardFunction:
-    @functools.wraps(call)
-    async def waiting(**given: Any) -> Any:
-        return await call(**given)
-
-    return waiting
-
-
 def _truth(fields: Mapping[str, Any]) -> Any:
     found = next((fields[name] for name in _TRUTH if name in fields), None)
     # verl's own data sets nest it.
@@ -195,7 +176,7 @@ def _truth(fields: Mapping[str, Any]) -> Any:
 def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
     arguments = fields["prompt"]
     prompt = [{"role": "user", "content": arguments}] if isinstance(arguments, str) else arguments
-    completion = [{"role": "assistant", "content": fields["completion"]}]
+    completion = written({**fields, "prompt": prompt})
     about = {
         "answer": fields.get("answer", ""),
         "info": fields.get("info", {}),
@@ -214,14 +195,14 @@ def _scored(value: Any, metrics: Mapping[str, Any]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    plain = value.item() if getattr(value, "shape", None) == () else value
-    return isinstance(plain, int | float) and math.isfinite(plain)
+    plain = scalar(value)
+    return isinstance(plain, int | float) and abs(plain) <= MAX_SCORE
 
 
 def _number(value: Any) -> float:
     if not _is_number(value):
-        raise ValueError(f"returned {shown(value)}; a finite number was expected")
-    return float(value)
+        raise ValueError(f"returned {shown(value)}; a number within +-{MAX_SCORE:g} was expected")
+    return float(scalar(value))
 
 
 def _only(result: Any) -> Any:

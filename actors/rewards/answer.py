@@ -7,7 +7,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.score import MAX_SCORE, Score
@@ -86,9 +86,7 @@ def _read(result: Any) -> Answer:
         return _read_score(result)
     if isinstance(result, Logprobs):
         return _read_logprobs(result)
-    # Scalars of numpy and torch are zero-dimensional arrays; their `item()` is the plain number.
-    if getattr(result, "shape", None) == () and hasattr(result, "item"):
-        result = result.item()
+    result = scalar(result)
     if result is None:
         return Answer(None)
     if inspect.iscoroutine(result):
@@ -96,20 +94,25 @@ def _read(result: Any) -> Answer:
         return Answer(None, "returned a coroutine; declare the reward with 'async def'")
     if not isinstance(result, numbers.Real):
         return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
-    value = float(result)
-    if not abs(value) <= MAX_SCORE:  # nor is it true of what is not a number
-        return Answer(None, f"returned {value}; a score must be finite and within +-{MAX_SCORE:g}")
-    return Answer(value)
+    if not abs(cast(Any, result)) <= MAX_SCORE:  # nor is it true of what is not a number
+        return Answer(None, f"returned {shown(result)}; a score must be finite and within +-{MAX_SCORE:g}")
+    return Answer(float(result))
 
 
 def read_list(result: Any, count: int) -> tuple[Answer, ...]:
     """One score for each of `count` completions; a failure for all of them when there are not as many."""
     if hasattr(result, "tolist") and getattr(result, "shape", ()) != ():
-        result = result.tolist()
+        result = list(result)
     if not isinstance(result, list | tuple) or len(result) != count:
         expected = f"{count} completion{'s' * (count != 1)}; a list of {count} score{'s' * (count != 1)} was expected"
         return (Answer(None, f"returned {shown(result)} for {expected}"),) * count
     return tuple(map(read, result))
+
+
+def scalar(result: Any) -> Any:
+    """The plain number of a scalar of numpy or torch, and of an array of one number; anything else as it is."""
+    shape = getattr(result, "shape", None)
+    return result.item() if isinstance(shape, tuple) and set(shape) <= {1} and hasattr(result, "item") else result
 
 
 def as_text(prompt: Any) -> str:
@@ -118,7 +121,10 @@ def as_text(prompt: Any) -> str:
 
 
 def shown(result: Any) -> str:
-    return f"{type(result).__name__} {result!r:.60}"
+    try:
+        return f"{type(result).__name__} {result!r:.60}"
+    except Exception:  # noqa: BLE001  of an object of the user's, or an integer of more digits than Python writes
+        return f"{type(result).__name__} that cannot be written"
 
 
 def _read_score(score: Score) -> Answer:

@@ -3,7 +3,8 @@
 Three forms, known by the parameters' names and the decorator:
 
     one      f(completion, prompt, answer, ...)                   -> one score
-    list     f(prompts, completions, answer, ...)                 -> a list; TRL's form: every argument is a list
+    list     f(prompts, completions, answer, ...)                 -> a list; TRL's form: every argument is a list, and a
+             completion is a list of messages where its prompt is one
     group    @reward(scope="group") f(completions, prompt, ...)   -> a list, one for each member of the prompt's group
 
 Never here: finding a function by name (`loading`), or what calls it and when (`async_rlhf.actors.scoring`).
@@ -71,7 +72,8 @@ class Signature:
         """Names of the fields and columns a call can use, None for all: what has to travel to another process."""
         if self.any_column:
             return None
-        return tuple(self._renamed.get(name, name) for name in self.required + self.optional)
+        names = tuple(self._renamed.get(name, name) for name in self.required + self.optional)
+        return (*names, "prompt", "completion_messages") if self.form == "list" and "completion" in names else names
 
     def check(self, name: str, columns: AbstractSet[str], options: AbstractSet[str] = frozenset()) -> None:
         """Raises ConfigError when a parameter can get no value: no field, no column of the data, no option."""
@@ -120,10 +122,19 @@ class Signature:
     def _gathered(self, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         own = {ours: theirs for theirs, ours in self._renamed.items()}
         shared = self.form == "group"
+        if self.form == "list" and "completion" in members[0]:
+            members = [{**member, "completion": written(member)} for member in members]
         return {
             own.get(name, name): value if shared and name not in own else [member.get(name) for member in members]
             for name, value in members[0].items()
         }
+
+
+def written(member: Mapping[str, Any]) -> Any:
+    """The completion as TRL gives it: text; behind a prompt of messages a list of messages, of an episode all behind it."""
+    if not isinstance(member.get("prompt"), list):
+        return member["completion"]
+    return member.get("completion_messages") or [{"role": "assistant", "content": member["completion"]}]
 
 
 def _every_row(columns: AbstractSet[str]) -> str:

@@ -104,7 +104,7 @@ def _prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float
     _reward_model(path, label, device, dtype, threads)
 
 
-def _prefetch(prompts: list[Any], completions: list[str], stream_ids: list[int], **options: Any) -> None:
+def _prefetch(prompts: list[Any], completions: list[Any], stream_ids: list[int], **options: Any) -> None:
     _reward_judge(**options).prefetch(stream_ids, _samples(prompts, completions))
 
 
@@ -123,7 +123,7 @@ def _forget(stream_ids: list[int], **options: Any) -> None:
 )
 def reward_model(
     prompts: list[Any],
-    completions: list[str],
+    completions: list[Any],
     path: str,
     label: int = 0,
     device: str = "cpu",

@@ -38,14 +38,14 @@ class RewardModel:
         self._tokenizer.padding_side, self._tokenizer.truncation_side = "right", "left"
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[Any], completions: Sequence[str], max_length: int) -> list[float]:
-        """One logit for each completion, in float32. prompts: texts, or lists of chat messages."""
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any], max_length: int) -> list[float]:
+        """One logit for each completion, in float32. prompts, completions: texts, or lists of chat messages."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         batch_BT = self._tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         inputs = {name: batch_BT[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return self._of_label(self._model(**inputs).logits)
 
-    def read(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[list[int]]:
+    def read(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
         """Token ids of each, up to the one where the head reads. Not truncated."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         padding = self._tokenizer.pad_token_id
@@ -71,12 +71,12 @@ class RewardModel:
         scores: list[float] = logits_BL[:, self._label].float().tolist()
         return scores
 
-    def _text(self, prompt: Any, completion: str) -> str:
+    def _text(self, prompt: Any, completion: Any) -> str:
         """As the model was trained to read it: a chat through its template, plain text one behind the other."""
         if isinstance(prompt, str):
-            return prompt + completion
-        chat = [*prompt, {"role": "assistant", "content": completion}]
-        return str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+            return str(prompt + completion)
+        written = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return str(self._tokenizer.apply_chat_template([*prompt, *written], tokenize=False))
 
 
 # Float32 logits of so many bytes are made at a time.

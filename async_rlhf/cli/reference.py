@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import typer
-from pydantic import AliasChoices, BaseModel
+from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from async_rlhf.run.config import Config
@@ -97,11 +97,13 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in inner)
     if kind in (Union, UnionType):
         return " or ".join('`"none"`' if each is NoneType else _type(each) for each in inner)
+    if kind is Annotated:
+        return _type(inner[0])
     if kind is tuple:
         return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"[{', '.join(_type(each) for each in inner)}]"
     if kind is dict:
         return f"table of {_type(inner[1])}"
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any", SecretStr: "secret text"}
     return names[annotation]
 
 

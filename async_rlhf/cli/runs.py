@@ -67,6 +67,7 @@ def check(
 ) -> None:
     """Check a configuration, its data and its rewards, and say what it will do."""
     with errors():
+        from async_rlhf.inspect.trials import call_once
         from async_rlhf.run.fitting import check_memory
         from async_rlhf.run.launching import connect, found_by
         from async_rlhf.run.placing import inventory_of, placement_of, table
@@ -74,6 +75,7 @@ def check(
 
         loaded = load_config(config, overrides)
         prepared = preflight(loaded)
+        called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
         bound = loaded.bound(prepared.num_prompts)
         prompts = f"{prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out"
         if loaded.data.spool is not None:
@@ -94,7 +96,7 @@ def check(
         inventory = inventory_of(loaded, hosts)
         placement = placement_of(loaded, inventory)
         lines = (*table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
-        for line in (*of_hosts, *lines, *prepared.remarks):
+        for line in (*of_hosts, *lines, *prepared.remarks, *called):
             say(line)
         if graph:
             from async_rlhf.actors.scoring.graph import drawing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +42,10 @@ def serve(
             return
         from async_rlhf.serve.daemon import Daemon
         from async_rlhf.serve.queue_dir import QueueDir
+        from async_rlhf.watch.beside import beside
 
         queue = QueueDir.made(directory)
-        with _page(queue.runs, address, token_file):
+        with beside(queue.runs, address, token_file, say) if address else nullcontext():
             Daemon(queue, at_once=at_once, say=say).run()
 
 
@@ -116,14 +117,6 @@ def fork(
             _submit(to, config)
             return
         run_to_end(config)
-
-
-def _page(runs: Path, address: str | None, token_file: Path | None) -> AbstractContextManager[None]:
-    if address is None:
-        return nullcontext()
-    from async_rlhf.watch.server import beside
-
-    return beside(runs, address, token_file, say)
 
 
 def _request(what: Request, directory: Path, name: str) -> None:

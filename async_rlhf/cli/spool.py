@@ -37,7 +37,13 @@ def spool_put(
 @spool_app.command("listen")
 def spool_listen(
     directory: SpoolPath,
-    address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8266",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IP:PORT|unix:PATH",
+            help="A socket that only you can open, or with a token any address. Left out: DIR/.listen, or 127.0.0.1:8266.",
+        ),
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that a sender has to give.")] = None,
 ) -> None:
     """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""

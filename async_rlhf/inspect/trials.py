@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+from async_rlhf.actors.environments.rendering import as_messages
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
-from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import parse_settings
+from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.scoring import reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
 # What may be a list with one item for each of several completions.
@@ -33,6 +37,7 @@ _OF_MEMBERS = ("completion_ids", "finish_reason", "sampled")
 _BINS = 10
 # Longer than any single call may take, retries included; only a defect of ours reaches it.
 _PATIENCE_S = 600.0
+_MADE_UP = "The answer is 42."
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,43 @@ def try_rewards(
         for name in (spec.name for spec in specs)
     ]
     return Trial(found, len(scored), wall_s, [each.scores for each in scored])
+
+
+def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
+    """Call every reward on a made-up completion, as a run does, for a prompt of each source, of text and of messages.
+
+    deep: those too that load a model. Returns what came of it. Raises RewardError for one that fails, unless any share of
+    failed scores is allowed.
+    """
+    specs = reward_specs(config)
+    found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
+    kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
+    members = [_made_up(row, config.environment.function) for row in kinds.values()]
+    for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
+        chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
+        bell = threading.Event()
+        pool = ScoringPool[int](chosen, config.scoring, wake=bell.set, by_source=config.rewards.by_source)
+        scored = _score(pool, [[member] * size for member in members], bell, _PATIENCE_S)
+        for member, each in zip(members, scored[::size], strict=True):
+            for name in each.stages:  # of those that judge its source
+                score, about = each.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
+                if score.failure is not None and config.rewards.max_failed_ratio < 1:
+                    raise RewardError(
+                        f"reward {name!r} fails on {about}, {_MADE_UP!r}: {score.failure}. Return None for what it does not "
+                        "judge, or allow that scores fail: rewards.max_failed_ratio = 1"
+                    )
+                found.append(f"reward {name} on {about}: {score.failure or score.value}")
+    return found
+
+
+def _made_up(row: Row, is_episode: object) -> dict[str, Any]:
+    """The fields of a completion, whose text and tokens are made up."""
+    ids, said = list(range(8)), [{"role": "assistant", "content": _MADE_UP}]
+    told = {"completion": _MADE_UP, "completion_ids": ids, "prompt_ids": ids, "finish_reason": "stop"}
+    if is_episode:
+        messages = [*as_messages(row.prompt), *said]
+        told |= {"messages": messages, "completion_messages": said, "turns": [_MADE_UP], "sampled": [True] * len(ids)}
+    return {**row.columns, "prompt": row.prompt, **told}
 
 
 def lines(trial: Trial) -> list[str]:

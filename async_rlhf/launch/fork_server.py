@@ -39,7 +39,8 @@ from async_rlhf.launch.program import title
 
 INHERITED = "ASYNC_RLHF_FORK_SERVER"
 """Where a program finds the server that came with it (`exec_with_server`): process, descriptor, server, digest of variables."""
-READ_LATE = {"CUDA_VISIBLE_DEVICES", "ASYNC_RLHF_TETHER", INHERITED, "PYTEST_CURRENT_TEST"}
+_CALLER = {"ASYNC_RLHF_CALLER_REWARDS", "ASYNC_RLHF_CALLER_ENVIRONMENT"}
+READ_LATE = {"CUDA_VISIBLE_DEVICES", "ASYNC_RLHF_TETHER", INHERITED, "PYTEST_CURRENT_TEST", *_CALLER}
 """Variables that nothing reads while it is imported: a role may have others than its server."""
 HEADER = struct.Struct("<I")
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]

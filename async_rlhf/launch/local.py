@@ -86,10 +86,10 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends."""
+    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: more."""
 
-    def __init__(self, lock: RunLock | None = None) -> None:
-        self._lock = lock
+    def __init__(self, lock: RunLock | None = None, variables: Mapping[str, str] | None = None) -> None:
+        self._lock, self._variables = lock, {} if variables is None else variables  # which may be added to later
 
     def agents(self) -> Mapping[str, Callable[[], None]]:
         return {}
@@ -114,7 +114,8 @@ class LocalLauncher:
         if node.role not in _FORKED or node.threads is not None:
             return None
         held = [] if self._lock is None else [self._lock.descriptor]
-        variables = {**role_variables(), **visible(node.devices, os.environ), **environment(3, 4 if held else None)}
+        own = visible(node.devices, os.environ) | environment(3, 4 if held else None)
+        variables = {**role_variables(), **self._variables, **own}
         cpus = None if node.cpus is None else affinity.machine_cpus(node.cpus)
         arguments = (node.role, str(run_dir), *node.arguments)
         reads, writes = os.pipe()
@@ -134,6 +135,7 @@ class LocalLauncher:
         lock = None if self._lock is None else self._lock.descriptor
         variables = {
             **role_variables(),
+            **self._variables,
             **visible(node.devices, os.environ),
             **affinity.environment(node.threads),
             **environment(beats, lock),

@@ -56,7 +56,7 @@ class Tether:
     def follow(self) -> None:
         """Begin to beat, and to end with the supervisor."""
         if self.is_tied:
-            threading.Thread(target=self._end_with_supervisor, name="follow-supervisor", daemon=True).start()
+            threading.Thread(target=self.end_with_supervisor, name="follow-supervisor", daemon=True).start()
             threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
     def beat(self) -> None:
@@ -80,7 +80,8 @@ class Tether:
             time.sleep(_BEAT_S)
 
     @staticmethod
-    def _end_with_supervisor() -> None:
+    def end_with_supervisor() -> None:
+        """End at once when standard input closes."""
         while os.read(0, 4096):
             pass
         os._exit(1)

@@ -11,9 +11,13 @@ model = run.model()
 
 from __future__ import annotations
 
+import atexit
+import logging
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +27,7 @@ from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.run.caller_environment import played, target_of
 from async_rlhf.run.caller_rewards import served, split
@@ -40,6 +44,17 @@ from async_rlhf.run.run_files import line_of_step
 
 Record = dict[str, Any]
 """The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""
+
+
+_log = logging.getLogger(__name__)
+_ARGUMENTS = {
+    r"async-rlhf train (\S+) --": r"train, config='\1', --",
+    r"(--resume|--overwrite|--from-step \d+) --": r"\1, --",
+    r"--(resume|overwrite)\b": r"\1=True",
+    r"--from-step (\d+)": r"from_step=\1",
+    r"--from-step": "from_step=STEP",
+    r"--set '?([\w.]+)=([^\s,;']+)'?": r"overrides={'\1': '\2'}",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +107,12 @@ def train(
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
-    with _resolved(config, data, rewards, loss, advantage, environment, overrides, resume) as (resolved, rows):
+    of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+    with of_run as (resolved, rows, variables):
         return run(
             resolved,
             rows=rows,
+            variables=variables,
             resume=resume,
             from_step=from_step,
             overwrite=overwrite,
@@ -121,7 +138,8 @@ def start(
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     warm()
     with ExitStack() as stack:
-        resolved, rows = stack.enter_context(_resolved(config, data, rewards, loss, advantage, environment, overrides, resume))
+        of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+        resolved, rows, variables = stack.enter_context(of_run)
         records: SimpleQueue[Record | None] = SimpleQueue()
         supervisor, directory = prepare(
             resolved,
@@ -132,6 +150,7 @@ def start(
             progress=stack.enter_context(NotebookDisplay()) if in_notebook() and not quiet else None,
             on_step=records.put,
         )
+        directory.variables.update(variables)
         return Run(supervisor, directory, records, stack.pop_all())
 
 
@@ -141,15 +160,16 @@ class Run:
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
     woken by    each step
-    on close    leaving the `with` block stops the run and waits until it has drained; the run can be resumed
+    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it;
+                by Ctrl-C while the run is waited for; when the last reference to this handle is gone. A loop that is left
+                by `break` or an exception drains nothing, and says so.
     """
 
     def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self._supervisor, self._directory, self._records, self._held = supervisor, directory, records, held
-        self._finished = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
-        self._thread.start()
+        self._directory, self._own = directory, _Supervision(supervisor, directory.path, records, held)
+        self._in_block = False
+        # The thread does not hold this handle, so that it can be missed.
+        weakref.finalize(self, self._own.let_go, "nothing refers to it any more").atexit = False
 
     @property
     def run_dir(self) -> Path:
@@ -157,14 +177,22 @@ class Run:
 
     def __iter__(self) -> Iterator[Record]:
         """Raises, at its end, what ended the run."""
-        while (record := self._records.get()) is not None:
-            yield record
-        self._records.put(None)  # for the next that iterates
+        try:
+            while (record := self._own.records.get()) is not None:
+                yield record
+        except KeyboardInterrupt:
+            self._own.let_go("Ctrl-C")
+            raise
+        except GeneratorExit:
+            if not (self._own.over.is_set() or self._in_block):
+                _log.warning("%s does not end because the loop over its steps was left: stop() drains it", self.run_dir)
+            raise
+        self._own.records.put(None)  # for the next that iterates
         self.result()
 
     def stop(self) -> None:
         """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
-        self._supervisor.drain()
+        self._own.supervisor.drain()
 
     def model(self) -> Path | None:
         """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
@@ -172,30 +200,76 @@ class Run:
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the end. Raises TimeoutError, and what ended the run."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        try:
+            over = self._own.over.wait(timeout_s)
+        except KeyboardInterrupt:
+            self._own.let_go("Ctrl-C")
+            raise
+        if not over:
             raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
-        if self._error is not None:
-            raise self._error
-        return _result(self._directory, self._finished)
+        if self._own.error is not None:
+            raise self._own.error
+        return _result(self._directory, self._own.finished)
 
     def __enter__(self) -> Run:
+        self._in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-        self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
+        if error is not None:
+            self._own.let_go(f"its block was left by {type(error).__name__}")
+        self._own.wait_drained()
+        if error is None and self._own.error is not None:
+            raise self._own.error
 
-    def _supervise(self) -> None:
+
+class _Supervision:
+    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
+    interrupted is taken for ended."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
+        self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
+        self.finished, self._is_told = False, True
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
+
+    def let_go(self, why: str) -> None:
+        """Drain; how it ends the log says, for perhaps no handle will."""
+        if self._is_told and not self.over.is_set():
+            self._is_told = False
+            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self._run_dir, why)
+        self.supervisor.drain()
+
+    def wait_drained(self) -> None:
+        """Ctrl-C ends it at once, as a second signal does."""
+        self.supervisor.drain()
+        try:
+            self.over.wait()
+        except KeyboardInterrupt:
+            self.supervisor.interrupt()
+            self.over.wait()
+            raise
+
+    def _at_exit(self) -> None:
+        with suppress(KeyboardInterrupt):
+            self.let_go("the program ends")
+            self.wait_drained()
+
+    def _run(self) -> None:
         try:
             with self._held:
-                self._finished = self._supervisor.run()
+                self.finished = self.supervisor.run()
         except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
-            self._error = error
+            self.error = error
         finally:
-            self._records.put(None)
+            self.records.put(None)
+            atexit.unregister(self._at_exit)
+            if not self._is_told:
+                ended = "has ended" if self.finished else "has drained; resume=True goes on with it"
+                _log.warning("%s %s", self._run_dir, ended if self.error is None else f"was ended: {self.error}")
+            self.over.set()
 
 
 def run(
@@ -207,8 +281,9 @@ def run(
     overwrite: bool = False,
     quiet: bool = False,
     on_step: Callable[[Record], object] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Run a checked configuration; see `train` and `prepare`."""
+    """Run a checked configuration; see `train` and `prepare`. variables: further ones of its processes on this machine."""
     shown: AbstractContextManager[Progress]
     shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
     with shown as progress:
@@ -221,6 +296,7 @@ def run(
             progress=progress,
             on_step=on_step,
         )
+        directory.variables.update(variables or {})
         finished = supervisor.run()
     return _result(directory, finished)
 
@@ -251,28 +327,36 @@ def _resolved(
     environment: Callable[..., Any] | None,
     overrides: Mapping[str, Any] | None,
     resume: bool,
-) -> Iterator[tuple[Config, Rows]]:
-    """The configuration and the rows of a run with these functions; those that only this process has are served until the
-    block ends."""
-    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
-    if rewards is not None:
-        changed["rewards.functions"], own_rewards = split(rewards)
-    for section, key, own in (
-        ("loss", "loss.kind", loss),
-        ("advantage", "advantage.kind", advantage),
-    ):
-        if own is not None:
-            changed[key] = _importable(section, key, own)
-    own_environment = None
-    if environment is not None:
-        changed["environment.function"], own_environment = target_of(environment)
-    if data is not None:
-        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
-    loaded = load(config, changed)
-    rows = rows_of(loaded, data, resume)
-    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with served(own_rewards, loaded, columns) as scored, played(own_environment, scored, columns) as resolved:
-        yield resolved, rows
+) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
+    """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
+    until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
+    try:
+        changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
+        if rewards is not None:
+            changed["rewards.functions"], own_rewards = split(rewards)
+        for section, own in (("loss", loss), ("advantage", advantage)):
+            if own is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        own_environment = None
+        if environment is not None:
+            changed["environment.function"], own_environment = target_of(environment)
+        if data is not None:
+            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
+        loaded = load(config, changed)
+        rows = rows_of(loaded, data, resume)
+        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+        with served(own_rewards, loaded, columns) as (scored, first), played(own_environment, scored, columns) as (both, more):
+            yield both, rows, first | more
+    except AsyncRLHFError as error:
+        error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def in_python(message: str) -> str:
+    """`--resume --from-step 3` is resume=True, from_step=3."""
+    for flag, argument in _ARGUMENTS.items():
+        message = re.sub(flag, argument, message)
+    return message
 
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,16 +57,16 @@ def target_of(environment: Environment) -> tuple[str, Environment | None]:
 
 
 @contextmanager
-def played(environment: Environment | None, config: Config, columns: AbstractSet[str] | None) -> Iterator[Config]:
-    """Plays its episodes until the end of the block, for a run of the configuration that it gives.
+def played(
+    environment: Environment | None, config: Config, columns: AbstractSet[str] | None
+) -> Iterator[tuple[Config, dict[str, str]]]:
+    """Plays its episodes until the end of the block, for a run of the configuration, with the variables, that it gives.
 
     columns: those of the data, None where they are not known yet. Raises ConfigError.
     """
     if environment is None:
-        yield config
+        yield config, {}
         return
-    if os.environ.get(CALLER_SOCKET):
-        raise ConfigError("another run with an environment of the calling process is under way; end it first")
     settings, name = settings_of(environment), _name(environment)
     if settings.at_limit != 0.0:
         raise ConfigError(
@@ -87,12 +86,11 @@ def played(environment: Environment | None, config: Config, columns: AbstractSet
     )
     with socket_directory() as directory:
         server = _Server(spec, environment, config.environment.max_observation_bytes, directory / "environment")
-        os.environ[CALLER_SOCKET] = str(server.path)
         try:
             limits = {key: getattr(spec, key) for key in ("max_turns", "timeout_s", "episode_timeout_s")}
-            yield override(config, {f"environment.{key}": value for key, value in limits.items() if value is not None})
+            changed = {f"environment.{key}": value for key, value in limits.items() if value is not None}
+            yield override(config, changed), {CALLER_SOCKET: str(server.path)}
         finally:
-            del os.environ[CALLER_SOCKET]
             server.close()
 
 

@@ -1,14 +1,13 @@
 """Rewards that only the calling process has: `train(rewards=[lambda completion: ...])`.
 
 A lambda, a closure, a bound method or a function of a notebook cannot be imported by another process. A thread of the calling
-process serves it (`actors/scoring/server.py`), and the actors use it as the reward `remote` at the address "caller", which the
-environment of the run's processes resolves. Nothing is pickled.
+process serves it (`actors/scoring/server.py`), and the actors use it as the reward `remote` at the address "caller", which a
+variable of the run's own processes resolves: several runs of one process have one each. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -44,16 +43,16 @@ def split(rewards: Sequence[Callable[..., Any]] | Callable[..., Any]) -> tuple[l
 
 
 @contextmanager
-def served(own: Mapping[str, Callable[..., Any]], config: Config, columns: AbstractSet[str] | None) -> Iterator[Config]:
-    """Serves the functions until the end of the block, for a run of the configuration that it gives.
+def served(
+    own: Mapping[str, Callable[..., Any]], config: Config, columns: AbstractSet[str] | None
+) -> Iterator[tuple[Config, dict[str, str]]]:
+    """Serves the functions until the end of the block, for a run of the configuration, with the variables, that it gives.
 
     columns: those of the data, None where they are not known yet. Raises ConfigError.
     """
     if not own:
-        yield config
+        yield config, {}
         return
-    if os.environ.get(CALLER_ADDRESS):
-        raise ConfigError("another run with rewards of the calling process is under way; end it first")
     from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
 
     try:
@@ -72,11 +71,9 @@ def served(own: Mapping[str, Callable[..., Any]], config: Config, columns: Abstr
         server = ScoringServer(specs, scoring, f"ipc://{directory}/caller", REWARD_SERVER, functions=functions)
         thread = threading.Thread(target=server.run, name="caller-rewards-server", daemon=True)
         thread.start()
-        os.environ[CALLER_ADDRESS] = server.address
         try:
-            yield override(config, _overrides(own, config))
+            yield override(config, _overrides(own, config)), {CALLER_ADDRESS: server.address}
         finally:
-            del os.environ[CALLER_ADDRESS]
             server.stop()
             thread.join(_STOP_S)
 

@@ -19,7 +19,7 @@ from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfi
 from async_rlhf.actors.data.config import DataConfig, anchor_source
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
-from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
+from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.queue.bound import Bound
@@ -209,14 +209,14 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     """A configuration with overrides as in `load`, checked; raises ConfigError."""
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json", context=REVEALED)
     _prepare(values, Path.cwd())
     return _overridden(values, overrides)
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
     """A configuration that was checked with these values for dotted keys; each is checked by itself. Raises ConfigError."""
-    laid = config.model_dump(mode="json")
+    laid = config.model_dump(mode="json", context=REVEALED)
     for key, value in values.items():
         _lay(laid, _nested(key, value))
     return validated(laid)
@@ -288,7 +288,7 @@ def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML, every value written out."""
+    """The resolved configuration as TOML, every value written out, secrets too."""
 
     def written(value: Any) -> Any:
         if isinstance(value, dict):
@@ -297,7 +297,7 @@ def dump(config: Config) -> str:
             return [written(each) for each in value]
         return "none" if value is None else value
 
-    return tomli_w.dumps(written(config.model_dump(mode="json")))
+    return tomli_w.dumps(written(config.model_dump(mode="json", context=REVEALED)))
 
 
 def differences(old: Config, new: Config) -> list[str]:
@@ -374,7 +374,7 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A copy with tables for mappings, and for sections what was set in them."""
     if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_unset=True)
+        value = value.model_dump(mode="json", exclude_unset=True, context=REVEALED)
     return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 

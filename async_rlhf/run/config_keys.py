@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 NAME = "NAME"
@@ -96,6 +96,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "dpo": 'loss.kind = "online_dpo"',
     },
 }
+_MASK = str(SecretStr("any"))
 # A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
 _LIKE, _MUCH_LIKE = 0.7, 0.88
 
@@ -122,6 +123,20 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             yield Setting(f"{prefix}{name}", field)
 
 
+def secret_keys(section: type[BaseModel]) -> frozenset[str]:
+    """The settings whose values are shown nowhere."""
+    return frozenset(setting.key for setting in settings(section) if _is_secret(setting.field.annotation))
+
+
+def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
+    """The value of a dotted key as it may be shown."""
+    return _MASK if any(f"{secret}.".startswith(f"{key}.") for secret in secret_keys(config)) else value
+
+
+def _is_secret(annotation: Any) -> bool:
+    return annotation is SecretStr or any(map(_is_secret, get_args(annotation)))
+
+
 def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:
     """One problem that pydantic found in a configuration: where, the value, the limit or the nearest valid choice."""
     where = ".".join(str(part) for part in problem["loc"])
@@ -132,7 +147,8 @@ def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if where in KINDS and (here := KINDS[where].get(str(problem["input"]).lower())) is not None:
         message = f"no kind has this name; here that is {here}"
-    return f"{where}: {message}" if isinstance(problem["input"], dict) else f"{where} = {problem['input']!r}: {message}"
+    hidden = isinstance(problem["input"], dict) or where.startswith(tuple(secret_keys(config)))
+    return f"{where}: {message}" if hidden else f"{where} = {problem['input']!r}: {message}"
 
 
 def nearest(given: Sequence[str], value: Any, config: type[BaseModel]) -> str:

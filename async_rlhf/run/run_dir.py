@@ -31,6 +31,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.formats import RUN
@@ -101,6 +102,8 @@ class RunDir:
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = path, lock
+        self.variables: dict[str, str] = {}
+        """Those of its processes on this machine alone: where they find what only the calling process has."""
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "rollouts.jsonl"
         self.ledger = path / "ledger.json"
@@ -116,7 +119,7 @@ class RunDir:
     @property
     def launcher(self) -> Launcher:
         """Starts the processes of this run on this machine."""
-        return LocalLauncher(self.lock)
+        return LocalLauncher(self.lock, self.variables)
 
     @classmethod
     def create(cls, config: Config, rows: Rows | None = None, dropped: int = 0, *, overwrite: bool = False) -> RunDir:
@@ -142,7 +145,7 @@ class RunDir:
             if rows is not None:
                 RunData(run.path, config.data).keep(rows, dropped, made)
             write_whole(run._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            write_whole(run._config, dump(config))  # the last: what has it is a run
+            keep_config(config, run._config)  # the last: what has it is a run
         except OSError as error:
             run._release()
             for path in reversed(made):
@@ -159,7 +162,7 @@ class RunDir:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
             run._keep_format()
-            write_whole(run._config, dump(config))
+            keep_config(config, run._config)
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
                     remove_left(left)
@@ -356,6 +359,12 @@ class RunDir:
         if self.lock is not None:
             self.lock.release()
             self.lock = None
+
+
+def keep_config(config: Config, path: Path) -> None:
+    """Write it down; what holds secrets can be read by this user alone. Raises OSError."""
+    has_secrets = config.model_dump(mode="json") != config.model_dump(mode="json", context=REVEALED)
+    write_whole(path, dump(config), private=has_secrets)
 
 
 def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:

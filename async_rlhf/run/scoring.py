@@ -19,9 +19,9 @@ from async_rlhf.run.config import Config
 if TYPE_CHECKING:
     from async_rlhf.actors.loop.episodes import Play
 
-OF_EPISODES = frozenset({"messages", "turns", "sampled"})
-"""Fields that rewards get beside the others where there is an environment: the conversation, what the model wrote in it, and
-which of `completion_ids` were sampled."""
+OF_EPISODES = frozenset({"messages", "completion_messages", "turns", "sampled"})
+"""Fields that rewards get beside the others where there is an environment: the conversation, what of it stands behind the
+prompt, what the model wrote in it, and which of `completion_ids` were sampled."""
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:

@@ -46,7 +46,7 @@ def check_spool(directory: Path) -> list[str]:
             "renaming them; name another, or change its mode"
         )
     with os.scandir(directory) as found:
-        files = sum(is_ready(each.name) and each.is_file() for each in found)
+        files = sum(is_ready(each.name) and each.is_file(follow_symlinks=False) for each in found)
     remark, ended = f"prompts come from the spool {directory}; files that wait there: {files}", (directory / END).exists()
     return [f"{remark}; it has ended (it holds a file {END}), and no more will come" if ended else remark]
 

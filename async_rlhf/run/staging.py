@@ -46,6 +46,7 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
     own_keys = f"{directory}/keys" if reaches_hub else None
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
+    changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
     inline, returns, clock = dict[str, bytes](), {f"logs/{node.name}.log": node.log}, None
     if reaches_hub:
         assert config.security.directory is not None

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from async_rlhf.actors.data.config import TASK_PREFIX, DataConfig
-from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.config import Secret, Section
 from async_rlhf.learner.checkpoint.evaluated import num_since_best
 
 
@@ -108,10 +108,10 @@ class HooksConfig(Section):
     """What is called when a run needs a person or has something to show. What a hook does, fails at or takes never touches the
     run."""
 
-    command: str | tuple[str, ...] = ()
+    command: tuple[Secret, ...] | Secret = ()
     """Program and arguments; a text is split as a shell does, and no shell is called. The event is JSON on its standard input,
     and ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR are in its environment."""
-    url: str | None = None
+    url: Secret | None = None
     """Webhook that the event is posted to as JSON: `http://` or `https://`, or `$NAME` of an environment variable that holds
     the address, which then stands in no file."""
     events: tuple[EventKind, ...] = _EVENTS
@@ -121,23 +121,29 @@ class HooksConfig(Section):
 
     @field_validator("command")
     @classmethod
-    def _can_be_split(cls, command: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(command, str):
-            shlex.split(command)  # a quotation that does not end is a ValueError
+    def _can_be_split(cls, command: tuple[SecretStr, ...] | SecretStr) -> tuple[SecretStr, ...] | SecretStr:
+        _words(command)  # a quotation that does not end is a ValueError
         return command
 
     @field_validator("url")
     @classmethod
-    def _is_address(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://", "$")):
-            raise ValueError(f"{url!r} is neither http://... or https://..., nor $NAME of an environment variable")
+    def _is_address(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("http://", "https://", "$")):
+            raise ValueError("it is neither http://... or https://..., nor $NAME of an environment variable")
         return url
 
     @property
     def argv(self) -> list[str]:
-        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+        return _words(self.command)
 
     @property
     def address(self) -> str:
         """Empty where there is none."""
-        return os.environ.get(self.url[1:], "") if self.url and self.url.startswith("$") else self.url or ""
+        url = self.url.get_secret_value() if self.url else ""
+        return os.environ.get(url[1:], "") if url.startswith("$") else url
+
+
+def _words(command: tuple[SecretStr, ...] | SecretStr) -> list[str]:
+    if isinstance(command, SecretStr):
+        return shlex.split(command.get_secret_value())
+    return [word.get_secret_value() for word in command]

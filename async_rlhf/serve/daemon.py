@@ -58,7 +58,7 @@ class Daemon:
         self._complaint = ""
 
     def run(self) -> None:
-        """Until a signal. Raises ConfigError when there is another daemon, FormatError for a queue of another version."""
+        """Until a signal. Raises ConfigError when there is another daemon."""
         with on_signals(self._count):
             lock = self._queue.take()
             try:
@@ -78,8 +78,6 @@ class Daemon:
         try:
             with self._queue.alone():
                 active = self._turn()
-        except FormatError:
-            raise
         except (OSError, AsyncRLHFError) as error:  # a full disk, an operator's command that hangs: tried again
             if str(error) != self._complaint:
                 self._complaint = str(error)

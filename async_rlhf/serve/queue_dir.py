@@ -25,14 +25,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_rlhf.buffers.errors import ConfigError, DamagedError, did_you_mean
+from async_rlhf.buffers.errors import ConfigError, DamagedError, FormatError, did_you_mean
 from async_rlhf.buffers.files import DISK, lock_directory, write_whole
 from async_rlhf.buffers.formats import QUEUE
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.launch.exit_codes import INTERRUPTED
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
-from async_rlhf.run.config import Config, dump
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.run.run_files import highest_step, read_last_lines, read_object, read_small
 from async_rlhf.serve.turns import AFTER, Ended, Entry, Request, requested
 
@@ -44,7 +44,7 @@ _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
 
 class QueueDir:
-    """See the module docstring. Methods raise ConfigError for what cannot be done, FormatError for another version's queue."""
+    """See the module docstring. Methods raise ConfigError for what cannot be done, also with the entry of another version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -85,7 +85,7 @@ class QueueDir:
             try:
                 shutil.rmtree(made, ignore_errors=True)  # of one that was killed here
                 made.mkdir()
-                write_whole(made / "config.toml", dump(config))
+                keep_config(config, made / "config.toml")
                 self._write(made, entry)
                 made.rename(self.folder(entry))
                 DISK.sync_path(self._queue)
@@ -126,7 +126,8 @@ class QueueDir:
     # -- what the daemon and readers see -------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """In the order in which they were submitted. One whose state cannot be read is shown as failed, with the reason."""
+        """In the order in which they were submitted. One whose state cannot be read, or is of another version, is shown as
+        failed, with the reason."""
         found = []
         for folder in self._queue.iterdir():
             if match := _NAME.fullmatch(folder.name):
@@ -134,7 +135,9 @@ class QueueDir:
         return sorted(found, key=lambda entry: entry.number)
 
     def keep(self, entry: Entry) -> None:
-        """Replace what is known of an entry. Raises OSError; it is then as it was."""
+        """Replace what is known of an entry. Raises OSError, FormatError for one of another version; it is then as it was."""
+        with suppress(DamagedError):
+            QUEUE.check(read_object(self.folder(entry) / "state.json").get("format", 1), self.folder(entry))
         self._write(self.folder(entry), entry)
 
     def tell(self, entry: Entry) -> None:
@@ -234,7 +237,7 @@ class QueueDir:
                 raise DamagedError(f"{folder / 'state.json'} is missing, or says nothing of it")
             QUEUE.check(fields.pop("format", 1), folder)
             return _ENTRIES.validate_python({**fields, "number": number, "name": name})
-        except (DamagedError, ValidationError) as error:
+        except (DamagedError, FormatError, ValidationError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             return Entry(number, name, "failed", f"its state cannot be read: {reason}")
 

@@ -1,12 +1,14 @@
 """Where the page is served, and who may see it: decided and bound before anything is read or shown.
 
-This machine only, unless there is a token; a page that another machine can ask for without one is refused.
+This machine only, unless there is a token; a page that another machine can ask for without one is refused. What takes something
+is not open to all of this machine either, whose browser shows pages of any site: it has a token, or a socket of this user's.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_files import read_small
 
 DEFAULT = "127.0.0.1:8265"
+UNIX = "unix:"
+"""What an address begins with that is the path of a socket."""
 _MIN_TOKEN = 16
 _NEAR = 50
 _BACKLOG = 128
@@ -54,9 +58,19 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-def listen(address: str, token: str | None) -> socket.socket:
-    """A listening socket. Raises ConfigError before it listens: beyond this machine without a token, or taken."""
+def listen(address: str, token: str | None, *, takes: bool = False) -> socket.socket:
+    """A listening socket. Raises ConfigError before it listens: beyond this machine without a token, or taken.
+
+    takes: something can be changed through it, so without a token only a `unix:PATH` will do, which this user alone can open.
+    """
+    if address.startswith(UNIX):
+        return _private(address, Path(address.removeprefix(UNIX)))
     host, port = parse(address)
+    if token is None and takes:
+        raise ConfigError(
+            f"--address {address!r} is open to every user of this machine, and there is no token. Give --token-file FILE, or "
+            f"--address {UNIX}PATH, a socket that only you can open"
+        )
     if token is None and not ipaddress.ip_address(host).is_loopback:
         raise ConfigError(
             f"--address {address!r} can be reached from other machines, and there is no token. Give --token-file FILE, "
@@ -75,8 +89,37 @@ def listen(address: str, token: str | None) -> socket.socket:
     )
 
 
+def shown(bound: socket.socket) -> tuple[str, str]:
+    """The name by which a listening socket is asked, and its address for people."""
+    if bound.family == socket.AF_UNIX:
+        return "localhost", f"{UNIX}{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    return host, url(host, port)
+
+
+def told(path: Path, bound: socket.socket, token: str | None) -> str:
+    """Where these runs are shown, for people."""
+    return f"{path} is shown at {shown(bound)[1]}" + (" (user: any, password: the token)" if token else "")
+
+
 def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def _private(address: str, path: Path) -> socket.socket:
+    """At a path that this user alone can open; what one that has ended left there is replaced."""
+    found, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    try:
+        if path.is_socket() and found.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        found.bind(str(path))
+        found.listen(_BACKLOG)
+        return found
+    except OSError as error:
+        found.close()
+        raise ConfigError(f"--address {address!r} cannot be used: {error}; choose another path") from error
+    finally:
+        os.umask(mask)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -5,11 +5,12 @@
     GET  /healthz                                    200 while it lives
 
 Knows nothing of runs, as the spool does: what a row must have is looked at by the run that claims it. `Guard` stands before it:
-this machine only, unless there is a token.
+a token, or a socket that this user alone can open; and no page of another site.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,9 @@ from async_rlhf.buffers.spool.deposit import check_open, put
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch.server import LOCAL, Guard, until_interrupted
 
+DEFAULT = "127.0.0.1:8266"
+SOCKET = ".listen"
+"""A spool's own; a name that begins so is no file of rows."""
 MAX_BODY_BYTES = 32 << 20
 
 
@@ -49,11 +53,16 @@ def intake(spool: Path, token: str | None = None, hosts: tuple[str, ...] = LOCAL
     return app
 
 
-def listen(spool: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
-    """Take rows until Ctrl-C. Raises ConfigError before it listens: for a spool that is not there or has ended too."""
+def listen(spool: Path, address: str | None, token_file: Path | None, say: Callable[[str], object]) -> None:
+    """Take rows until Ctrl-C. address: left out, `DEFAULT` with a token and a socket in the spool without one.
+
+    Raises ConfigError before it listens: for a spool that is not there or has ended too.
+    """
     check_open(spool)
     token = addresses.read_token(token_file)
-    with closing(addresses.listen(address, token)) as bound:
-        host, port = bound.getsockname()[:2]
-        say(f"rows for {spool} are taken at {addresses.url(host, port)}rows" + (" (bearer token)" if token else ""))
+    address = address or (f"{addresses.UNIX}{spool / SOCKET}" if token is None else DEFAULT)
+    with closing(addresses.listen(address, token, takes=True)) as bound:
+        host, at = addresses.shown(bound)
+        rows = " (POST /rows)" if bound.family == socket.AF_UNIX else "rows"
+        say(f"rows for {spool} are taken at {at}{rows}" + (" (bearer token)" if token else ""))
         until_interrupted(intake(spool, token, (*LOCAL, host)), bound)

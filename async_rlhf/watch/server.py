@@ -20,8 +20,8 @@ import ctypes
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from async_rlhf.buffers.files import write_whole
 from async_rlhf.run.run_dir import no_run
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
+from async_rlhf.watch.connections import Connection, most
 from async_rlhf.watch.runs import Runs, as_json
 from async_rlhf.watch.series import MAX_STEP
 
@@ -48,7 +49,6 @@ MAX_HEADER_BYTES = 16 << 10
 MAX_PATH_BYTES = 2 << 10
 _OPEN = ("/healthz", "/readyz")
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
-_CONNECTIONS = 128
 _GRACE_S = 2
 THREADS = 4
 """That make answers."""
@@ -86,26 +86,21 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    with _opened(runs := Runs(path, may_be_empty=True), address, token_file, say) as (app, bound):
+    runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
+    with closing(addresses.listen(address, token)) as bound:
+        say(addresses.told(path, bound, token))
         if not runs.names():
             say(f"{no_run(path)}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
-        until_interrupted(app, bound)
+        show(runs, bound, token)
 
 
-@contextmanager
-def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> Iterator[None]:
-    """Serve the page of the runs in a directory, which may be none yet, from a thread until the block ends. Raises ConfigError
-    before it listens."""
-    with _opened(Runs(path, may_be_empty=True), address, token_file, say) as (app, bound):
-        serving = server(app)
-        thread = threading.Thread(target=serving.run, kwargs={"sockets": [bound]}, name="page", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            serving.should_exit = True
-            thread.join(_GRACE_S + 1)
+def show(runs: Runs, bound: socket.socket, token: str | None) -> None:
+    """Serve the page of these runs, which are read meanwhile, on a listening socket until Ctrl-C."""
+    keep_little()
+    with closing(runs):
+        runs.start()
+        until_interrupted(application(runs, token, (*LOCAL, addresses.shown(bound)[0])), bound)
 
 
 def keep_little() -> None:
@@ -118,20 +113,6 @@ def keep_little() -> None:
         allocator = ctypes.CDLL(None)
         allocator.mallopt(_M_ARENA_MAX, 1)
         allocator.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-
-
-@contextmanager
-def _opened(
-    runs: Runs, address: str, token_file: Path | None, say: Callable[[str], object]
-) -> Iterator[tuple[Starlette, socket.socket]]:
-    """The page of these runs, which are read until the block ends, and the socket that it is to be served on."""
-    token = addresses.read_token(token_file)
-    keep_little()
-    with closing(addresses.listen(address, token)) as bound, closing(runs):
-        host, port = bound.getsockname()[:2]
-        runs.start()
-        say(f"{runs.path} is shown at {addresses.url(host, port)}" + (" (user: any, password: the token)" if token else ""))
-        yield application(runs, token, (*LOCAL, host)), bound
 
 
 def until_interrupted(app: ASGIApp, bound: socket.socket) -> None:
@@ -151,14 +132,15 @@ def server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             served,
-            http="h11",
+            http=Connection,
+            loop="asyncio",
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_CONNECTIONS,
+            backlog=most(),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=_GRACE_S,
         )
@@ -174,7 +156,8 @@ def save(path: Path, out: Path) -> None:
 
 
 class Guard:
-    """Before every request: its size, its host or token. Adds headers by which a browser gives the answers to no other site.
+    """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
+    which a browser gives the answers to no other site.
 
     max_body_bytes: of what is sent, whose length must be said; 0: nothing can be sent.
     """
@@ -216,6 +199,8 @@ class Guard:
             return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
             return PlainTextResponse(f"asked by another name than {', '.join(self._hosts)}\n", 421)
+        if scope["method"] not in ("GET", "HEAD") and _is_elsewhere(headers):
+            return PlainTextResponse("sent by a page of another site: nothing is taken from there\n", 403)
         if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
             return PlainTextResponse(
                 "a token is needed\n", 401, {"www-authenticate": 'Basic realm="async-rlhf", charset="UTF-8"'}
@@ -310,6 +295,13 @@ def _step(text: str) -> int:
 
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _is_elsewhere(headers: Headers) -> bool:
+    """Whether a browser says that a page of another site asks; other programs say nothing."""
+    origin = headers.get("origin")
+    other = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    return other or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
 def _name(host: str) -> str:

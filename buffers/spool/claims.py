@@ -5,11 +5,16 @@
     on close    nothing: it may end between any two operations on files, and goes on from what it finds
 
     1. claim    a file is renamed from the spool into `claimed/NUMBER-NAME.jsonl`. Where that is another file system, it is
-                renamed within the spool first, to a name that says whose it is and begins with ".", then copied, then removed
+                renamed within the spool, to a name that says whose it is and begins with ".", and read there
     2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NUMBER-NAME.jsonl`,
                 which is on disk before the last rows of its file are bound
     3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
     4. remove   the claimed file
+
+Whoever may write into the spool decides what lies there, and no more. Only regular files are opened, links are not followed, a
+turn reads `_PIECE` bytes and goes on in the next, and of a line no more than a row may have is kept. What cannot be read so is
+set aside: a line with its number and the reason; a line of more than `_MAX_LINE_BYTES` with all behind it; what turns out to be
+no file (it may be replaced until it is renamed) under a name that is not claimed.
 
 Why each row is bound once. Of two runs that share a spool one renames the file. Claims are bound in their order and lines in
 theirs, so what is bound is what is not behind the newest place in the stream: a claim that is looked at again after a crash
@@ -40,8 +45,10 @@ from async_rlhf.buffers.spool.stream import Place, Stream
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
+_MAX_LINE_BYTES = 256 << 20  # behind which the rest of a file is not looked at: it may be a hole without an end
 _CLAIMS = 256  # files that are claimed at a time, with one sync of the two directories
 _SHOWN_BYTES = 2000  # of a line in `rejected/`
+_IDENTITY = "id"
 _NAME_BYTES = 120  # of a file's own name in that of its claim
 
 
@@ -57,9 +64,11 @@ Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
 
 
 def has_claimed(directory: Path) -> bool:
-    """Whether a run's own directory holds rows that came out of a spool, and are nowhere else. Raises OSError."""
+    """Whether a run's own directory holds rows that came out of a spool, or the name under which it has claimed them there.
+    Raises OSError."""
     stream, claimed = directory / "stream.jsonl", directory / "claimed"
-    return (stream.exists() and stream.stat().st_size > 0) or (claimed.exists() and any(claimed.iterdir()))
+    left = (directory / _IDENTITY).exists() or (claimed.exists() and any(claimed.iterdir()))
+    return left or (stream.exists() and stream.stat().st_size > 0)
 
 
 class Spool:
@@ -70,7 +79,7 @@ class Spool:
         self._directory, self._claimed, self._rejected = directory, directory / "claimed", directory / "rejected"
         self._prefix = ""  # of the names in the spool that are this run's
         self._seen: list[str] = []  # what lay in the spool at the last look and is to be claimed, the last name first
-        self._waiting: list[str] | None = None  # claims that are not bound whole; None: to be looked up
+        self._waiting: list[Path] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
         self._next = 1
         self._num_rejected: dict[str, int] = {}  # by the name of the claim
@@ -105,30 +114,33 @@ class Spool:
 
     # -- claiming ----------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> list[str]:
-        """The claims that are not bound whole, in order, by what lies in the run's directory."""
+    def _begin(self) -> list[Path]:
+        """The claims that are not bound whole, in order: in the run's directory, and in the spool under this run's name."""
         for directory in (self._claimed, self._rejected):
             self._files.make(directory)
-        claims = sorted(name for name in self._files.names(self._claimed) if is_ready(name))
         rejected = [name for name in self._files.names(self._rejected) if is_ready(name)]
-        if not self._prefix:
-            self._prefix = f".claimed-{self._identity()}-"
+        if not self._num_rejected:
             self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
         self._files.sync_path(self._claimed)
+        claims = [self._claimed / name for name in self._files.names(self._claimed) if is_ready(name)]
         with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
             self._files.sync_path(self._source)
-        self._next = max(self._next, 1 + max([self.stream.tail[0], *map(_number, (*claims, *rejected))]))
-        for done in [name for name in claims if _number(name) < self.stream.tail[0]]:
-            self._files.unlink(self._claimed / done)
-        return [name for name in claims if _number(name) >= self.stream.tail[0]]
+            if _IDENTITY in self._files.names(self._directory):
+                self._name()
+                claims += [self._source / name for name in self._files.names(self._source) if name.startswith(self._prefix)]
+        numbers = {path: _number(path.name.removeprefix(self._prefix)) for path in claims}
+        self._next = max(self._next, 1 + max([self.stream.tail[0], *numbers.values(), *map(_number, rejected)]))
+        for done in [path for path in claims if numbers[path] < self.stream.tail[0]]:
+            self._files.unlink(done)
+        return sorted((path for path in claims if numbers[path] >= self.stream.tail[0]), key=numbers.__getitem__)
 
-    def _identity(self) -> str:
-        """Names this run in a spool that several use."""
-        path = self._directory / "id"
+    def _name(self) -> None:
+        """Name this run in a spool of another file system, which several may use."""
+        path = self._directory / _IDENTITY
         if path.name not in self._files.names(self._directory):
             write_whole(path, secrets.token_hex(8), self._files)
         self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
-        return self._files.read(path).decode()
+        self._prefix = f".claimed-{self._files.read(path).decode()}-"
 
     def _num_lines(self, path: Path) -> int:
         reader = self._files.reader(path)
@@ -138,11 +150,11 @@ class Spool:
         finally:
             reader.close()
 
-    def _collect(self, waiting: list[str]) -> None:
+    def _collect(self, waiting: list[Path]) -> None:
         """Claim the next of what is there. Where there is nothing and the spool has ended, so has the stream."""
         is_last, num_taken = False, 0
         if not self._seen:
-            is_last = self._look(waiting)
+            is_last = self._look()
         while self._seen and num_taken < _CLAIMS:
             path = self._source / self._seen.pop()
             if self._files.is_readable(path):
@@ -154,82 +166,54 @@ class Spool:
         elif is_last:
             self.stream.end()
 
-    def _look(self, waiting: list[str]) -> bool:
+    def _look(self) -> bool:
         """Note what there is to be claimed; whether nothing further will come."""
         names = self._files.names(self._source)
         ended = END in names
         if ended:
             names = self._files.names(self._source)  # what came before the end is there by now
-        mine = sorted(name for name in names if name.startswith(self._prefix))
-        self._next = max([self._next, *(1 + _number(name.removeprefix(self._prefix)) for name in mine)])
-        for name in mine:
-            self._fetch(name, waiting)
         self._seen = sorted(filter(is_ready, names), reverse=True)
-        return ended and not mine
+        return ended
 
-    def _take(self, path: Path, waiting: list[str]) -> None:
+    def _take(self, path: Path, waiting: list[Path]) -> None:
         claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(path.name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
+        target = self._claimed / claim
         try:
-            self._files.replace(path, self._claimed / claim)
+            self._files.replace(path, target)
         except FileNotFoundError:
             return  # another run has it
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._files.replace(path, self._source / f"{self._prefix}{claim}")
-            self._next += 1
-            self._files.sync_path(self._source)
-            self._fetch(f"{self._prefix}{claim}", waiting)
-            return
+            self._name()
+            target = self._source / f"{self._prefix}{claim}"
+            self._files.replace(path, target)
         self._next += 1
-        waiting.append(claim)
-
-    def _fetch(self, name: str, waiting: list[str]) -> None:
-        """Bring a file over from another file system, where it bears this run's name."""
-        claim = name.removeprefix(self._prefix)
-        if claim not in self._files.names(self._claimed):
-            temporary = self._claimed / f".{claim}.tmp"
-            self._copy(self._source / name, temporary)
-            self._files.replace(temporary, self._claimed / claim)
-            self._files.sync_path(self._claimed)
-        self._files.unlink(self._source / name)
-        self._files.sync_path(self._source)
-        if claim in self._files.names(self._claimed):
-            waiting.append(claim)
-
-    def _copy(self, source: Path, target: Path) -> None:
-        reader, writer, offset = self._files.reader(source), self._files.create(target), 0
-        try:
-            while piece := self._files.read_at(reader, 1 << 20, offset):
-                writer.write(piece)
-                offset += len(piece)
-            writer.flush()
-            self._files.sync(writer)
-        finally:
-            reader.close()
-            writer.close()
+        waiting.append(target)
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
-    def _bind(self, waiting: list[str]) -> None:
+    def _bind(self, waiting: list[Path]) -> None:
         """Look at a piece of what is claimed, or at several small files, and bind its good rows."""
         lines: list[tuple[_Claim, int, bytes]] = []
         done: list[_Claim] = []
         num_bytes = 0
         while num_bytes < _PIECE and len(done) < len(waiting):
             if self._claim is None:
-                self._claim = _Claim(self._files, self._claimed / waiting[len(done)], self._rejected)
+                path = waiting[len(done)]
+                self._claim = _Claim(self._files, path, path.name.removeprefix(self._prefix), self._rejected)
             claim, read = self._claim, self._claim.read()
             if read is None:
                 self._claim = None
                 done.append(claim)
             else:
                 lines += [(claim, number, line) for number, line in read]
-                num_bytes += sum(len(line) for _, line in read)
+                num_bytes += claim.num_read
         rows = [row for row in self._good(lines) if row[0] > self.stream.tail]
         for claim in done:
             if num_rejected := claim.finish():
                 self._num_rejected[claim.name] = num_rejected
+                _log.warning("%s: %d set aside, with the reasons, in %s", claim.name, num_rejected, self._rejected)
         if rows:
             self.stream.append(rows)
         self._files.unlink_all([claim.path for claim in done])
@@ -258,27 +242,40 @@ def _number(claim: str) -> int:
 class _Claim:
     """A claimed file that is read piece by piece, and the file of its lines that are set aside."""
 
-    def __init__(self, files: Files, path: Path, rejected: Path) -> None:
+    def __init__(self, files: Files, path: Path, name: str, rejected: Path) -> None:
         """rejected: the directory of such files."""
-        self.path, self.name, self.number = path, path.name, _number(path.name)
-        self.num_rejected = 0
+        self.path, self.name, self.number = path, name, _number(name)
+        self.num_rejected = self.num_read = 0
+        """num_read: bytes, by the last `read`."""
         self._files, self._rejected = files, rejected
-        self._reader = files.reader(path)
+        self._reader: File | None = None
         self._writer: File | None = None
-        self._offset = self._line = 0
-        self._rest = b""  # of a line whose end was not read yet; of a longer one than may be, the beginning
-        self._ended = False
+        self._size = self._offset = self._begin = self._line = 0  # _begin: of the line whose end was not read yet
+        self._rest = b""  # of that line; of a longer one than may be, the beginning
+        self._ended = not files.is_readable(path)
+        if self._ended:
+            files.replace(path, path.with_name(f".no-file-{name}"))
+            self.reject(0, b"", "it is no regular file that this user may read")
+        else:
+            self._reader, self._size = files.reader(path), files.size(path)  # what is appended now is not waited for
 
     def read(self) -> list[tuple[int, bytes]] | None:
         """The next lines with their numbers, without empty ones; None behind the last. One that is too long is cut."""
-        if self._ended:
+        if self._ended or self._reader is None:
             return None
-        piece = self._files.read_at(self._reader, _PIECE, self._offset)
+        piece = self._files.read_at(self._reader, min(_PIECE, self._size - self._offset), self._offset)
+        self.num_read = len(piece)
         self._offset += len(piece)
         self._ended = not piece
         *whole, rest = (self._rest + piece).split(b"\n")
+        if whole:
+            self._begin = self._offset - len(rest)
         if self._ended:
             whole.append(rest)
+        elif self._offset - self._begin > _MAX_LINE_BYTES:
+            self._ended = True
+            reason = f"it is longer than {_MAX_LINE_BYTES} bytes: it and all behind it was left out"
+            self.reject(self._line + len(whole) + 1, rest, reason)
         self._rest = rest[: MAX_ROW_BYTES + 1]
         numbered = enumerate(whole, self._line + 1)
         self._line += len(whole)
@@ -286,14 +283,15 @@ class _Claim:
 
     def reject(self, line: int, raw: bytes, reason: str) -> None:
         if self._writer is None:
-            self._writer = self._files.create(self._temporary)
+            self._writer = self._files.create(self._temporary, private=True)
         self.num_rejected += 1
         shown = raw[:_SHOWN_BYTES].decode(errors="backslashreplace")
         self._writer.write((json.dumps({"line": line, "reason": reason, "row": shown}) + "\n").encode())
 
     def finish(self) -> int:
         """What was set aside is on disk; how many lines. Raises OSError."""
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._writer is not None:
             self._writer.flush()
             self._files.sync(self._writer)

@@ -21,6 +21,8 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.staleness.cells import CellResult, keep, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.run.config import Config
+from async_rlhf.run.config_keys import masked
 from async_rlhf.run.run_files import read_small
 
 # Where tables and runs lie is where the file lies.
@@ -55,6 +57,7 @@ def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> bool:
     """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Whether never more than one did, now
     and before. Raises OSError, DamagedError."""
     values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
+    values["overrides"] = {key: masked(key, value, Config) for key, value in sweep.overrides.items()}
     path = sweep.results_dir / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     jobs = max(jobs, _read(path)[0].jobs if path.exists() else 1)

@@ -35,6 +35,7 @@ from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.config import Config, differences, parse_override
+from async_rlhf.run.config_keys import masked
 from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.launching import check_ray
 from async_rlhf.run.preflight import preflight
@@ -135,7 +136,8 @@ def run_sweep(
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
     all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
-    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in overrides for word in ("--set", text))])
+    sets = (f"{key}={masked(key.strip(), value, Config)}" for key, _, value in (text.partition("=") for text in overrides))
+    command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
     with _cells(ray, jobs, sweep, all_jobs) as where:
         states = [(job, job.state(where.sees_runs)) for job in all_jobs]

@@ -186,6 +186,8 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     assert (completion.finish_reason, played.score, played.turn_scores) == ("length", RIGHT, (0.5,))
     assert (played.text, played.turns, played.prompt) == ("\x01\x02xyz\t", ("\x01\x02", "\t"), "go")
     contents = [(message["role"], message["content"]) for message in played.fields["messages"]]
+    assert played.fields["messages"][played.num_prompt :] == played.fields["completion_messages"]
+    assert played.fields["completion_messages"][0]["role"] == "assistant"
     assert contents == [("user", "go"), ("assistant", "\x01\x02"), ("user", "xyz"), ("assistant", "\t")]
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests

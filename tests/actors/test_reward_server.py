@@ -73,7 +73,7 @@ def test_a_served_reward_answers_as_it_would_at_home(serve: Callable[..., Scorin
     assert scores[:2] == [Score(8.0, metrics={"length": 1.0}), Score()]
     assert [score.failure for score in scores[2:5]] == [
         "ValueError: no number",
-        "returned 1e+308; a score must be finite and within +-1e+18",
+        "returned float 1e+308; a score must be finite and within +-1e+18",
         "ValueError: half \ud800",
     ]
     assert [score.value for score in scores[5:]] == [2.0 * n for n in range(200)]

@@ -65,7 +65,7 @@ ABSURD = (math.nan, math.inf, -math.inf, 1e308, -(10**19))
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        *((value, f"returned {float(value)}; a score must be finite and within +-1e+18") for value in ABSURD),
+        *((value, f"returned {type(value).__name__} {value!r}; a score must be finite and within +-1e+18") for value in ABSURD),
         *((value, f"returned {type(value).__name__} ") for value in ("1.0", [1.0], {"score": 1}, np.ones(2))),
     ],
 )
@@ -87,7 +87,7 @@ def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl
         return [None]
 
     assert ask(trl) == Answer(None)
-    assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state")
+    assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state", "prompt", "completion_messages")
 
 
 @pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])

@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str == ground_truth)
 
 def compute_score_dict(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return {"score": solution_str == ground_truth, "acc": 1.0, "pred": solution_str}
+    return {"score": solution_str == ground_truth, "acc": 1.0, "pred": solution_str, "huge": 10**400}
 
 async def compute_score_async(data_source, solution_str, ground_truth, extra_info=None):
     return compute_score(data_source, solution_str, ground_truth, extra_info)
@@ -132,14 +132,33 @@ def test_a_chat_reaches_every_form_as_its_system_would_give_it(tmp_path: Path) -
         "def trl(prompts, completions): return [float(c[0]['content'] == '4' and p[1]['role'] == 'user')"
         " for p, c in zip(prompts, completions)]\n"
         "async def trl_async(prompts, completions): return trl(prompts, completions)\n"
+        "def alone(completions): return [float(c == [{'role': 'assistant', 'content': '4'}]) for c in completions]\n"
         "def reward_func(queries, prompts, labels): return [float(queries == ['Add.\\n2 + 2 = 4'])]\n"
         "class Rubric: pass\n"
         "def right(prompt, completion): return float(prompt[0]['role'] == 'system' and completion[0]['content'] == '4')\n"
         "rubric = Rubric()\nrubric.funcs, rubric.weights = [right], [1.0]\n"
     )
-    targets = ["trl:chats.py:trl", "trl:chats.py:trl_async", "chats.py:reward_func", "chats.py:rubric"]
-    for spec in resolve(targets, tmp_path, {"answer"}):
+    targets = [f"chats.py:{name}" for name in ("trl", "trl_async", "alone", "reward_func", "rubric")]
+    for spec in (*resolve(targets, tmp_path, {"answer"}), *resolve(["trl:chats.py:trl"], tmp_path, {"answer"})):
         assert ask(spec, {**TRUTH, "prompt": CHAT}).value == 1.0, spec.name
+
+
+def test_in_an_episode_of_messages_a_list_form_gets_all_that_stands_behind_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "chats.py").write_text(
+        "def trl(completions): return [float([m['role'][0] for m in c] == ['a', 't', 'a']) for c in completions]\n"
+        "class Rubric: pass\n"
+        "def right(completion): return float(len(completion) == 3)\n"
+        "rubric = Rubric()\nrubric.funcs, rubric.weights = [right], [1.0]\n"
+    )
+    behind = [{"role": role, "content": "4"} for role in ("assistant", "tool", "assistant")]
+    for spec in resolve(["chats.py:trl", "chats.py:rubric"], tmp_path):
+        assert ask(spec, {"prompt": CHAT, "messages": [*CHAT, *behind], "completion_messages": behind}).value == 1.0, spec.name
+
+
+def test_a_text_prompt_gives_a_list_form_texts_though_the_data_has_columns_of_an_episodes_names(tmp_path: Path) -> None:
+    (tmp_path / "texts.py").write_text("def trl(completions, messages, turns): return [float(completions == ['4'])]\n")
+    (spec,) = resolve(["texts.py:trl"], tmp_path, {"messages", "turns"})
+    assert ask(spec, {"messages": "none", "turns": 3}).value == 1.0
 
 
 def test_what_is_returned_in_the_wrong_shape_is_a_failure(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_file_is_loaded_once_not_as_main_and_may_import_its_neighbours(file: C
         ("missing.py:f", "missing.py does not exist"),
         ("judge.py:jugde", "no 'jugde' at the top level of .*did you mean 'judge'"),
         ("judge.py:LIMIT", "is a int, not a function"),
-        ("judge.py:Judge", "is a type, not a function"),
+        ("judge.py:Judge", r"is the class Judge; pass an instance of it, or name one: my_reward = Judge\(\)"),
         ("judge.py:by_position", "takes \\['completion'\\] by position"),
         ("broken.py:f", "broken.py raised ZeroDivisionError"),
         ("quits.py:f", "quits.py raised SystemExit"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ NUMBERS = st.one_of(
     st.floats(width=32).map(np.float32),
     st.integers(-(2**63), 2**63 - 1).map(np.int64),
     st.floats().map(np.array),
+    st.floats().map(lambda number: np.array([number])),
     st.sampled_from([np.array("text"), np.datetime64("2020-01-01"), np.longdouble("1e4000"), np.ones(2), np.array(None)]),
 )
 PLAIN = st.one_of(st.none(), NUMBERS, TEXTS, st.binary(max_size=20), st.builds(object))
@@ -121,10 +123,29 @@ def test_whatever_a_list_holds_each_member_has_a_score_or_a_failure(value: Any, 
         check(answer)
 
 
-@pytest.mark.parametrize("wrong", [10**400, math.nan, "text", 1e308, Decimal(1), object()])
+@pytest.mark.parametrize(
+    "wrong", [10**400, 10**5000, 2**63, math.nan, "text", np.longdouble("1e4000"), 1e308, Decimal(1), object()], ids=type
+)
 def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None:
     first, second = ask("echo_group", [wrong, 2.0], count=2)
     assert first.failure is not None and second.value == 2.0
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**5000), 2**63, 1.7e308, np.longdouble("1e4000")], ids=type)
+def test_a_number_that_is_too_large_is_a_failure_that_says_how_large_a_score_may_be(huge: Any) -> None:
+    (answer,) = ask("echo", huge)
+    assert answer.failure is not None and "a score must be finite and within +-1e+18" in answer.failure
+
+
+@pytest.mark.parametrize(
+    "kind", [np.float32, np.int64, np.bool_, np.array, torch.tensor, torch.nn.Parameter, lambda n: np.array([n])]
+)
+def test_numbers_of_numpy_and_torch_are_scores_one_by_one_and_in_lists(kind: Any) -> None:
+    one = kind(torch.tensor(1.0)) if kind is torch.nn.Parameter else kind(1.0)
+    assert ask("echo", one)[0].value == 1.0 == ask("echo", torch.ones(1, 1))[0].value
+    for several in ([one, one], (one, one), np.ones((2, 1)), torch.ones(2, 1), torch.ones(2, dtype=torch.bfloat16)):
+        assert [answer.value for answer in ask("echo_list", several, count=2)] == [1.0, 1.0]
+    assert "returned ndarray" in (ask("echo", np.ones(2))[0].failure or "")
 
 
 @given(TEXTS, st.sampled_from([ValueError, KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, RecursionError]))

@@ -143,7 +143,7 @@ def test_what_a_reward_raises_is_a_failure_and_is_told_once(
 
 TIMED_OUT = r"timed out after 4 s \(scoring.timeout_s\)"
 BLOCKED = "timed out: it blocked the event loop"
-ABSURD = r"returned 1e\+308; a score must be finite and within \+-1e\+18"
+ABSURD = r"returned float 1e\+308; a score must be finite and within \+-1e\+18"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
     written = iter(turns)
-    with played(function, config, {"answer"}) as resolved:
+    with played(function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
         return list(play(resolved, 2, lambda _: next(written, None)))
 
 
@@ -102,12 +104,19 @@ def test_what_cannot_be_played_is_refused_before_a_run(config: Callable[..., Con
         trials(function, config(function))
 
 
-def test_a_second_run_beside_it_is_refused(config: Callable[..., Config]) -> None:
-    def own(prompt: str) -> Iterator[Any]:
+def test_a_second_run_beside_it_has_its_own(config: Callable[..., Config]) -> None:
+    def own(prompt: str, answer: str) -> Iterator[Any]:
         yield prompt
+        yield Score(1.0)
 
-    with played(own, config(own), set()), pytest.raises(ConfigError, match="another run"), played(own, config(own), set()):
-        raise AssertionError("it was not refused")
+    def other(prompt: str, answer: str) -> Iterator[Any]:
+        yield prompt
+        yield Score(2.0)
+
+    with played(own, config(own), {"answer"}) as (_, variables):
+        assert [trial.score for trial in trials(other, config(other), "8", "2")] == [Score(2.0), Score(2.0)]
+        with played(other, config(other), {"answer"}) as (_, others):
+            assert variables.keys() == others.keys() and variables != others
 
 
 def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:

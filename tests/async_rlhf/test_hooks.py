@@ -127,7 +127,7 @@ def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_pa
 
 
 def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
-    with pytest.raises(ConfigError, match=r"hooks\.command: 'no-such-program' is no program"):
+    with pytest.raises(ConfigError, match=r"hooks\.command: its first word is no program"):
         check_hooks(HooksConfig(command="no-such-program --loud"))
     with pytest.raises(ConfigError, match=r"hooks\.url = '\$NOWHERE': there is no such environment variable"):
         check_hooks(HooksConfig(url="$NOWHERE"))

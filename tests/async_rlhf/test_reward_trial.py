@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli.commands import app
 from async_rlhf.run.api import run
+from tests.conftest import QUICK
 
 JUDGES = """
 from async_rlhf import Score, reward
@@ -141,3 +143,53 @@ def test_serving_beyond_this_machine_needs_keys() -> None:
 def test_a_mistake_in_the_data_files_folder_is_a_configuration_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
         try_rewards(["exact"], folder)
+
+
+CONFIG = """
+model = "{model}"
+max_steps = 1
+[data]
+source = "chat.jsonl"
+held_out = 0
+[rewards]
+functions = [{functions}]
+[learner]
+batch_size = 8
+"""
+CALLED = """
+from async_rlhf import reward
+def conv(completions, answer): return [float(len(c[0]["content"]) + len(a)) for c, a in zip(completions, answer)]
+def text(completions): return [float(len(c.split())) for c in completions]
+def none(completion): return None
+@reward(scope="group")
+def share(completions): return [1 / len(completions)] * len(completions)
+"""
+
+
+def checked(folder: Path, *functions: str, **changed: Any) -> tuple[int, str]:
+    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", folder / "model", dirs_exist_ok=True)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": "4"} for n in range(8)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "called.py").write_text(CALLED)
+    names = ", ".join(f'"called.py:{name}"' for name in functions)
+    (folder / "run.toml").write_text(CONFIG.format(model=model, functions=names))
+    sets = [word for key, value in changed.items() for word in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["check", "run.toml", *sets])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_check_calls_every_reward_on_a_made_up_completion_of_the_data(folder: Path) -> None:
+    code, output = checked(folder, "conv", "none", "share")
+    assert code == 0 and "run.toml: good." in output, output
+    for name, value in (("conv", "18.0"), ("none", "None"), ("share", "0.125")):
+        assert f"reward {name} on a made-up completion of the prompt" in output
+        assert f"'content': 'say 0'}}]\": {value}" in output
+
+
+def test_check_does_not_call_good_what_would_end_the_run_by_a_reward_that_fails(folder: Path) -> None:
+    code, output = checked(folder, "text")
+    assert code == 6 and "good." not in output, output
+    assert "reward 'text' fails on a made-up completion" in output and "'list' object has no attribute 'split'" in output
+    code, output = checked(folder, "text", **{"rewards.max_failed_ratio": 1.0})
+    assert code == 0 and "no attribute 'split'" in output, output

@@ -215,15 +215,20 @@ def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued:
     assert states(queue) == {"damaged": "failed", "good": "waiting"}
 
 
-def test_an_entry_of_a_newer_format_is_refused_by_commands_and_daemon_and_left_as_it_is(
-    queue: QueueDir, queued: Queued
-) -> None:
-    state = queue.folder(queued("run")) / "state.json"
+def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_others_run(queue: QueueDir, queued: Queued) -> None:
+    state = queue.folder(queued("newer")) / "state.json"
+    queued("good")
     state.write_text(newer := json.dumps({**json.loads(state.read_text()), "format": QUEUE.newest + 1}))
-    for words in (("queue", queue.path), ("cancel", queue.path, "run"), ("serve", queue.path)):
-        code, output = invoke(*words)
-        assert code == 3 and "an entry of a queue of runs of format 2, this version of async-rlhf reads 1" in output, output
-    assert state.read_text() == newer
+    why = "an entry of a queue of runs of format 2, this version of async-rlhf reads 1"
+    assert states(queue) == {"newer": "failed", "good": "waiting"} and why in queue.find("newer").reason
+    code, output = invoke("queue", queue.path)
+    assert code == 0 and why in output and "good" in output
+    for verb in ("cancel", "resume"):
+        code, output = invoke(verb, queue.path, "newer")
+        assert code == 3 and why in output, output
+    assert invoke("cancel", queue.path, "good")[0] == 0
+    Daemon(queue, say=print).look()
+    assert queued("next").number == 3 and state.read_text() == newer
 
 
 def test_a_run_directory_of_a_newer_format_is_not_started(queue: QueueDir, queued: Queued, small: Any) -> None:

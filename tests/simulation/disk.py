@@ -122,7 +122,7 @@ class MemoryDisk:
     def lock(self, path: Path) -> File:
         return MemoryFile(self, Node())
 
-    def create(self, path: Path) -> File:
+    def create(self, path: Path, private: bool = False) -> File:
         return MemoryFile(self, self._link(path, Node()))
 
     def append(self, path: Path) -> File:

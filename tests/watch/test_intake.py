@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from serving import Site, serving
 from typer.testing import CliRunner
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.spool.deposit import end
 from async_rlhf.cli.commands import app
-from async_rlhf.watch.intake import MAX_BODY_BYTES, intake
+from async_rlhf.watch.intake import MAX_BODY_BYTES, SOCKET, intake, listen
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -94,6 +100,50 @@ def test_without_the_token_or_from_a_site_of_another_name_nothing_is_taken(close
     assert rows(spool) == [{"prompt": "a"}]
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "content-type": "text/plain;charset=UTF-8"},
+        {"origin": "null", "content-type": "text/plain"},
+        {"origin": "http://127.0.0.1:1"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site"},
+    ],
+)
+def test_a_page_of_another_site_can_send_nothing_not_even_with_the_token(
+    site: Site, closed_site: Site, spool: Path, headers: dict[str, str]
+) -> None:
+    body = b'{"prompt": "a"}'
+    assert site.get("/rows", headers, "POST", body).status == 403
+    assert closed_site.get("/rows", {**headers, "authorization": f"Bearer {TOKEN}"}, "POST", body).status == 403
+    assert not list(spool.iterdir())
+
+
+def test_a_page_of_its_own_and_programs_may_send(site: Site, spool: Path) -> None:
+    body, own = b'{"prompt": "a"}', {"origin": f"http://127.0.0.1:{site.port}", "sec-fetch-site": "same-origin"}
+    for headers in ({}, own, {"sec-fetch-site": "none"}):
+        assert site.get("/rows", headers, "POST", body).status == 200
+    assert len(rows(spool)) == 3
+
+
+def test_the_command_takes_rows_at_a_socket_that_this_user_alone_can_open(spool: Path) -> None:
+    command = [sys.executable, "-m", "async_rlhf", "spool", "listen", str(spool)]
+    path = spool / SOCKET
+    for _ in range(2):  # what a killed one has left is replaced
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and f"unix:{path} (POST /rows)" in process.stdout.readline()
+            assert path.stat().st_mode & 0o777 == 0o600
+            with closing(http.client.HTTPConnection("localhost")) as connection:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.connect(str(path))
+                connection.request("POST", "/rows", b'{"prompt": "a"}')
+                assert connection.getresponse().status == 200
+            with pytest.raises(ConfigError, match="Address already in use"):
+                listen(spool, None, None, print)
+            process.kill()
+    assert len(rows(spool)) == 2
+
+
 def test_the_command_refuses_what_it_could_not_take_rows_for(tmp_path: Path, spool: Path) -> None:
     def said(*words: str) -> str:
         found = CliRunner().invoke(app, ["spool", "listen", *words])
@@ -101,6 +151,11 @@ def test_the_command_refuses_what_it_could_not_take_rows_for(tmp_path: Path, spo
         return found.output
 
     assert "is no directory" in said(str(tmp_path / "none"))
-    assert "there is no token" in said(str(spool), "--address", "0.0.0.0:0")
+    for address in ("0.0.0.0:0", "127.0.0.1:0", "[::1]:0"):
+        assert "there is no token. Give --token-file FILE, or --address unix:PATH" in said(str(spool), "--address", address)
+    assert "AF_UNIX path too long" in said(str(spool), "--address", f"unix:/{'x' * 107}")
+    (spool / "no-socket").write_text("kept")
+    assert "cannot be used" in said(str(spool), "--address", f"unix:{spool / 'no-socket'}")
+    assert (spool / "no-socket").read_text() == "kept"
     end(spool)
     assert "has ended" in said(str(spool))

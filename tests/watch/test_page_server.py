@@ -27,8 +27,9 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address, document
+from async_rlhf.watch.beside import beside
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, THREADS, _Answers, beside, save
+from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, THREADS, _Answers, save
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -291,11 +292,9 @@ def test_a_page_beside_a_queue_shows_runs_that_come_later_and_ends_with_it(tmp_p
 
 
 def test_many_viewers_are_answered_by_few_threads(made: Path) -> None:
-    told: list[str] = []
     others = set(threading.enumerate())
-    with beside(made, "127.0.0.1:0", None, told.append), ThreadPoolExecutor(24) as viewers:
-        url = told[0].rpartition(" ")[2]
-        answers = list(viewers.map(lambda number: urlopen(f"{url}api/runs", timeout=300).read(), range(96)))
+    with serving(Runs(made)) as site, ThreadPoolExecutor(24) as viewers:
+        answers = list(viewers.map(lambda number: site.get("/api/runs").text, range(96)))
         workers = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("AnyIO")]
     assert all(answers) and 0 < len(workers) <= THREADS
 

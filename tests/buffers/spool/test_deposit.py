@@ -24,9 +24,9 @@ class RefusingDisk(Disk):
     def __init__(self, operation: str, directory: Path, reason: int) -> None:
         self._operation, self._directory, self.reason = operation, directory, reason
 
-    def create(self, path: Path) -> Any:
+    def create(self, path: Path, private: bool = False) -> Any:
         self._refuse("create", path)
-        return super().create(path)
+        return super().create(path, private)
 
     def append(self, path: Path) -> Any:
         self._refuse("append", path)

@@ -1,0 +1,197 @@
+"""What others may leave in a spool: a turn reads so many bytes and no more, follows no link, and names what it sets aside."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import DISK, Disk, Files
+from async_rlhf.buffers.spool import claims
+from async_rlhf.buffers.spool.claims import Rejected, Spool, has_claimed
+from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES, end
+from async_rlhf.buffers.spool.stream import Stream
+
+Opened = Callable[..., Spool]
+GOOD = '{"prompt":"good"}'
+
+
+class CountingDisk(Disk):
+    """Counts the bytes that are read of claimed files."""
+
+    num_read = 0
+
+    def read_at(self, file: Any, length: int, offset: int) -> bytes:
+        piece = super().read_at(file, length, offset)
+        self.num_read += len(piece)
+        return piece
+
+
+class FarDisk(Disk):
+    """The spool is another file system than the run."""
+
+    def replace(self, path: Path, new: Path) -> None:
+        if path.parent.name == "spool" != new.parent.name:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        super().replace(path, new)
+
+
+def look(lines: Sequence[bytes]) -> list[str | Rejected]:
+    return [line.decode() if line.startswith(b"{") else Rejected("it is no object") for line in lines]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Spool]]:
+    """`opened(files)`: the spool of a run; the next is that of its next life."""
+    with ExitStack() as streams:
+
+        def make(files: Files = DISK) -> Spool:
+            streams.close()
+            (tmp_path / "spool").mkdir(exist_ok=True)
+            stream = streams.enter_context(closing(Stream(tmp_path / "own", files=files)))
+            return Spool(tmp_path / "spool", tmp_path / "own", stream, look, files)
+
+        yield make
+
+
+def rejected(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (folder / "own" / "rejected").iterdir()
+    }
+
+
+def hole(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(40 << 30)
+
+
+def newlines(path: Path) -> None:
+    path.write_bytes(b"\n" * (3 << 20))
+
+
+def one_line(path: Path) -> None:
+    path.write_bytes(b"a" * (3 << 20))
+
+
+@pytest.mark.parametrize(
+    ("make", "reasons"),
+    [
+        (hole, ["it is longer than 16777216 bytes: it and all behind it was left out"]),
+        (newlines, []),
+        (one_line, [f"it is longer than {MAX_ROW_BYTES} bytes"]),
+    ],
+)
+def test_a_turn_reads_so_many_bytes_and_what_lies_behind_a_large_file_is_bound(
+    make: Callable[[Path], None], reasons: list[str], opened: Opened, tmp_path: Path
+) -> None:
+    disk = CountingDisk()
+    spool = opened(disk)
+    make(tmp_path / "spool" / "0-large.jsonl")
+    (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
+    with patch.object(claims, "_MAX_LINE_BYTES", 16 << 20):
+        more = True
+        while more:
+            before = disk.num_read
+            more = spool.turn()
+            assert disk.num_read - before <= 2 * claims._PIECE
+    assert [spool.stream.row(number) for number in range(spool.stream.num_rows)] == [GOOD]
+    found = rejected(tmp_path)
+    assert [line["reason"] for line in found.get("000000001-0-large.jsonl", [])] == reasons
+    assert not spool.problem and spool.status()["rejected"] == len(reasons)
+
+
+def test_what_is_set_aside_can_be_read_by_this_user_alone(opened: Opened, tmp_path: Path) -> None:
+    spool = opened()
+    (tmp_path / "spool" / "bad.jsonl").write_text("-----BEGIN KEY-----\n")
+    while spool.turn():
+        pass
+    assert (tmp_path / "own" / "rejected" / "000000001-bad.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def link(path: Path) -> None:
+    secret = path.parent.parent / "secret"
+    secret.write_text("-----BEGIN KEY-----\n")
+    path.symlink_to(secret)
+
+
+def memory(path: Path) -> None:
+    path.symlink_to("/proc/self/mem")
+
+
+KINDS: list[Callable[[Path], Any]] = [link, Path.mkdir, os.mkfifo, memory]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_what_is_no_regular_file_is_left_alone_and_neither_read_nor_waited_for(
+    make: Callable[[Path], Any], opened: Opened, tmp_path: Path
+) -> None:
+    spool = opened()
+    make(tmp_path / "spool" / "0-strange.jsonl")
+    (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
+    while spool.turn():
+        pass
+    assert spool.stream.num_rows == 1 and not rejected(tmp_path) and not spool.problem
+    assert os.listdir(tmp_path / "spool") == ["0-strange.jsonl"]
+
+
+@pytest.mark.parametrize("files", [DISK, FarDisk()])
+@pytest.mark.parametrize("make", KINDS)
+def test_what_becomes_no_file_in_the_last_moment_is_set_aside_unread(
+    make: Callable[[Path], Any], files: Files, opened: Opened, tmp_path: Path
+) -> None:
+    spool = opened(files)
+    make(tmp_path / "spool" / "0-strange.jsonl")
+    with patch.object(Disk, "is_readable", lambda self, path: path.name[0].isdigit() and path.parent.name == "spool"):
+        spool.turn()
+    (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
+    again = opened(files)
+    while again.turn():
+        pass
+    assert again.stream.num_rows == 1 and not again.problem
+    (lines,) = rejected(tmp_path).values()
+    assert [line["reason"] for line in lines] == ["it is no regular file that this user may read"]
+    assert "BEGIN KEY" not in str(lines)
+
+
+def test_a_file_of_another_file_system_is_read_where_it_lies_and_the_run_is_not_given_up_meanwhile(
+    opened: Opened, tmp_path: Path
+) -> None:
+    spool = opened(FarDisk())
+    (tmp_path / "spool" / "a.jsonl").write_text(f"{GOOD}\n" * (claims._PIECE // 8))
+    assert not has_claimed(tmp_path / "own")
+    with patch.object(Stream, "append", side_effect=OSError(errno.ENOSPC, "full")):
+        spool.turn()
+    assert has_claimed(tmp_path / "own") and not os.listdir(tmp_path / "own" / "claimed")
+    again = opened(FarDisk())
+    while again.turn():
+        pass
+    assert again.stream.num_rows == claims._PIECE // 8 and not os.listdir(tmp_path / "spool")
+
+
+def test_what_is_appended_to_a_claimed_file_is_not_waited_for(opened: Opened, tmp_path: Path) -> None:
+    spool = opened()
+    path = tmp_path / "spool" / "a.jsonl"
+    path.write_text(f"{GOOD}\n" * (claims._PIECE // 8))
+    with path.open("a") as writer:
+        while spool.turn():
+            writer.write(f"{GOOD}\n" * claims._PIECE)
+            writer.flush()
+    assert spool.stream.num_rows == claims._PIECE // 8
+
+
+def test_the_end_of_a_spool_is_written_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "END").symlink_to(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="cannot be ended"):
+        end(tmp_path / "spool")
+    assert (tmp_path / "kept").read_text() == "kept"

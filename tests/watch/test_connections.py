@@ -1,0 +1,156 @@
+"""Strangers that send half a request: they end in time, give way to others, and take no descriptor from a daemon."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import h11
+import pytest
+from serving import Site, serving
+
+from async_rlhf.watch import connections
+from async_rlhf.watch.beside import beside
+from async_rlhf.watch.intake import intake
+from tests.conftest import wait_for
+
+HALF = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+HALF_BODY = b"POST /rows HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with serving(intake(tmp_path)) as site:
+        yield site
+
+
+@contextmanager
+def strangers(port: int, count: int, sent: bytes = HALF) -> Iterator[list[socket.socket]]:
+    """Connections on each of which so much is sent, and no more."""
+    with ExitStack() as held:
+        opened = []
+        for _ in range(count):
+            opened.append(held.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=60))))
+            opened[-1].sendall(sent)
+        yield opened
+
+
+def has_ended(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HALF, HALF_BODY])
+def test_a_request_that_does_not_become_whole_ends_at_its_deadline(site: Site, sent: bytes) -> None:
+    soon = {h11.IDLE: 0.2, h11.SEND_BODY: 0.3}
+    with patch.dict(connections._DEADLINES_S, soon), patch.object(connections, "_LOOK_S", 0.05), ExitStack() as held:
+        waiting = held.enter_context(strangers(site.port, 3, sent))
+        wait_for(lambda: all(map(has_ended, waiting)), "the strangers to be left")
+        held.close()
+        assert site.get("/healthz").status == 200
+
+
+def test_a_second_request_of_a_connection_has_a_deadline_of_its_own(site: Site) -> None:
+    soon = patch.dict(connections._DEADLINES_S, {h11.IDLE: 0.2})
+    client = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
+    with soon, patch.object(connections, "_LOOK_S", 0.05), closing(client):
+        client.request("GET", "/healthz")
+        assert client.getresponse().read() == b"ok\n"
+        client.sock.sendall(HALF)
+        wait_for(partial(has_ended, client.sock), "the second request to be left")
+
+
+def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest(site: Site) -> None:
+    honest = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
+    with patch.object(connections, "_MOST", 4), strangers(site.port, 4) as waiting, closing(honest):
+        for _ in range(3):
+            honest.request("GET", "/healthz")
+            assert honest.getresponse().read() == b"ok\n"
+        wait_for(partial(has_ended, waiting[0]), "the oldest to give way")
+        assert not any(map(has_ended, waiting[1:]))
+
+
+@pytest.mark.parametrize(("count", "limit"), [(60, 64), (2000, 1024)])
+def test_two_thousand_slow_clients_take_no_more_than_a_share_of_the_descriptors(count: int, limit: int, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(count, hard - 200)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 200), hard))
+    (token := tmp_path / "token").write_text("x" * 32)
+    token.chmod(0o600)
+    command = ["spool", "listen", str(tmp_path), "--address", "127.0.0.1:0", "--token-file", str(token)]
+    limited = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
+    process = subprocess.Popen([sys.executable, "-m", "async_rlhf", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=limited, text=True)  # fmt: skip
+    with process, closing(process.stdout) as said:  # type: ignore[type-var]
+        port = int(said.readline().partition("http://127.0.0.1:")[2].partition("/")[0])  # type: ignore[union-attr]
+        with strangers(port, count):
+            for _ in range(5):
+                assert Site(port).get("/healthz").status == 200
+                assert len(os.listdir(f"/proc/{process.pid}/fd")) < limit // 2 + 20
+        process.send_signal(signal.SIGINT)
+        assert said.read() == ""  # type: ignore[union-attr]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+BESIDE = """
+import os, sys
+from pathlib import Path
+from async_rlhf.watch.beside import beside
+with beside(Path(sys.argv[1]), "127.0.0.1:0", None, lambda text: print(text, flush=True)):
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def is_served(url: str) -> bool:
+    try:
+        return json.load(urlopen(f"{url}api/runs", timeout=60))["runs"] == []
+    except (URLError, ConnectionError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
+
+
+def test_the_page_beside_a_daemon_has_a_process_of_its_own_that_comes_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    before = set(children(os.getpid()))
+    with beside(tmp_path, "127.0.0.1:0", None, said.append):
+        url = said[0].rpartition(" ")[2]
+        assert is_served(url)
+        (page,) = set(children(os.getpid())) - before
+        os.kill(page, signal.SIGKILL)
+        wait_for(lambda: is_served(url), "the page to come back")
+    assert not is_served(url) and set(children(os.getpid())) <= before
+
+
+def test_the_page_ends_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", BESIDE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with daemon:
+        assert daemon.stdout is not None
+        url = daemon.stdout.readline().split()[-1]
+        daemon.stdout.readline()
+        assert is_served(url)
+        daemon.kill()
+    wait_for(lambda: not is_served(url), "the page to end")
