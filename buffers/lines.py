@@ -8,7 +8,6 @@ as many and a line.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 from async_rlhf.buffers.appending import Appending
 from async_rlhf.buffers.files import DISK
+from async_rlhf.buffers.parsing import json_value
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16
@@ -164,7 +164,7 @@ def _parsed(raw: bytes) -> Line | None:
     if not raw.startswith(b"{") or not raw.endswith(b"\n"):
         return None
     try:
-        found: Line = json.loads(raw.decode())
+        found: Line = json_value(raw)
     except ValueError:
         return None
     return found

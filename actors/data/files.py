@@ -16,6 +16,7 @@ from typing import Any
 
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.parsing import json_value
 
 Located = tuple[str, Any]
 """Where a row stands, and what stands there."""
@@ -56,7 +57,7 @@ def plain(located: Iterable[Located]) -> Iterator[Located]:
     """
     for where, given in located:
         try:
-            yield where, json.loads(json.dumps(given, default=_written))
+            yield where, json_value(json.dumps(given, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
 
@@ -72,7 +73,7 @@ def _written(value: Any) -> Any:
 def _unwritable(given: Any) -> str:
     for name, value in given.items() if isinstance(given, dict) else ():
         try:
-            json.dumps(value, default=_written)
+            json_value(json.dumps({name: value}, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             return f"column {name!r} has no form in JSON ({error})"
     return f"a {type(given).__name__} is no row; give an object with a column 'prompt'"
@@ -84,15 +85,15 @@ def _json_lines(path: Path) -> Iterator[Located]:
             continue
         where = f"{path}:{number}"
         try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:
+            yield where, json_value(line)
+        except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}; write one object a line") from error
 
 
 def _json(path: Path) -> Iterator[Located]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
+        found = json_value(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}; a file with one object a line is called .jsonl") from error
     if not isinstance(found, list):
         raise ConfigError(f"{path} holds no list of objects but a {type(found).__name__}; write [{{...}}, {{...}}]")

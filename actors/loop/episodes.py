@@ -65,9 +65,9 @@ class Played:
 
     completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
     prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment said between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first turn.
-    score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended) in
-    seconds since the epoch.
+    the environment said between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
+    turn. score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began,
+    ended) in seconds since the epoch.
     """
 
     completion: Completion

@@ -7,13 +7,11 @@ only adds. What is generated ends where the model ends it, so decode steps are m
 from __future__ import annotations
 
 import itertools
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -28,6 +26,7 @@ from async_rlhf.buffers.protocol.wire import Telemetry
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.plan.costs import Costs, Fit, fit
 
 if TYPE_CHECKING:
@@ -199,10 +198,10 @@ def measure_publication(backend: Backend, engine: Engine, seconds: float) -> Pub
 @contextmanager
 def hub() -> Iterator[str]:
     """A real hub in a thread, with a directory and an address of its own."""
-    with tempfile.TemporaryDirectory(prefix="async-rlhf-") as folder:
-        address = f"ipc://{folder}/hub"
+    with socket_directory() as folder:
+        address = hub_address(folder)
         bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-        running = threading.Thread(target=Hub(address, Path(folder), QueueConfig(lease_s=600), bound).run, daemon=True)
+        running = threading.Thread(target=Hub(address, folder, QueueConfig(lease_s=600), bound).run, daemon=True)
         running.start()
         try:
             yield address

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from io import TextIOWrapper
+
 from async_rlhf.cli import calibrating, planning, runs, services, serving, spool, views  # each adds its commands to `app`
 from async_rlhf.cli.app import app
 
@@ -9,4 +13,8 @@ __all__ = ["app", "calibrating", "main", "planning", "runs", "services", "servin
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what its encoding lacks is written as an escape
+            stream.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what began this process may have left it ignored
     app()

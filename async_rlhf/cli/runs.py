@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 
@@ -265,12 +265,13 @@ def sweep(
 def run_to_end(config: Any, **how: Any) -> None:
     """Run a checked configuration as `async_rlhf.run.api.run` does, and say how it ended. Raises what that raises."""
     from async_rlhf.run.api import run
-    from async_rlhf.run.terminal import outliving_terminal
+    from async_rlhf.run.terminal import Lasting, outliving_terminal
 
     with outliving_terminal():
         result = run(config, **how)
-    typer.echo(f"{_ending(result)}: {result.steps} steps in {result.run_dir}")
-    typer.echo(f"model: {result.checkpoint or 'none was saved'}")
+    model = result.checkpoint or "none was saved"
+    said = f"{_ending(result)}: {result.steps} steps in {result.run_dir}\nmodel: {model}"
+    typer.echo(said, file=cast(IO[str], Lasting()))
 
 
 def _ending(result: Any) -> str:

@@ -24,6 +24,7 @@ from async_rlhf.actors.rewards import spec_of
 from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.lines import read_lines
+from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 from async_rlhf.learner.config import LossConfig
@@ -202,7 +203,7 @@ def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str
     if path.is_dir():
         return _of_run(path)
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        return [json_value(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"data {str(path)!r} cannot be read: {error}; give a JSONL file or a run directory") from error
 

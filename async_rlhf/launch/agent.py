@@ -200,7 +200,7 @@ def main() -> int:
     except ConnectionError as error:
         sys.stderr.write(f"the agent ends with its supervisor: {error}\n")
         return 0
-    except (OSError, WireError) as error:
+    except (OSError, WireError, ConfigError) as error:
         sys.stderr.write(f"fatal: {error}\n")
         return FAILED
     finally:

@@ -29,7 +29,7 @@ class LaunchConfig(Section):
     learner's ranks meet there, which have no keys: with ranks on other hosts it must name a network that you trust. `"none"`:
     the one that reaches them."""
     address: str = "auto"
-    """With `kind = "ray"`: `IP:PORT` of the cluster's head; `auto`: the cluster that this machine is a node of."""
+    """With `kind = "ray"`: `IP:PORT` of the cluster's head; `auto`: the cluster of this machine, else a local Ray is begun."""
     nodes: int | None = Field(default=None, ge=1)
     """With `kind = "ray"`: most nodes that the run uses. Where the cluster has fewer, the others are taken when they join.
     `"none"`: as many as there are at the start."""

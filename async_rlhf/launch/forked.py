@@ -127,7 +127,7 @@ class ForkServer:
                 "entry": entry,
                 "arguments": list(arguments),
                 "variables": dict(variables),
-                "umask": _umask(),
+                "umask": umask(),
                 "limits": [resource.getrlimit(each) for each in LIMITS],
                 "cpus": sorted(os.sched_getaffinity(0) if cpus is None else cpus),
             }
@@ -213,7 +213,7 @@ def fork(preload: Sequence[str], variables: Mapping[str, str], ask: Callable[[Fo
     raise AssertionError
 
 
-def _umask() -> int:
+def umask() -> int:
     """Of this process, which is not changed to know it: another thread may be making a file."""
     return int(re.search(r"^Umask:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
 

@@ -16,6 +16,7 @@ from async_rlhf.launch.forked import Child, ForkedProcess
 from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.launch.sockets import socket_root
 from async_rlhf.launch.tether import environment
 
 _KILL_S = 30.0
@@ -176,8 +177,11 @@ def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Seq
 def role_variables() -> dict[str, str]:
     """Of every role: those of this process, and what makes a library behave as a role must."""
     return {
+        "VLLM_RPC_BASE_PATH": str(socket_root()),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",  # files and logs are UTF-8, whatever the locale of the host is
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
         "PYTHONHASHSEED": "0",  # what draws from sets, a reward for one, does so alike in every life
         "HF_HUB_OFFLINE": "1",  # models are local directories by now: a role fetches nothing
         "TOKENIZERS_PARALLELISM": "false",

@@ -31,8 +31,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch.agent import Agent
 from async_rlhf.launch.orders import Alive, Event, Open, encode, order
+from async_rlhf.launch.sockets import socket_root
 
+_log = logging.getLogger(__name__)
 _TESTED = (2, 60)
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 _PROBE_S = 5.0
 _LOOK_S = 0.1
 _EVENTS_S = 1.0
@@ -62,7 +65,7 @@ class RayAgent:
                 self._lost_after_s = message.lost_after_s
             with self._guard:
                 self._events += self._agent.take(message)
-        except (OSError, WireError) as error:
+        except (OSError, WireError, ConfigError) as error:
             return str(error) or type(error).__name__
         return ""
 
@@ -92,15 +95,15 @@ class RayAgent:
 class RayHosts:
     """See `connection.Hosts`. Raises ConfigError when there is no such cluster, or no node of it can be used.
 
-    address: IP:PORT of its head, or `auto`. most: nodes to use, None for those that are there now. actors: of the run; no more
-    nodes are used (None: as many as fit). on_gpus: every agent takes its node's GPUs, so that no other work is given them.
+    address: IP:PORT of its head, or `auto` (`join`). most: nodes to use, None for those that are there now. actors: of the run;
+    no more nodes are used (None: as many as fit). on_gpus: every agent takes its node's GPUs, and no other work is given them.
     """
 
     def __init__(self, address: str, most: int | None, actors: int | None, start_timeout_s: float, *, on_gpus: bool) -> None:
         self._on_gpus, self._guard = on_gpus, threading.Lock()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            join(address, "launch.address")
+            join(address, "launch.address", or_local=True)
         self._own = ray.get_runtime_context().get_node_id()
         there = self._nodes()
         if not there:
@@ -208,8 +211,9 @@ class RayChannel:
         ray.kill(self._actor)
 
 
-def join(address: str, setting: str) -> None:
-    """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. Raises ConfigError."""
+def join(address: str, setting: str, *, or_local: bool = False) -> None:
+    """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
+    finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
     found = tuple(int(part) for part in version("ray").split(".")[:2])
     if found < _TESTED:
         raise ConfigError(
@@ -227,7 +231,14 @@ def join(address: str, setting: str) -> None:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{setting} = {address!r}: no Ray cluster answers there ({error}); give IP:PORT") from error
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            ray.init(address=address, **_QUIET)
+        except ConnectionError:
+            if not or_local or address != "auto" or os.environ.get("RAY_ADDRESS"):
+                raise
+            _log.warning("there is no Ray cluster here: one of this machine alone is started, and ends with this command")
+            temporary = os.environ.get("RAY_TMPDIR") or str(socket_root(room=70) / "ray")  # for its own sockets
+            ray.init(address="local", include_dashboard=False, _temp_dir=temporary, **_QUIET)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}") from error
 

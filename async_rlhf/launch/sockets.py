@@ -1,8 +1,8 @@
 """The private directory in which a run's processes on a host find the hub's socket, or the relay's, and the scorer's.
 
-It lies in the temporary directory (a run directory's own path can be longer than the 107 bytes a socket's may have), and its
-maker holds a lock on it: the supervisor on its machine, the agent on another host. What a killed one left is removed when its
-run, or another agent, is started.
+It lies in the temporary directory, or in `/tmp` where that has a long path (a socket's has at most 107 bytes), and its maker
+holds a lock on it: the supervisor on its machine, the agent on another host. What a killed one left is removed when its run, or
+another agent, is started.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import lock_directory
 
 _PREFIX = "async-rlhf-"
+LONGEST = 107  # bytes of a socket's path (unix(7), without the zero behind it)
+_ROOM = 40  # for `/async-rlhf-XXXXXXXX/environment`, and vLLM's `/` and UUID
 ON_HOST = Path("{sockets}")
 """The directory of a node's own host, in the arguments of one that an agent starts: only the agent knows it."""
 
@@ -36,10 +38,26 @@ def scorer_address(directory: Path) -> str:
     return f"ipc://{directory}/scorer"
 
 
+def socket_root(room: int = _ROOM) -> Path:
+    """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
+    when neither will do."""
+    try:
+        own = tempfile.gettempdir()
+    except OSError as error:
+        raise ConfigError(f"no temporary directory can be written: {error}; set TMPDIR to one") from error
+    for root in (own, "/tmp"):
+        if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
+            return Path(root)
+    raise ConfigError(
+        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room} that can be "
+        "printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
+    )
+
+
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A new one, until the end of the block. Raises OSError when there is no room."""
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    """A new one, until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=socket_root()))
     descriptor = lock_directory(directory)
     try:
         yield directory

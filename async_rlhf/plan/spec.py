@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.parsing import json_value, toml_table
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.plan import devices, model_costs
@@ -191,10 +190,12 @@ def read(path: Path) -> Spec:
     try:
         if path.stat().st_size > _MAX_SPEC_BYTES:
             raise ConfigError(f"{str(path)!r} has {path.stat().st_size} bytes; a spec has at most {_MAX_SPEC_BYTES}")
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        values = toml_table(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"no spec can be read from {str(path)!r}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(f"{str(path)!r} is no TOML: {error}") from None
     return parse(values, path.resolve().parent)
 
@@ -220,7 +221,7 @@ def costs_of(model: ModelName) -> ModelCosts:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text())
+        values = json_value(path.read_text())
     except OSError as error:
         raise ConfigError(
             f"no model configuration at {str(path)!r} ({error.strerror or error}): name a directory with a config.json, or "

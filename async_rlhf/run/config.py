@@ -21,6 +21,7 @@ from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
@@ -199,10 +200,10 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     """The content of a `what` file; hint: where there are others. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark of its encoding
+        return toml_table(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark of its encoding
     except FileNotFoundError as error:
         raise ConfigError(f"{what} {str(path)!r} does not exist; {hint}") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}") from error
 
 
@@ -248,9 +249,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"override {text!r} is not key=value; for example learner.learning_rate=5e-5")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+        return key.strip(), toml_table(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value
+    except ValueError as error:
+        raise ConfigError(f"override {key.strip()}: {str(error).rpartition(': ')[2]}") from error
 
 
 def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, dict[str, Any]]:

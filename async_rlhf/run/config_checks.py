@@ -5,7 +5,6 @@ Each refusal names the setting, its value, the reason, and the nearest choice th
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.config import SecurityConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import check_own_code
+from async_rlhf.buffers.parsing import json_value
 from async_rlhf.learner.check import RunContext, check_division, check_machine
 from async_rlhf.learner.check import check as check_learning
 from async_rlhf.run.shipped import FETCHED
@@ -135,7 +135,7 @@ def _check_model(config: Config) -> None:
     if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
         raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
     try:
-        model = json.loads((directory / "config.json").read_text())
+        model = json_value((directory / "config.json").read_text())
         text: dict[str, Any] = {**model, **model.get("text_config", {})}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error

@@ -161,7 +161,7 @@ class Hooks:
             status = asyncio.run(post())
         except TimeoutError:
             return f"gave no answer within {self._config.timeout_s:g} s (hooks.timeout_s)"
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ImportError, ValueError) as error:
             return f"cannot be reached: {type(error).__name__}"
         return "" if status < 300 else f"answered {status}"
 

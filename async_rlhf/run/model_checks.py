@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
+from async_rlhf.buffers.parsing import json_value
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -152,8 +152,8 @@ def _tensors(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_small(path, _MAX_BYTES))
-    except (OSError, DamagedError, ValueError, RecursionError) as error:
+        found = json_value(read_small(path, _MAX_BYTES))
+    except (OSError, DamagedError, ValueError) as error:
         raise _wrong(path, str(error)) from error
     if not isinstance(found, dict):
         raise _wrong(path, "it is no JSON object")

@@ -23,6 +23,7 @@ from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrain
 from async_rlhf.learner.check import remarks
 from async_rlhf.run.config import Config
 from async_rlhf.run.hooks import check_hooks
+from async_rlhf.run.inherited import check_inherited
 from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
@@ -83,11 +84,12 @@ class Prepared:
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
-    environment = environment_spec(config)
-    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
     if is_here:
+        check_inherited()
         _check_packages(config)
         _check_devices(config)
+    environment = environment_spec(config)
+    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
     spool = config.data.spool

@@ -47,7 +47,7 @@ def _snapshot(name: str) -> Path:
     print(f"fetching {name} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201
     try:
         directory = Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
-    except (OSError, ValueError) as error:  # whatever huggingface_hub raises is one of these
+    except (OSError, ValueError, ImportError) as error:  # whatever huggingface_hub raises, for a proxy too, is one of these
         raise ConfigError(
             f"model = {name!r} is neither a directory nor a GGUF file, nor a model in the cache of the Hugging Face Hub, and "
             f"cannot be fetched: {str(error).splitlines()[0]}"

@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,13 @@ from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.formats import RUN
+from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
-from async_rlhf.launch.sockets import is_private, remove_left
+from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
@@ -82,7 +82,7 @@ class _Live(BaseModel):
     """What `run.json` holds of a live run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    sockets: str = Field(min_length=1, max_length=107)
+    sockets: str = Field(min_length=1, max_length=LONGEST)
 
 
 class End(BaseModel):
@@ -195,9 +195,10 @@ class RunDir:
     def config(self) -> Config:
         """Raises ConfigError, or DamagedError when the file is no TOML."""
         try:
-            return validated(tomllib.loads(read_small(self._config)))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            values = toml_table(read_small(self._config))
+        except ValueError as error:
             raise DamagedError(f"{self._config} is damaged: {error}") from error
+        return validated(values)
 
     def check_same(self, config: Config) -> None:
         """Raises ConfigError when a run of this configuration would be another run than the one that is here."""

@@ -7,7 +7,6 @@ the file, or counted where the rest is of use all the same. Writes nothing.
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
 from collections import deque
@@ -22,6 +21,7 @@ import xxhash
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.lines import read_lines_backwards
+from async_rlhf.buffers.parsing import json_value
 
 MAX_SMALL_BYTES = 4 << 20
 """A configuration, a status: far more than they ever have."""
@@ -83,10 +83,10 @@ def read_object(path: Path) -> dict[str, Any]:
         text = read_small(path)
     except FileNotFoundError:
         return {}
-    found = _object(text)
-    if found is None:
-        raise DamagedError(f"{path} is damaged: it is no JSON object. Remove it, or restore it from a copy")
-    return found
+    try:
+        return _object(text)
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {error}. Remove it, or restore it from a copy") from error
 
 
 def read_lines(path: Path, max_bytes: int = MAX_LOG_BYTES) -> Lines:
@@ -227,18 +227,15 @@ def _lines(lines: Iterable[bytes]) -> Lines:
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
             break
-        record = _object(line.decode(errors="replace"))
-        if record is None:
+        try:
+            found.records.append(_object(line.decode(errors="replace")))
+        except ValueError:
             found.first_unreadable = found.first_unreadable or number
             found.unreadable += 1
-        else:
-            found.records.append(record)
     return found
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def _object(text: str) -> dict[str, Any]:
+    if not isinstance(found := json_value(text), dict):
+        raise ValueError("it is no JSON object")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from async_rlhf.actors.data.rows import row_of
 from async_rlhf.actors.data.tokens import PromptTokenizer
 from async_rlhf.actors.prompts import to_json
 from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
@@ -84,7 +84,7 @@ class RowCheck:
     def _look(self, line: bytes) -> tuple[str, str, bool] | Rejected:
         """The row, what the model reads, and whether the chat template has written that."""
         try:
-            row = row_of("the line", json.loads(line, parse_constant=_refuse), self._config.data.columns)
+            row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns)
             text = self._tokenizer.text(row, self._template)
             text.encode()
             # As a finished group carries them back, whatever their values are.

@@ -59,31 +59,37 @@ def outliving_terminal() -> Iterator[None]:
 
 
 class Lasting:
-    """A stream of this process that leads nowhere once its other end is gone; so do then standard output and standard error,
-    where they lead to the same end."""
+    """A stream of this process that fails at nothing: what its encoding lacks is written as an escape, what a full disk does
+    not take is left out. It leads nowhere once its other end is gone; so do then standard output and standard error, where they
+    lead to the same end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._leave(error)
-            return len(text)
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        with self._lasting():
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._lasting():
             self._stream.flush()
-        except OSError as error:
-            self._leave(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _leave(self, error: OSError) -> None:
-        if error.errno not in _GONE:
-            raise error
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _GONE:
+                self._leave()
+        except (ValueError, AttributeError):
+            pass  # it was closed, or there is none
+
+    def _leave(self) -> None:
         own = os.fstat(self._stream.fileno())
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in {self._stream.fileno(), 1, 2}:

@@ -17,7 +17,6 @@ import re
 import shutil
 import signal
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from async_rlhf.buffers.errors import ConfigError, DamagedError, FormatError, did_you_mean
 from async_rlhf.buffers.files import DISK, lock_directory, write_whole
 from async_rlhf.buffers.formats import QUEUE
+from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.launch.exit_codes import INTERRUPTED
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.config import Config
@@ -177,8 +177,8 @@ class QueueDir:
         return 0
 
     def max_steps(self, entry: Entry) -> int | None:
-        with suppress(OSError, DamagedError, tomllib.TOMLDecodeError):
-            value = tomllib.loads(read_small(self.folder(entry) / "config.toml")).get("max_steps")
+        with suppress(OSError, DamagedError, ValueError):
+            value = toml_table(read_small(self.folder(entry) / "config.toml")).get("max_steps")
             return value if isinstance(value, int) else None
         return None
 

@@ -34,7 +34,7 @@ def shown(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any] | 
             "rollouts": [_rollout(rollout, decode) for rollout in sample["rollouts"][:_MAX_ROLLOUTS]],
             "more": max(0, len(sample["rollouts"]) - _MAX_ROLLOUTS),
         }
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError):
         return None
 
 
@@ -64,7 +64,7 @@ def decoder(path: Path, changed: float) -> Decode | None:
 
     tokenizer = None
     with suppress(Exception):  # the library raises nothing narrower
-        if path.stat().st_size <= _MAX_TOKENIZER_BYTES:
+        if path.is_file() and path.stat().st_size <= _MAX_TOKENIZER_BYTES:
             tokenizer = Tokenizer.from_file(str(path))
     if tokenizer is None:
         return None

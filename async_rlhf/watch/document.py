@@ -65,7 +65,7 @@ def page(saved: dict[str, Any] | None = None) -> str:
         "data": as_json(data).replace("<", "\\u003c"),
         "programs": "\n".join(f"<script>{text}</script>" for text in _texts(_PROGRAMS)),
     }
-    text = (_PAGE / "page.html").read_text()
+    text = (_PAGE / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():
         before, mark, after = text.partition(f"<!-- {name} -->")
         assert mark, name
@@ -104,7 +104,7 @@ def short(name: str, summary: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _texts(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple((_PAGE / name).read_text() for name in names)
+    return tuple((_PAGE / name).read_text(encoding="utf-8") for name in names)
 
 
 def _digest(text: str) -> str:

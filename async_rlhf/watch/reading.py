@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
+from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
@@ -141,7 +141,7 @@ class RunReading:
     def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
         """An actor's span by the supervisor's clock."""
         with suppress(KeyError, TypeError, ValueError, OSError):
-            if (path := self.run.clock(actor)).exists():
+            if (path := self.run.clock(actor)).is_file():
                 by = correction(read_offsets(path), line["began"])
                 return {**line, "began": line["began"] + by, "ended": line["ended"] + by}
         return line
@@ -150,7 +150,7 @@ class RunReading:
         with suppress(OSError):
             path = self.run.latest / "model" / "tokenizer.json"
             return decoder(path, path.stat().st_mtime)
-        with suppress(OSError, AsyncRLHFError):
+        with suppress(OSError, ValueError, AsyncRLHFError):
             path = Path(self.run.config().model) / "tokenizer.json"
             return decoder(path, path.stat().st_mtime)
         return None
@@ -160,5 +160,5 @@ class RunReading:
         """What cannot be read inside is a problem in words."""
         try:
             yield
-        except (DamagedError, OSError) as error:
-            self.problems.append(str(error))
+        except Exception as error:  # noqa: BLE001  whatever stands in one file, the others are read
+            self.problems.append(str(error) or repr(error))

@@ -12,10 +12,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.run_dir import RunDir, no_run
@@ -43,9 +44,10 @@ class Runs:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, *, may_be_empty: bool = False) -> None:
-        """Raises ConfigError for a path that is no run directory and holds none, unless there may be some later."""
+        """may_be_empty: a run may begin there later, the directory too. Raises ConfigError for a path that is no run directory
+        and holds none, or can never be one."""
         self.path, self._clock, self.more = path, clock, 0
-        self.is_one = (path / "config.toml").exists()
+        self.is_one = False
         self._summaries: dict[str, dict[str, Any]] = {}
         self._stamps: dict[str, tuple[object, ...]] = {}
         self._ledgers: dict[str, Ledger] = {}
@@ -56,9 +58,9 @@ class Runs:
         # The one is held while hubs are asked, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
-        if not path.is_dir():
+        if not path.is_dir() and not (may_be_empty and not path.exists()):
             raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
-        if not may_be_empty and not self.is_one and not self._found():
+        if not self._found() and not may_be_empty:
             raise ConfigError(f"{no_run(path)}; none of its directories is one either")
 
     def start(self) -> None:
@@ -158,16 +160,17 @@ class Runs:
 
     def _found(self) -> dict[str, RunDir]:
         """By name, newest first."""
+        self.is_one = (self.path / "config.toml").exists()
         if self.is_one:
             return {self.path.resolve().name: RunDir(self.path)}
-        try:
-            named = [path for path in self.path.iterdir() if path.name.isprintable()]
-            paths = [path for path in named if (path / "config.toml").is_file()]
-            paths.sort(key=lambda path: (path / "config.toml").stat().st_mtime, reverse=True)
-        except OSError:
-            return {}  # one was removed meanwhile: the next look finds the others
-        self.more = max(0, len(paths) - MAX_RUNS)
-        return {path.name: RunDir(path) for path in paths[:MAX_RUNS]}
+        begun: dict[Path, float] = {}
+        with suppress(OSError):  # there may be no directory yet
+            for path in self.path.iterdir():
+                with suppress(OSError):  # it was removed meanwhile, or is not for this user
+                    if path.name.isprintable():
+                        begun[path] = (path / "config.toml").lstat().st_mtime
+        self.more = max(0, len(begun) - MAX_RUNS)
+        return {path.name: RunDir(path) for path in sorted(begun, key=begun.__getitem__, reverse=True)[:MAX_RUNS]}
 
     def _summary(self, name: str, run: RunDir) -> dict[str, Any]:
         """A run that stands still is read once."""
@@ -182,19 +185,19 @@ class Runs:
             found: dict[str, Any] = plain({**_told(run, ledger), "alive": alive, "config": config})
             self._stamps[name] = stamp
             return found
-        except (AsyncRLHFError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
             self._stamps.pop(name, None)
-            return {**_NOTHING, "problems": [str(error).replace(f"{run.path}/", "")[:_MAX_TEXT]]}
+            return {**_NOTHING, "problems": [plain(str(error).replace(f"{run.path}/", "")[:_MAX_TEXT] or repr(error))]}
 
 
 def plain(value: Any, depth: int = 12) -> Any:
-    """Ready for JSON of the strict kind, whatever a file held: other numbers become null, long texts are cut."""
+    """Ready for JSON of the strict kind and for UTF-8, whatever a file held: other numbers become null, long texts are cut."""
     if isinstance(value, str):
-        return value[: 5 * _MAX_TEXT]
+        return value[: 5 * _MAX_TEXT].encode(errors="replace").decode()
     if value is None or isinstance(value, bool) or is_number(value):
         return value
     if depth and isinstance(value, Mapping):
-        return {str(key)[:200]: plain(each, depth - 1) for key, each in value.items()}
+        return {plain(str(key)[:200]): plain(each, depth - 1) for key, each in value.items()}
     if depth and isinstance(value, list | tuple):
         return [plain(each, depth - 1) for each in value]
     return None

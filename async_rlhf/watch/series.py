@@ -165,4 +165,4 @@ def ages(record: Mapping[str, Any]) -> dict[int, int]:
     found = record.get("staleness/histogram")
     if not isinstance(found, dict):
         return {}
-    return {int(age): int(n) for age, n in found.items() if isinstance(age, str) and age.isdecimal() and is_number(n)}
+    return {int(age[:9]): int(n) for age, n in found.items() if isinstance(age, str) and age.isdecimal() and is_number(n)}

@@ -38,6 +38,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.run.run_dir import no_run
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
 from async_rlhf.watch.connections import Connection, most
@@ -85,9 +86,11 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    runs, token = Runs(path), addresses.read_token(token_file)
+    runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
     with closing(addresses.listen(address, token)) as bound:
         say(addresses.told(path, bound, token))
+        if not runs.names():
+            say(f"{no_run(path)}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
         show(runs, bound, token)
 

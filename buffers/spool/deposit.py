@@ -7,7 +7,6 @@ is looked at when that claims it (`claims`).
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.files import DISK, Files
+from async_rlhf.buffers.parsing import json_value
 
 END = "END"
 """The file that ends a spool."""
@@ -113,8 +113,8 @@ def _check_row(number: int, row: bytes, max_row_bytes: int) -> None:
     if len(row) > max_row_bytes:
         raise ConfigError(f"line {number} has {len(row)} bytes, the limit of a row is {max_row_bytes}; shorten it")
     try:
-        found = json.loads(row)
-    except (ValueError, RecursionError) as error:
+        found = json_value(row)
+    except ValueError as error:
         raise ConfigError(f"line {number} is not JSON: {error}; write one object a line. Nothing was put") from error
     if not isinstance(found, dict):
         raise ConfigError(f"line {number} is a {type(found).__name__}, not an object; write one object a line. Nothing was put")

@@ -145,7 +145,7 @@ def verified(checkpoint: Path, *, contents: bool = True) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
         schema, files = state["schema"], state["files"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedError(f"checkpoint {checkpoint.name} is torn: {_STATE} cannot be read ({error!r})") from error
     if schema > SCHEMA:
         raise CheckpointError(

@@ -336,7 +336,7 @@ def reference_settings(config: LearnerConfig) -> dict[str, Any]:
 def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
     try:
         own = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
     if not isinstance(own, dict):
         raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")

@@ -119,3 +119,17 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path: Pat
         ConfigError, match=r"needs the package pyarrow: pip install 'async-rlhf\[data\]'. Without it: a \.jsonl"
     ):
         load_rows(DataConfig(source=str(tmp_path / "rows.parquet")))
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 5000, "-1e999"])
+def test_a_number_that_no_64_bits_hold_is_named_by_its_column(number: str, tmp_path: Path) -> None:
+    row = f'{{"prompt": "p", "answer": [0, {number}]}}'
+    for name, content in (("rows.jsonl", row), ("rows.json", f"[{row}]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=r"answer\[1\]: numbers are integers from .*or floats up to"):
+            list(read_file(str(tmp_path / name), None))
+
+
+def test_such_a_number_in_rows_of_a_program_is_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"row 3: column 'answer' has no form in JSON \(answer: numbers are integers from"):
+        list(plain([("row 3", {"prompt": "p", "answer": 10**30})]))

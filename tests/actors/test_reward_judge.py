@@ -164,3 +164,11 @@ def test_connections_are_used_again(server: Judge, scores: Callable[..., list[Sc
 def test_without_an_address_the_judge_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"reward 'judge' asks for 'url'.*nor an option \(rewards\.options\.judge\)"):
         resolve(["judge"], Path.cwd(), {"answer"}, {"judge": {"model": "m"}})
+
+
+def test_a_judge_on_this_machine_is_asked_by_no_proxy(
+    scores: Callable[..., list[Score]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert scores("7")[0].value == 0.7

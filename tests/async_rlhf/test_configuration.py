@@ -14,7 +14,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.reference import reference
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.api import TrainResult
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config, load, parse_override
 from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
 from async_rlhf.run.shipped import FILES, write_start
 from tests.conftest import QUICK, REPOSITORY
@@ -172,3 +172,15 @@ def test_the_package_lists_what_it_has() -> None:
     assert set(async_rlhf.__all__) <= set(dir(async_rlhf))
     assert async_rlhf.Config is Config and re.match(r"\d+\.\d+", async_rlhf.__version__)
     assert all(getattr(async_rlhf, name) is not None for name in async_rlhf.__all__)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, "1e999"])
+def test_a_number_that_no_64_bits_hold_is_named_by_its_key(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f'model = "tiny-speller"\n[learner]\nlearning_rate = {number}\n')
+    with pytest.raises(ConfigError, match=r"config\.toml' cannot be read: .*learning_rate.*: numbers are integers from"):
+        load(path)
+    with pytest.raises(ConfigError, match=r"^override max_steps: numbers are integers from"):
+        parse_override(f"max_steps={number}")
+    with pytest.raises(ConfigError, match=r"nested too deeply"):
+        parse_override("max_steps=" + "[" * 10_000)

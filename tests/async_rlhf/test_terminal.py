@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -9,9 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, cast
 
 import pytest
+from rich.console import Console
 
+from async_rlhf.run.display import Display
+from async_rlhf.run.terminal import Lasting
 from tests.conftest import REPOSITORY, wait_for
 
 PROGRAM = """
@@ -59,6 +64,38 @@ def test_a_display_whose_other_end_is_gone_goes_on_in_silence(tmp_path: Path, ki
         started.kill()
         started.wait()
     assert files[2].read_text() == "[]"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
+def test_what_the_output_cannot_hold_is_shown_as_an_escape(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = Lasting(io.TextIOWrapper(raw, encoding=encoding))
+    with Display(Console(file=cast(IO[str], stream), soft_wrap=True)) as display:
+        display.event("größe 😀 \ud800")
+    lacks = encoding in ("ascii", "latin-1")
+    assert raw.getvalue().decode(encoding).splitlines() == [
+        {"ascii": "gr\\xf6\\xdfe "}.get(encoding, "größe ") + ("\\U0001f600" if lacks else "😀") + " \\ud800"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "closed", "none"])
+def test_a_display_that_nothing_can_be_written_to_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115  it is closed by the case, or at the end
+    stream = io.TextIOWrapper(raw, write_through=True)
+    if kind != "a full disk":
+        raw.close()
+    monkeypatch.setattr(sys, "stdout", None if kind == "none" else stream)
+    with Display() as display:
+        for step in range(3):
+            display.event(f"{step}")
+    raw.close()
+
+
+def test_the_command_says_an_error_in_any_encoding(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "async_rlhf", "status", str(tmp_path / "größe😀")]
+    variables = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    said = subprocess.run(command, env=variables, cwd=REPOSITORY, capture_output=True, check=False)
+    assert said.returncode == 3 and b"gr\xf6\xdfe\\U0001f600' is no run directory" in said.stderr
 
 
 def read_until(descriptor: int, text: bytes) -> None:

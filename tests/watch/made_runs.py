@@ -159,7 +159,7 @@ def broken_run(directory: Path) -> Path:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[10], lines[11] = lines[10][:50], '{"step": "eleven", "reward": "much"}'
     (run / "metrics.jsonl").write_text(
-        "\n".join([*lines, '{"step": 31, "reward": 1e999, "staleness/histogram": [1]}', '{"step": 32'])
+        "\n".join([*lines, '{"step": 31, "reward": Infinity, "staleness/histogram": [1]}', '{"step": 32'])
     )
     sample = group(30)
     sample["prompt"] = sample["rollouts"][0]["text"] = HOSTILE

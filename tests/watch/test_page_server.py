@@ -119,6 +119,33 @@ def test_health_needs_no_run_and_readiness_does(made: Path, tmp_path: Path) -> N
         assert (site.get("/healthz").status, site.get("/readyz").status) == (200, 200)
 
 
+@pytest.mark.parametrize("later", ["runs/new", "runs"])
+def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins(tmp_path: Path, later: str) -> None:
+    """later: the directory of the run that begins below, or at, the watched one."""
+    time = [0.0]
+    runs = Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)
+    with serving(runs) as site:
+        assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
+        assert site.get("/").status == site.get("/metrics").status == 200
+        made_run(tmp_path / later, 2)
+        time[0] += 3
+        found = json.loads(site.get("/api/runs").text)
+        assert [run["step"] for run in found["runs"]] == [2] and found["one"] == (later == "runs")
+        assert site.get("/readyz").status == 200
+
+
+def test_the_command_shows_a_page_where_no_run_is_yet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "async_rlhf", "watch", str(tmp_path / "runs"), "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(2)]
+        with urlopen(f"{said[0].split()[-1]}api/runs", timeout=60) as answer:
+            assert json.loads(answer.read())["runs"] == []
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert "is shown at http://127.0.0.1:" in said[0] and "the page is empty until a run begins there" in said[1]
+
+
 def test_without_the_token_nothing_is_told(made: Path) -> None:
     basic = {"authorization": "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()}
     wrong = {"authorization": f"Bearer {TOKEN}x"}
@@ -182,6 +209,7 @@ def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path) -> N
 
 
 def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for path, said in ((tmp_path, "none of its directories is one"), (tmp_path / "nothing", "is no directory")):
         with pytest.raises(ConfigError, match=said):
             Runs(path)
@@ -189,6 +217,8 @@ def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
         Runs(tmp_path)
+    with pytest.raises(ConfigError, match="is no directory"):
+        Runs(tmp_path / "file", may_be_empty=True)
 
 
 def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: Path, tmp_path: Path) -> None:

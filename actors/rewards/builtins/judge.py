@@ -91,7 +91,9 @@ async def _post(url: str, request: Mapping[str, Any], headers: Mapping[str, str]
 @functools.cache
 def _client() -> httpx2.AsyncClient:
     """One for the process, so that connections are used again; the caller's time-out is the only one."""
-    return httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64))
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    here = dict.fromkeys(("all://127.0.0.1", "all://localhost"))  # what HTTP_PROXY names is asked for other machines only
+    return httpx2.AsyncClient(timeout=None, limits=limits, mounts=here)
 
 
 def _headers(api_key_env: str) -> dict[str, str]:
