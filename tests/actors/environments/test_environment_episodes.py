@@ -35,6 +35,7 @@ async def asynchronous(question, answer, act, path, n, seed):
         elif act == "return": return
         elif act == "raise": raise ValueError("no " + text)
         elif act == "number": yield 1.0
+        elif act == "return": return 1.0
         elif act == "role": yield [{"role": "wizard", "content": ""}]
         elif act == "surrogate": yield "\\ud800"
         elif act == "set": yield [{"role": "user", "content": {1, 2}}]
@@ -179,6 +180,7 @@ def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) ->
     ("act", "reason"),
     [
         ("number", "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is yielded as"),
+        ("return", "returned float 1.0; a score is yielded: yield Score(...)"),
         ("role", "yielded a chat message whose role is 'wizard'; choose one of: system, user"),
         ("surrogate", "yielded text that has no UTF-8 form"),
         ("set", "yielded chat messages that are no JSON data"),
