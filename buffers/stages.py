@@ -30,7 +30,8 @@ class StageTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return self.ended - self.began
+        """0 where the clock was set back meanwhile."""
+        return max(0.0, self.ended - self.began)
 
 
 def pack(stages: Mapping[str, StageTime]) -> dict[str, float]:

@@ -91,8 +91,8 @@ class ThreadSteps:
 def _step(generator: Generator[Any, Any, Any], sent: str | None, turn: int, reads: Reader) -> Read | End:
     try:
         return reads(generator.send(sent))
-    except StopIteration:
-        return read_return(turn)
+    except StopIteration as end:
+        return read_return(turn, end.value)
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         return _raised(error)
 

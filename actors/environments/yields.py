@@ -78,8 +78,10 @@ def read_yield(value: Any, turn: int, max_turns: int, max_bytes: int) -> Read | 
     return Read(content, score.value)
 
 
-def read_return(turn: int) -> End:
-    """What the end of the generator means after `turn` turns of the model."""
+def read_return(turn: int, value: object = None) -> End:
+    """What the end of the generator means after `turn` turns of the model. value: what it returned, which means nothing."""
+    if value is not None:
+        return fails("not readable", f"returned {shown(value)}; a score is yielded: yield Score(...)")
     return End("returned") if turn else fails("no turn", "it ended before the model wrote anything")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments.pool import Ended, Observation
-from async_rlhf.actors.environments.yields import End, Read, read_yield
+from async_rlhf.actors.environments.yields import End, Read, read_return, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
@@ -191,6 +191,12 @@ def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) ->
 def test_what_is_no_observation_is_failed_by_name(bench: Bench, act: str, reason: str) -> None:
     end = end_of(bench.play("a", act=act))
     assert end.reason == "failed" and end.score is not None and (end.score.failure or "").startswith(reason)
+
+
+def test_a_value_that_a_generator_returns_is_no_score_and_not_left_out_without_a_word() -> None:
+    end = read_return(1, 1.0)
+    assert (end.reason, end.failure) == ("failed", "returned float 1.0; a score is yielded: yield Score(...)")
+    assert read_return(1).reason == "returned"
 
 
 def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
