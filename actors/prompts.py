@@ -11,7 +11,7 @@ import hashlib
 import json
 import string
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
 _U64 = (1 << 64) - 1
-# Kinds of parts that are text, as clients of OpenAI's two interfaces write them; a part without a kind is text if it has one.
-_TEXT_PARTS = ("text", "input_text", "output_text", None)
-_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
-_NO_TEXT = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 @dataclass(frozen=True)
@@ -148,44 +144,6 @@ def encode(
     if not ids or (max_length is not None and len(ids) > max_length):
         raise ConfigError(f"a prompt has {len(ids)} tokens, 1 to {max_length} are possible; it begins {text[:60]!r}")
     return text, ids
-
-
-def chat_of(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Chat messages as templates for text read them.
-
-    Keys whose value is null are dropped (Arrow gives each message those of all others, and templates ask whether a key is
-    there), an empty list of tool calls too; parts of text are joined. Raises ValueError: the message, the key, what is wrong.
-    """
-    return [_message(f"message {number}", each) for number, each in enumerate(given, 1)]
-
-
-def _message(which: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{which} is a {type(given).__name__}")
-    found = {key: value for key, value in _without_nulls(given).items() if key != "tool_calls" or value}
-    if not (isinstance(found.get("role"), str) and {"content", "tool_calls"} & found.keys()):
-        raise ValueError(f"{which} has no {'content' if isinstance(found.get('role'), str) else 'role'}")
-    if found.keys() & _NO_TEXT:
-        raise ValueError(f"{which} has the key {min(found.keys() & _NO_TEXT)!r}, which is no text; leave it out")
-    return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _text(where: str, value: Any) -> str:
-    """Raises ValueError."""
-    texts = []
-    for number, part in enumerate(value if isinstance(value, list) else [value], 1):
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
-            part_of = f": part {number}" if isinstance(value, list) else ""
-            raise ValueError(f"{where}{part_of} is {kind or type(part).__name__!r}, and text was expected; write it as text")
-        texts.append(text)
-    return "".join(texts)
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: bool, **options: Any) -> list[int]:

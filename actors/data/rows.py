@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
-from async_rlhf.actors.prompts import Row, chat_of, of_prompt
+from async_rlhf.actors.prompts import Row, of_prompt
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE
 

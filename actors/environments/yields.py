@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgpack
 
+from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Content, Feedback, Message
-from async_rlhf.actors.prompts import chat_of
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.errors import EpisodeLostError
 from async_rlhf.buffers.score import Score

@@ -40,7 +40,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
 
 
 def content(run: RunDir) -> dict[str, bytes]:
-    return {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    """Of all files but what Python keeps beside a reward that was imported."""
+    files = [path for path in run.path.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
 
 
 def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> None:
