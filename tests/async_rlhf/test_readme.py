@@ -28,6 +28,7 @@ CHAT: dict[str, Any] = {
     **SIZES, "model": "speller", "max_steps": 1, "data.held_out": 4, "evaluation.at_end": True,
     "generation.max_prompt_length": 128, "generation.max_completion_length": 8,
     "rewards.functions": [str(REPOSITORY / "experiments" / "chat" / "rewards.py") + ":concise"],
+    "evaluation.solved_by": "concise",
 }  # fmt: skip
 # Cells of minutes, and a page that is served until it is interrupted: tests/experiments/test_sweep.py and
 # tests/watch/test_page_server.py run smaller ones.
