@@ -208,10 +208,14 @@ def t_chance(t: float, degrees: int) -> float:
     return 0.5 + within / 2
 
 
-def _by_t(gaps: Array) -> Difference:
-    count, mean, deviation = len(gaps), float(gaps.mean()), float(gaps.std(ddof=1))
-    error = deviation / math.sqrt(count)
-    half = t_quantile(1 - LEVEL / 2, count - 1) * error
+def t_interval(mean: float, error: float, degrees: int, count: int) -> Difference:
+    """Of a mean with its standard error: the 95 % interval, and p against 0."""
+    half = t_quantile(1 - LEVEL / 2, degrees) * error
     t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
-    p = max(0.0, 2 * (1 - t_chance(t, count - 1)))  # the sum may round to above 1
-    return Difference(mean, mean - half, mean + half, count, p, deviation)
+    p = max(0.0, 2 * (1 - t_chance(t, degrees)))  # the sum may round to above 1
+    return Difference(mean, mean - half, mean + half, count, p, error * math.sqrt(count))
+
+
+def _by_t(gaps: Array) -> Difference:
+    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+    return t_interval(float(gaps.mean()), error, len(gaps) - 1, len(gaps))

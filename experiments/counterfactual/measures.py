@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from async_rlhf.experiments.statistics import LEVEL, Difference, t_chance, t_quantile
+from async_rlhf.experiments.statistics import Difference, t_interval
 
 Array = npt.NDArray[np.float64]
 # Columns whose products are made in float64 at a time: a copy of all of them would need twice the memory.
@@ -142,11 +142,7 @@ def jackknife(measure: Callable[[Array, Array], float], num_parts: int, num_bloc
     variance += _spread([measure(all_K, left_B) for left_B in all_B - np.eye(num_blocks)])
     if not math.isfinite(found + variance):  # somewhere the reference has no direction
         return Difference(found, math.nan, math.nan, num_parts, None)
-    error, degrees = math.sqrt(variance), min(num_parts, num_blocks) - 1
-    half = t_quantile(1 - LEVEL / 2, degrees) * error
-    t = abs(found) / error if error > 0 else (math.inf if found else 0.0)
-    p = 2 * (1 - t_chance(t, degrees)) if math.isfinite(t) else 0.0
-    return Difference(found, found - half, found + half, num_parts, p, error * math.sqrt(num_parts))
+    return t_interval(found, math.sqrt(variance), min(num_parts, num_blocks) - 1, num_parts)
 
 
 def between(measure: Callable[[Estimate, Array, Array], float], one: Estimate, other: Estimate) -> Difference:
