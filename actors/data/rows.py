@@ -49,11 +49,12 @@ def load_rows(
                 _name_source(row, source.label)
         training += rows
         held_out += kept_out
-    said = (lambda row: read({**row.columns, "prompt": row.prompt})) if read else config.row_template.said
-    everyone = enumerate([*training, *held_out] if held_out else [])
-    keys = [json.dumps(of_prompt(number, row, said), sort_keys=True) for number, row in everyone]
-    of_held_out = set(keys[len(training) :])
-    kept = [row for row, key in zip(training, keys, strict=False) if key not in of_held_out] if held_out else training
+    kept = training
+    if held_out:
+        uses = (lambda row: read({**row.columns, "prompt": row.prompt})) if read else config.row_template.said
+        keys = [json.dumps(of_prompt(n, row, uses), sort_keys=True) for n, row in enumerate([*training, *held_out])]
+        of_held_out = set(keys[len(training) :])
+        kept = [row for row, key in zip(training, keys, strict=False) if key not in of_held_out]
     if len(kept) < len(training):
         logger.warning("left %d of %d training rows out: their prompts are held out", len(training) - len(kept), len(training))
     if not kept:

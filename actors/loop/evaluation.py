@@ -29,7 +29,7 @@ class Judging:
     """What is asked of every prompt, and what counts as solved.
 
     group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
-    score that says what is solved, from `solved_at` on; empty: none does. num_sampled: further completions a prompt, drawn with
+    score that decides what is solved, from `solved_at` on; empty: none. num_sampled: further completions a prompt, drawn with
     `sampling`; as many as fill groups. Random numbers follow from `seed`, the prompt's place and the member alone, so that two
     weight sets are given the same. composition: without running statistics, so that a reward means the same at the start and at
     the end of a run.
@@ -70,7 +70,7 @@ class Judging:
         return Place((key.group, key.member // self.num_judged), key.member % self.num_judged, self.num_judged)
 
     def solved(self, scores: Mapping[str, Score]) -> bool | None:
-        """None where nothing says so."""
+        """None where no score is named, or it has no value."""
         score = scores.get(self.solved_by)
         return None if score is None or score.value is None else score.value >= self.solved_at
 
@@ -177,7 +177,7 @@ def summary_of_samples(
     rewards: Sequence[float | None], solved: Sequence[Sequence[bool | None]], judging: Judging
 ) -> dict[str, Any]:
     """Of sampled completions: their rewards, None where one could not be judged; of each prompt which solved it, None where
-    nothing says so.
+    that is not known.
 
     `mean_reward` of those that were judged; `failed` counts the others. `pass_at`: for k = 1, 2, 4, ... and all of them, the
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).

@@ -152,12 +152,12 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
 
 def _made_up(row: Row, is_episode: object) -> dict[str, Any]:
     """The fields of a completion, whose text and tokens are made up."""
-    ids, said = list(range(8)), [{"role": "assistant", "content": _MADE_UP}]
-    told = {"completion": _MADE_UP, "completion_ids": ids, "prompt_ids": ids, "finish_reason": "stop"}
+    ids, turn = list(range(8)), [{"role": "assistant", "content": _MADE_UP}]
+    fields = {"completion": _MADE_UP, "completion_ids": ids, "prompt_ids": ids, "finish_reason": "stop"}
     if is_episode:
-        messages = [*as_messages(row.prompt), *said]
-        told |= {"messages": messages, "completion_messages": said, "turns": [_MADE_UP], "sampled": [True] * len(ids)}
-    return {**row.columns, "prompt": row.prompt, **told}
+        messages = [*as_messages(row.prompt), *turn]
+        fields |= {"messages": messages, "completion_messages": turn, "turns": [_MADE_UP], "sampled": [True] * len(ids)}
+    return {**row.columns, "prompt": row.prompt, **fields}
 
 
 def lines(trial: Trial) -> list[str]:

@@ -198,8 +198,8 @@ def is_step(record: dict[str, Any]) -> bool:
 
 
 def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """What a line of `evaluations.jsonl` says, by name: `accuracy` where one reward says what is solved, `reward`, and where
-    there are several rewards the mean of each as `rewards/NAME`."""
+    """By name, of a line of `evaluations.jsonl`: `accuracy` where one reward decides what is solved, `reward`, and where there
+    are several rewards the mean of each as `rewards/NAME`."""
     means = evaluation.get("rewards")
     several = means if isinstance(means, Mapping) and len(means) > 1 else {}
     accuracy = None if several and not evaluation.get("solved_by") else evaluation.get("accuracy")

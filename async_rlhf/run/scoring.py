@@ -67,21 +67,21 @@ def group_rewards(config: Config) -> list[str]:
 
 
 def solved_by(config: Config, names: Sequence[str]) -> str:
-    """The score that says which held-out prompts are solved: the one that is named, or the only one of these; empty where
+    """The score that decides which held-out prompts are solved: the one that is named, or the only one of these; empty where
     several could, and where the only one compares the completions of a group."""
     return config.evaluation.solved_by or (names[0] if len(names) == 1 and not group_rewards(config) else "")
 
 
 def check_judging(config: Config, names: Sequence[str]) -> list[str]:
     """What a person should know about how evaluations are judged. names: of all scores. Raises ConfigError for a setting about
-    what is solved where no score says so, and for completions that fill no groups."""
+    what is solved where no score decides it, and for completions that fill no groups."""
     asked, size, compared = config.evaluation, config.generation.group_size, group_rewards(config)
     given = [
         f"{key} = {getattr(asked, key)}" for key, none in (("samples", 0), ("solved_at", 1.0)) if getattr(asked, key) != none
     ]
     if given and not solved_by(config, names):
         raise ConfigError(
-            f"evaluation.{given[0]} is about prompts that are solved, and no score says which are: of several, or where the "
+            f"evaluation.{given[0]} is about prompts that are solved, and no score decides which are: of several, or where the "
             f"only one compares completions, name one: evaluation.solved_by = {' or '.join(map(repr, names))}"
         )
     if compared and (over := asked.samples % size):

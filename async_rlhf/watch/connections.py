@@ -1,7 +1,7 @@
 """Connections that a listener keeps: so many, and none that does not bring its request in time.
 
-A stranger may open thousands and send half a request on each. One whose request is not whole ends at a deadline, and before
-that gives way to a new one where there are as many as may be; an honest client sends its request at once, and is served.
+A client may open thousands and send half a request on each. One whose request is not whole ends at a deadline, and before
+that gives way to a new one where there are as many as may be; a request that is sent at once is answered.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def _json(content: bytes) -> Response:
 
 
 def _is_elsewhere(headers: Headers) -> bool:
-    """Whether a browser says that a page of another site asks; other programs say nothing."""
+    """Whether a page of another site has sent it, by headers of browsers; other programs send none."""
     origin = headers.get("origin")
     other = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
     return other or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")

@@ -86,9 +86,14 @@ class Actor:
         may never have got the credit."""
         self._moved = {number: self._moved.get(number, (-1, now)) for number in self.leases}
         late = {number: amount for number, (amount, since) in self._moved.items() if now - since > timeout_s}
-        self.stuck |= (stuck := {number: amount for number, amount in late.items() if number in self._works_on})
+        stuck = {number: amount for number, amount in late.items() if number in self._works_on}
+        self.stuck |= stuck
         self.doubted |= bool(stuck)
         return [(number, number in self._works_on) for number in late]
+
+    def resume(self, before: Actor) -> None:
+        """It is the same process as `before`, and as stuck as that was."""
+        self.stuck, self.doubted = self.stuck | before.stuck, before.doubted
 
     def forgive(self, seconds: float, now: float) -> None:
         """So long nothing was listened to: it proves nothing about this actor."""
@@ -123,7 +128,7 @@ class Silences:
         before, held = self._silent.pop(name, (actor, []))
         if before.life != actor.life:
             return held
-        actor.stuck, actor.doubted = actor.stuck | before.stuck, before.doubted
+        actor.resume(before)
         return []
 
 
@@ -149,7 +154,7 @@ class Fleet:
         self._charge(self._silences.back(name, actor), f"{name} came back as another process")
         before = self.actors.pop(name, None)
         if before is not None and before.life == actor.life:
-            actor.stuck, actor.doubted = actor.stuck | before.stuck, before.doubted
+            actor.resume(before)
         held = dict(holding)
         for credit in list(before.leases.values()) if before else []:
             if held.get(credit.number) == credit.attempt:

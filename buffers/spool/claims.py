@@ -11,7 +11,7 @@
     3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
     4. remove   the claimed file
 
-Whoever may write into the spool decides what lies there, and no more. Only regular files are opened, links are not followed, a
+A writer of the spool is not trusted. Only regular files are opened, links are not followed, a
 turn reads `_PIECE` bytes and goes on in the next, and of a line no more than a row may have is kept. What cannot be read so is
 set aside: a line with its number and the reason; a line of more than `_MAX_LINE_BYTES` with all behind it; what turns out to be
 no file (it may be replaced until it is renamed) under a name that is not claimed.
