@@ -19,6 +19,7 @@ import xxhash
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean: there is no room now."""
 _AT_A_TIME = 8
+LOCK = ".lock"
 
 
 class File(Protocol):
@@ -141,8 +142,11 @@ DISK = Disk()
 
 
 def lock_directory(path: Path) -> int:
-    """A descriptor that holds the directory's lock until it is closed. Raises OSError, also while another process holds it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """A descriptor that holds the directory's lock until it is closed. Raises OSError, also while another process holds it.
+
+    The lock is on a file in it: network file systems lock only what is open for writing, which no directory can be.
+    """
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -19,6 +19,7 @@ _TOGETHER = (
     "tests/learner/test_ranks.py",
     "tests/buffers/hub/test_refusals.py",
     "tests/plan/test_plan_search.py",
+    "tests/simulation/test_simulation.py::test_the_schedules",
 )
 _LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")
 
@@ -34,8 +35,7 @@ def group(nodeid: str) -> str:
     """Tests of one group are run by one worker, one after the other; most are a group of their own."""
     if starts_vllm(nodeid):
         return "vllm"
-    path = nodeid.split("::")[0]
-    return path if path in _TOGETHER else nodeid
+    return next((start for start in _TOGETHER if nodeid.startswith(start)), nodeid)
 
 
 def place(nodeid: str) -> int:

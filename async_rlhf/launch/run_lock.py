@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import signal
 import socket
 import stat
@@ -28,7 +29,7 @@ from async_rlhf.launch.program import role_of
 
 _LOOK_S = 0.1
 _GRACE_S = 1.0  # for a holder that has just been killed
-_MAX_BYTES = 4096
+_MIN_BYTES, _MAX_BYTES = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RunLock:
     """A lock that this process took or inherited; freed by `release`, or when nothing refers to it."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+        self.descriptor, self._content = descriptor, b""
         self._close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
@@ -57,7 +58,9 @@ class RunLock:
             descriptor = _open(path, os.O_RDWR | os.O_CREAT)
             lock = cls(descriptor)
             if _try(descriptor, fcntl.LOCK_EX) and _is(path, descriptor):
-                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode().ljust(256), 0)
+                own = {"host": socket.gethostname(), "pid": os.getpid(), "life": secrets.token_hex(8)}
+                lock._content = json.dumps(own).encode().ljust(_MIN_BYTES)
+                os.pwrite(descriptor, lock._content, 0)
                 return lock
             lock.release()
             found, waited_s = holder(path), time.monotonic() - began
@@ -72,6 +75,13 @@ class RunLock:
                     f"{_left(path)}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
                 )
             time.sleep(_LOOK_S)
+
+    def is_lost(self, path: Path) -> bool:
+        """Whether another process has taken it since: a network file system frees the locks of a host that it has not heard for
+        a while, and one that is mounted with local locks lets every host take its own."""
+        with suppress(OSError, DamagedError):
+            return _content(path) != self._content and holder(path) is not None
+        return False
 
     def release(self) -> None:
         self._close()
@@ -92,11 +102,7 @@ def is_held(path: Path) -> bool:
 def holder(path: Path) -> Holder | None:
     """Who took the lock last, by its own account; None when that cannot be read."""
     try:
-        descriptor = _open(path, os.O_RDONLY)
-        try:
-            found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
-        finally:
-            os.close(descriptor)
+        found = json.loads(_content(path))
         host, pid = found["host"], found["pid"]
     except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
         return None
@@ -121,6 +127,14 @@ def signal_holder(path: Path, number: signal.Signals) -> Holder:
         finally:
             os.close(process)
     raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {_left(path)}")
+
+
+def _content(path: Path) -> bytes:
+    descriptor = _open(path, os.O_RDONLY)
+    try:
+        return os.pread(descriptor, _MAX_BYTES, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _open(path: Path, flags: int) -> int:

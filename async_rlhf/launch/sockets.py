@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.files import lock_directory
+from async_rlhf.buffers.files import LOCK, lock_directory
 
 _PREFIX = "async-rlhf-"
 LONGEST = 107  # bytes of a socket's path (unix(7), without the zero behind it)
@@ -83,7 +83,7 @@ def remove_left(directory: Path) -> None:
         descriptor = lock_directory(directory)
         try:
             for path in directory.iterdir():
-                if path.is_socket():
+                if path.is_socket() or path.name == LOCK:
                     path.unlink()
             directory.rmdir()
         finally:

@@ -47,6 +47,7 @@ from async_rlhf.launch.exit_codes import (
 )
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher, Process
+from async_rlhf.launch.run_lock import holder
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.learner.loop.budget import Spent
@@ -235,6 +236,12 @@ class Supervisor:
                 why = f"{self._plateau}; " if self._plateau else ""
                 self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
                 self._courier.drain()
+            if self._run.is_lost():
+                for process in self.processes().values():
+                    process.kill()
+                raise InterruptedRunError(
+                    f"{holder(self._run.lock_file)} has taken {self._run.path}, and this process leaves it"
+                )
             if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
             if self._lacks.waits():

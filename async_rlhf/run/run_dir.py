@@ -242,6 +242,8 @@ class RunDir:
 
     def record_end(self, end: End) -> None:
         """Keep it in `ledger.json`, beside the hub's last status. On a full disk it is lost."""
+        if self.is_lost():
+            return
         ledger: dict[str, Any] = {}
         with suppress(DamagedError):
             ledger = self.read_ledger()
@@ -264,7 +266,12 @@ class RunDir:
 
     def withdraw(self) -> None:
         """Nothing listens any more."""
-        self._run.unlink(missing_ok=True)
+        if not self.is_lost():
+            self._run.unlink(missing_ok=True)
+
+    def is_lost(self) -> bool:
+        """Whether this process had the run directory and another has it now."""
+        return self.lock is not None and self.lock.is_lost(self.lock_file)
 
     def retire(self) -> None:
         """The run has ended, and another may begin here."""

@@ -58,12 +58,14 @@ class Daemon:
         self._complaint = ""
 
     def run(self) -> None:
-        """Until a signal. Raises ConfigError when there is another daemon."""
+        """Until a signal. Raises ConfigError when there is another daemon, also one that takes the queue meanwhile; the runs
+        are its own then."""
         with on_signals(self._count):
             lock = self._queue.take()
             try:
                 self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
+                    self._queue.check_mine(lock)
                     warm(idle_s=math.inf)  # the next run may come in days
                     time.sleep(_LOOK_S)
             finally:

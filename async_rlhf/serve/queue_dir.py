@@ -195,6 +195,11 @@ class QueueDir:
         except OSError as error:
             raise ConfigError(f"{str(self.path)!r} cannot be written: {error}") from error
 
+    def check_mine(self, lock: RunLock) -> None:
+        """Raises ConfigError when another daemon has taken the queue from the one that holds this."""
+        if lock.is_lost(self._lock):
+            raise ConfigError(f"{holder(self._lock)} has taken {str(self.path)!r}: this daemon ends, and its runs go on")
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While the block runs no other process changes an entry."""

@@ -94,6 +94,7 @@ def test_the_stage_says_what_the_learner_says_of_the_same_model(directory: Path)
         assert answer.stages["reference"].ended >= answer.stages["reference"].began > 0
 
 
+@pytest.mark.rest
 def test_read_along_it_says_the_same_and_has_little_left_at_the_end(directory: Path) -> None:
     group = make_group(0, [16, 18, 20], prompt_length=9, temperature=TEMPERATURE)
     answers = scored(spec(directory, stream_tokens=2), group, cuts=[3, 9, 15])
@@ -160,6 +161,7 @@ def test_however_completions_are_cut_they_come_to_the_same(model: ReferenceModel
     assert not judge.streams
 
 
+@pytest.mark.rest
 def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> None:
     broken = make_model("llama")
     broken.base_model.embed_tokens.weight.data[23] = float("nan")

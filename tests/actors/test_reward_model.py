@@ -43,6 +43,7 @@ def test_a_text_that_is_too_long_keeps_its_end(judge_directory: Path) -> None:
     assert model.score(["ab" * 50], ["sun"], 10) == pytest.approx(model.score([("ab" * 50)[-7:]], ["sun"], 64), abs=1e-5)
 
 
+@pytest.mark.rest
 def test_the_pool_gathers_completions_into_batches_for_the_model(judge_directory: Path) -> None:
     settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
     specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}}, settings)

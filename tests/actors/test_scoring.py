@@ -149,7 +149,7 @@ ABSURD = r"returned float 1e\+308; a score must be finite and within \+-1e\+18"
 @pytest.mark.parametrize(
     ("reward", "completion", "failure"),
     [
-        ("act", "spin", TIMED_OUT),
+        pytest.param("act", "spin", TIMED_OUT, marks=pytest.mark.rest),
         ("act", "regex", TIMED_OUT),
         ("act", "swallow", TIMED_OUT),
         ("act", "exit3", "its worker process ended with exit code 3"),
@@ -158,7 +158,7 @@ ABSURD = r"returned float 1e\+308; a score must be finite and within \+-1e\+18"
         ("act_async", "wait", TIMED_OUT),
         ("act_async", "wait forever", "timed out after 4 s and refused.*"),
         ("act_async", "spin", BLOCKED + ".*"),
-        ("act_async", "regex", BLOCKED + ".*"),
+        pytest.param("act_async", "regex", BLOCKED + ".*", marks=pytest.mark.rest),
         ("act_async", "swallow", BLOCKED + ".*"),
         ("act_async", "exit5", "its worker process ended with exit code 5"),
         ("act_async", "1e308", ABSURD),

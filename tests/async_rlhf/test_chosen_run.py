@@ -18,7 +18,7 @@ from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
 
-NUM_STEPS = 60
+NUM_STEPS = 40
 CHOSEN = {"data.curriculum.reward": "reasoning_gym", "data.curriculum.new_share": 0.2}
 
 

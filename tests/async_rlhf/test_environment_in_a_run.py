@@ -81,6 +81,7 @@ def train(command: Callable[..., Any], small_arguments: Callable[..., list[str]]
     return run
 
 
+@pytest.mark.rest
 def test_kills_in_the_last_turn_change_no_bit_and_what_is_read_is_not_trained_on(train: Callable[..., Path]) -> None:
     whole = train("whole", [], **{"queue.max_staleness": 0})
     killed = train("killed", ["actor", "hub", "learner", "worker"], **{"queue.max_staleness": 0})

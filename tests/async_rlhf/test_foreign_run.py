@@ -177,7 +177,7 @@ _JSON = st.recursive(
 _CONTENT = st.binary(max_size=60) | _JSON.map(lambda value: (json.dumps(value) + "\n").encode())
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(name=st.sampled_from(["metrics.jsonl", "ledger.json", "evaluations.jsonl", "run.json", "lock"]), content=_CONTENT)
 def test_whatever_stands_in_its_files_no_verb_breaks(name: str, content: bytes, kept: RunDir) -> None:
     path = kept.path / name

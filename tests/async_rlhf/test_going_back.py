@@ -75,6 +75,7 @@ def stopped(killed: Path, small_arguments: Callable[..., list[str]], tmp_path: P
     return small_arguments(**{**SETTINGS, "max_steps": steps(run) + 8})
 
 
+@pytest.mark.rest
 def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
     command: Callable[..., Any], stopped: list[str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.conftest import QUICK, has_ended, wait_for
 CONFIGS = QUICK.parent
 
 
+@pytest.mark.rest
 def test_adapters_learn_and_actors_adopt_them(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -26,9 +26,24 @@ from tests.async_rlhf.test_bad_input import invoke
 from tests.conftest import QUICK
 
 GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
+# Each has a part that no other of them has: plain, learned positions, sliding windows and soft caps, experts, sinks, latents.
+SLICE = (
+    "llama",
+    "gpt2",
+    "gemma3_text",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4_text",
+    "minimax_m2",
+    "falcon",
+    "cohere2",
+)
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "kind", [kind if kind in SLICE else pytest.param(kind, marks=pytest.mark.rest) for kind in sorted(FAMILIES)]
+)
 def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Path) -> None:
     families.model(kind).save_pretrained(tmp_path)
     engine = load_engine(str(tmp_path), EngineConfig(slots=4, prefill_tokens=16))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from async_rlhf.actors.scoring.models import RewardModel
@@ -26,6 +27,7 @@ def test_the_shipped_reward_model_is_small_and_ranks_what_it_was_shown() -> None
     assert quality["after"]["accuracy"] > 0.75 and quality["gold"] > 0.9
 
 
+@pytest.mark.rest
 def test_the_ppo_preset_learns_from_the_reward_model_with_critic_and_reference(tmp_path: Path) -> None:
     changed: dict[str, Any] = {**SMALL, "max_steps": 3, "learner.critic.warmup_steps": 1}
     result = train(PRESETS / "ppo_rlhf.toml", overrides={**changed, "output_dir": str(tmp_path / "runs")}, quiet=True)

@@ -110,6 +110,7 @@ def test_the_quick_run_learns_while_a_node_is_lost_and_another_joins(
     assert written.security.keys == str(run.path / "keys") and not written.address.startswith("tcp://127.")
 
 
+@pytest.mark.rest
 def test_at_bound_zero_ray_and_this_machine_make_the_same_weights(on_ray: Any) -> None:
     settings = {"queue.max_staleness": 0, "max_steps": 20, "checkpoint.save_every": 20, "learner.learning_rate": 1e-3}
     here, there = (run(on_ray(**settings, name=kind, **{"launch.kind": kind}), quiet=True).run_dir for kind in ("local", "ray"))

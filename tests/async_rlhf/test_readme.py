@@ -115,6 +115,7 @@ def test_make_train_chat_trains_a_chat_model(folder: Path, command: Callable[...
     assert code == 0 and "all steps done: 1 steps in runs/chat-" in output and "held-out accuracy at the end" in output, output
 
 
+@pytest.mark.rest
 def test_make_bench_measures_its_parts(folder: Path, command: Callable[..., Any]) -> None:
     code, output = command(*made("bench"), *BENCH, program=True).finish()
     assert code == 0 and "-- adapters: measured" in output, output

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
@@ -55,6 +56,7 @@ def test_a_kept_journal_is_shown_exported_and_learned_from_again(small: Any, tmp
     assert other.read_bytes() != first
 
 
+@pytest.mark.rest
 def test_a_journal_that_was_not_kept_says_so(small: Any) -> None:
     result = run(small(**{"queue.segment_bytes": 4096, "checkpoint.save_every": 1}), quiet=True)
     code, output = invoke("rollouts", "replay", str(result.run_dir), "--name", "again")

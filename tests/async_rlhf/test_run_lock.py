@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -22,8 +23,11 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.commands import app
+from async_rlhf.launch.exit_codes import INTERRUPTED, InterruptedRunError, exit_code
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import Command, wait_for
 
 HOLD = """
@@ -104,6 +108,32 @@ def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[...
     child.kill()
     thread.join(30)
     waiting[0].release()
+
+
+def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubbish_is_no_other_process(
+    path: Path, hold: Callable[..., subprocess.Popen[str]]
+) -> None:
+    lock = RunLock.take(path)
+    own = path.read_text()
+    for rubbish in ("", "{", '{"host": 1, "pid": 2}'):
+        path.write_text(rubbish)
+        assert not lock.is_lost(path)
+    path.write_text(own)
+    assert not lock.is_lost(path)
+    fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
+    process = hold()
+    assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
+
+
+def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_leaves_the_directory(small: Any) -> None:
+    def taken_elsewhere() -> None:
+        run.lock_file.write_text(json.dumps({"host": "elsewhere", "pid": 7}))
+
+    supervisor, run = prepare(small(max_steps=100_000), progress=Heard(taken_elsewhere))
+    with pytest.raises(InterruptedRunError, match="process 7 on host elsewhere has taken"):
+        supervisor.run()
+    assert not supervisor.processes() and run.is_announced() and "ended" not in run.read_ledger()
+    assert exit_code(InterruptedRunError()) == INTERRUPTED, "a daemon that started it does not call it failed"
 
 
 def test_only_who_holds_the_lock_is_signalled(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:

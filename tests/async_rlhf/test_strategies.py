@@ -282,7 +282,9 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
-@pytest.mark.parametrize("strategy", ["flattening", "interleaving", "separation"])
+@pytest.mark.parametrize(
+    "strategy", ["interleaving", *(pytest.param(each, marks=pytest.mark.rest) for each in ("flattening", "separation"))]
+)
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(
     small: Callable[..., Any], strategy: str
 ) -> None:

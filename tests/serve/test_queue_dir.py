@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.formats import QUEUE
 from async_rlhf.cli.commands import app
+from async_rlhf.launch.depot import Depot
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
@@ -186,6 +190,37 @@ def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None
     queue.take().release()
 
 
+def test_a_daemon_whose_queue_another_host_has_taken_ends_and_names_it(queue: QueueDir, queued: Queued) -> None:
+    def say(line: str) -> None:
+        (queue.path / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 7}))
+
+    queue.keep(replace(queued("run"), state="stopped"))
+    with pytest.raises(ConfigError, match=r"process 7 on host elsewhere has taken .* and its runs go on"):
+        Daemon(queue, say=say).run()
+    assert states(queue) == {"run": "stopped"}
+
+
+def test_a_queue_may_lie_on_a_network_file_system(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flock(2): there an exclusive lock needs a file that is open for writing, and a shared one a file that can be read."""
+    honest = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        honest(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    queue = QueueDir.made(tmp_path / "serve")
+    assert queue.submit(small(name="run"), tmp_path / "gone").number == 1
+    lock, said = queue.take(), list[str]()
+    assert queue.daemon() is not None and Daemon(queue, say=said.append).look()
+    lock.release()
+    RunDir.create(small()).retire()
+    Depot(str(tmp_path / "depot")).close()
+    assert queue.find("run").state == "failed" and queue.daemon() is None, said
+
+
 def test_a_full_disk_refuses_a_submission_leaves_nothing_of_it_and_starts_nothing(
     queue: QueueDir, queued: Queued, small: Any, tmp_path: Path
 ) -> None:
@@ -201,7 +236,7 @@ def test_a_full_disk_refuses_a_submission_leaves_nothing_of_it_and_starts_nothin
         assert daemon.look() and daemon.look()
         assert len(said) == 1 and said[0].startswith("cannot go on, and tries again: ") and "File too large" in said[0]
     assert states(queue) == {"before": "waiting"}
-    assert sorted(path.name for path in (queue.path / "queue").iterdir()) == ["000001-before"]
+    assert sorted(path.name for path in (queue.path / "queue").iterdir()) == [".lock", "000001-before"]
 
 
 def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued: Queued) -> None:

@@ -67,7 +67,7 @@ def seen(runs: Path, bad: str) -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 32), st.integers(1, 3))
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_in_a_file_of_one_run_blinds_the_page(watched: Path, name: str, seed: int, blows: int) -> None:
     chance = random.Random(seed)
     bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")

@@ -25,6 +25,20 @@ from async_rlhf.buffers.tensors import RawTensor
 from tests.actors.vllm_model import make_model, raw_weights, save_model
 from tests.simulation.actor_role import FakeEngine
 
+# Hundreds of requests, so that some still run when an update comes: vLLM is tried with `keep`, the default, and with the other
+# two in `make test-all`.
+_REST = (
+    "[vllm-interrupt]",
+    "with_finish_running_sequences_end_with_the_weights_they_began_with[vllm]",
+    "a_turn_let_held_rows_go_on[vllm-finish]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.endswith(_REST):
+            item.add_marker(pytest.mark.rest)
+
 
 @dataclass(frozen=True)
 class Subject:

@@ -131,12 +131,13 @@ def test_an_asynchronous_step_that_hangs_is_cancelled_and_its_process_goes_on(
             "the episode took longer than 1 s (episode_timeout_s)",
             True,
         ),
-        (
+        pytest.param(
             "synchronous",
             "regex",
             {},
             "its process ended twice while it was in a step: its process did not answer for more than 4 s (timeout_s)",
             False,
+            marks=pytest.mark.rest,
         ),
         (
             "synchronous",

@@ -318,7 +318,7 @@ def test_sampling_that_is_none_is_refused_and_so_is_one_that_leaves_a_setting_ou
             hear([*packed({"type": "put", "group": FIELDS | {"sampling": wrong}}), IDS, LOGPROBS])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_what_the_hub_lets_in_can_be_unpacked(data: st.DataObject) -> None:
     """The quick check of the hub refuses everything that would end a learner."""
